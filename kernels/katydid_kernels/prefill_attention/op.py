@@ -1,0 +1,89 @@
+"""The public prefill call: checks what the caller sends and picks the implementation the device can run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from katydid_kernels.prefill_attention.reference import PAGE, prefill_attention_reference
+
+__all__ = ["check_pages", "prefill_attention"]
+
+
+def prefill_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    cu_q_lens: Tensor,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend a ragged batch of new tokens to their paged context.
+
+    Args:
+        q: `[tokens, heads, head_dim]`, rows concatenated; fp32, fp16, bf16, or e4m3 when the pages are e4m3.
+        k_pages: `[pages, kv_heads, 64, head_dim]`, v_pages: `[pages, kv_heads, head_dim, 64]`, one dtype.
+        block_table: int32 `[batch, max_pages]`; entries past a row's last page are never read.
+        context_lens: int32 `[batch]`, tokens in the row's pages **with** the new ones; slots past it may hold anything.
+        cu_q_lens: int32 `[batch + 1]`, where each row's new tokens begin in `q`; they are the last of its context.
+        scale: factor on q.k, by default `head_dim ** -0.5`.
+        soft_cap: when given, scores become `soft_cap * tanh(score / soft_cap)`.
+        window: when given, a token sees itself and the `window - 1` tokens before it.
+        q_scale: fp32 `[tokens, heads]`; k_scale, v_scale: fp32 `[1]` or `[kv_heads]`; multiply the stored values.
+        out: where to write, `[tokens, heads, head_dim]`, bf16 for e4m3 queries and q's dtype otherwise.
+
+    Returns the output and the natural-log sum of exponentials, fp32 `[tokens, heads]` (-inf where nothing is visible).
+
+    Raises ValueError naming the argument that does not fit.
+    """
+    check_pages(q, k_pages, v_pages, block_table, context_lens)
+    if cu_q_lens.dtype != torch.int32 or cu_q_lens.shape != (len(context_lens) + 1,):
+        raise ValueError(
+            f"cu_q_lens must be int32 [{len(context_lens) + 1}], got {cu_q_lens.dtype} {list(cu_q_lens.shape)}"
+        )
+    result, lse = prefill_attention_reference(
+        q,
+        k_pages,
+        v_pages,
+        block_table,
+        context_lens,
+        cu_q_lens,
+        scale=scale,
+        soft_cap=soft_cap,
+        window=window,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    if out is None:
+        return result.to(torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype), lse
+    return out.copy_(result), lse
+
+
+def check_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, context_lens: Tensor) -> None:
+    """Raise ValueError where queries (`[..., heads, head_dim]`), pages, table and lengths do not fit together."""
+    heads, head_dim = q.shape[-2:]
+    if k_pages.ndim != 4 or k_pages.shape[2:] != (PAGE, head_dim):
+        raise ValueError(f"k_pages must be [pages, kv_heads, {PAGE}, {head_dim}], got {list(k_pages.shape)}")
+    pages, kv_heads = k_pages.shape[:2]
+    if v_pages.shape != (pages, kv_heads, head_dim, PAGE):
+        raise ValueError(f"v_pages must be [{pages}, {kv_heads}, {head_dim}, {PAGE}], got {list(v_pages.shape)}")
+    if v_pages.dtype != k_pages.dtype:
+        raise ValueError(f"v_pages must have k_pages' dtype {k_pages.dtype}, got {v_pages.dtype}")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"q's heads must be a multiple of kv_heads {kv_heads}, got {heads}")
+    if context_lens.dtype != torch.int32 or context_lens.ndim != 1:
+        raise ValueError(f"context_lens must be int32 [batch], got {context_lens.dtype} {list(context_lens.shape)}")
+    batch = len(context_lens)
+    if block_table.dtype != torch.int32 or block_table.ndim != 2 or len(block_table) != batch:
+        raise ValueError(
+            f"block_table must be int32 [{batch}, max_pages], got {block_table.dtype} {list(block_table.shape)}"
+        )
