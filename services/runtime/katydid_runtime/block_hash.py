@@ -25,7 +25,7 @@ __all__ = ["BLOCK_TOKENS", "HASH_BYTES", "ChainKey", "TokenIds", "fingerprint", 
 BLOCK_TOKENS = 64
 HASH_BYTES = 32
 
-TokenIds: TypeAlias = bytes | bytearray | memoryview | array[int]
+TokenIds: TypeAlias = "bytes | bytearray | memoryview | array[int]"
 
 _BLOCK_DOMAIN = b"katydid.block.v1"
 _ROOT_DOMAIN = b"katydid.root.v1"
