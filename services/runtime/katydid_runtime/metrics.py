@@ -1,0 +1,66 @@
+"""Prometheus metrics under one naming rule: `katydid_<service>_<what>_<unit>`, in a registry of the process's own.
+
+The bounds contain the service-level targets themselves (TTFT 4 s, TPOT 50 ms), so that attainment can be read from a
+histogram instead of being interpolated between two buckets.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+__all__ = ["STEP_SECONDS", "TOKENS", "TPOT_SECONDS", "TTFT_SECONDS", "Metrics"]
+
+TTFT_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.5, 10.0, 20.0, 60.0)
+TPOT_SECONDS = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.05, 0.06, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
+STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+TOKENS = (64, 256, 1024, 4096, 8192, 16384, 32768, 65536, 98304, 131072, 196608, 262144)
+
+UNITS = ("seconds", "bytes", "tokens", "blocks", "pages", "requests", "ratio", "celsius", "info")
+
+_NAME = re.compile(rf"[a-z][a-z0-9_]*_(?:{'|'.join(UNITS)})")
+
+
+class Metrics:
+    """The metrics of one process. Names are given without prefix: `ttft_seconds`, `evicted_blocks`.
+
+    Counters get Prometheus' own `_total` behind the unit. A name that ends in no unit raises ValueError.
+    """
+
+    def __init__(self, service: str) -> None:
+        from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+
+        self.registry: CollectorRegistry = CollectorRegistry()
+        self._prefix = f"katydid_{service}_"
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+
+    def counter(self, name: str, help_text: str, labels: Sequence[str] = ()) -> Counter:
+        from prometheus_client import Counter
+
+        return Counter(self._full(name), help_text, labels, registry=self.registry)
+
+    def gauge(self, name: str, help_text: str, labels: Sequence[str] = ()) -> Gauge:
+        from prometheus_client import Gauge
+
+        return Gauge(self._full(name), help_text, labels, registry=self.registry)
+
+    def histogram(self, name: str, help_text: str, labels: Sequence[str] = (), *, bounds: Sequence[float]) -> Histogram:
+        from prometheus_client import Histogram
+
+        return Histogram(self._full(name), help_text, labels, registry=self.registry, buckets=bounds)
+
+    def render(self) -> bytes:
+        """The exposition text (`text/plain; version=0.0.4`) of everything registered."""
+        from prometheus_client import generate_latest
+
+        return generate_latest(self.registry)
+
+    def _full(self, name: str) -> str:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"metric name {name!r} must be snake case and end in one of {', '.join(UNITS)}")
+        return self._prefix + name
