@@ -36,7 +36,6 @@ def main() -> int:
     if "--check" not in sys.argv:
         compile_into(PROTOS)
         return 0
-        return 1
     stale = stale_stubs()
     if stale:
         print("stale stubs, run `make protos`:", *stale, sep="\n  ")
