@@ -116,11 +116,14 @@ def pack_ids(ids: TokenIds) -> bytes:
     return packed
 
 
-def fingerprint() -> str:
-    """16 hex digits that depend on every choice in this module; processes that exchange hashes compare them first."""
+def fingerprint(identity: bytes) -> bytes:
+    """32 bytes that depend on `identity` and on every choice in this module.
+
+    It is the SHA-256 of the chain of a golden prompt (ids 0..127, adapter "golden", salt b"golden" after one public
+    block). Processes that exchange hashes compare it first: `DescribeResponse.hash_fingerprint`.
+    """
     ids = array("I", range(2 * BLOCK_TOKENS))
-    chain = hash_chain(ids, identity=b"fingerprint", adapter="adapter", salt=b"salt", public_blocks=1)
-    return sha256(chain).hexdigest()[:16]
+    return sha256(hash_chain(ids, identity=identity, adapter="golden", salt=b"golden", public_blocks=1)).digest()
 
 
 def _length(size: int) -> bytes:

@@ -1,0 +1,86 @@
+"""The HTTP side of a service that speaks gRPC: GET /metrics, /healthz and /readyz, and nothing else.
+
+A few dozen lines on asyncio instead of a web framework, because the engine and the KV-cache service need no other
+HTTP. One request a connection, 8 KiB of headers and five seconds at most, so a stuck scraper costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from http import HTTPStatus
+
+from katydid_runtime.errors import AddressInUseError, SettingsError
+from katydid_runtime.metrics import Metrics
+
+__all__ = ["Exposition", "split_address"]
+
+_HEADER_LIMIT = 8 * 1024
+_TIMEOUT_S = 5.0
+
+
+class Exposition:
+    """Serves `metrics` at /metrics, 200 at /healthz while the process lives, and `ready()` as 200 or 503 at /readyz."""
+
+    def __init__(self, metrics: Metrics, ready: Callable[[], bool]) -> None:
+        self._metrics = metrics
+        self._ready = ready
+        self._server: asyncio.Server | None = None
+
+    async def start(self, address: str) -> str:
+        """Listen on `host:port` and return it with the port really bound. Raises AddressInUseError, SettingsError."""
+        host, port = split_address(address)
+        try:
+            self._server = await asyncio.start_server(self._handle, host, port, limit=_HEADER_LIMIT)
+        except OSError as error:
+            raise AddressInUseError(
+                f"cannot listen on http address {address}: {error.strerror}", value=address
+            ) from error
+        return f"{host}:{self._server.sockets[0].getsockname()[1]}"
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+
+    async def _handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(self._answer(head))
+                await writer.drain()
+        except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError):
+            pass  # a client that sends no request gets no answer
+        finally:
+            writer.close()
+
+    def _answer(self, head: bytes) -> bytes:
+        method, _, rest = head.partition(b" ")
+        path = rest.partition(b" ")[0].partition(b"?")[0]
+        if method not in (b"GET", b"HEAD"):
+            status, body = HTTPStatus.METHOD_NOT_ALLOWED, b"only GET\n"
+        elif path == b"/metrics":
+            status, body = HTTPStatus.OK, self._metrics.render()
+        elif path == b"/healthz":
+            status, body = HTTPStatus.OK, b"ok\n"
+        elif path == b"/readyz":
+            status, body = (
+                (HTTPStatus.OK, b"ready\n") if self._ready() else (HTTPStatus.SERVICE_UNAVAILABLE, b"not ready\n")
+            )
+        else:
+            status, body = HTTPStatus.NOT_FOUND, b"try /metrics, /healthz or /readyz\n"
+        lines = (
+            f"HTTP/1.1 {status.value} {status.phrase}",
+            "Content-Type: text/plain; version=0.0.4; charset=utf-8",
+            f"Content-Length: {len(body)}",
+            "Connection: close",
+        )
+        return "\r\n".join(lines).encode() + b"\r\n\r\n" + (b"" if method == b"HEAD" else body)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """`host:port` or `[v6]:port` as its parts. Raises SettingsError."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isdecimal() or int(port) > 65535:
+        raise SettingsError(f"{address} is no address", value=address, allowed="host:port with a port of 0 to 65535")
+    return host.strip("[]") or "0.0.0.0", int(port)

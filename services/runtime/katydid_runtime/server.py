@@ -1,0 +1,232 @@
+"""The life of a gRPC server: bind, report health, drain on SIGTERM, stop.
+
+    server = RpcServer(listen, services=["katydid.engine.v1.EngineService"], long_lived=["/…/Session"])
+    add_EngineServiceServicer_to_server(servicer, server.grpc)
+    await server.start()
+    await server.set_serving(True)
+    await server.run_until_signal(drain=servicer.drain)
+
+Draining: health turns NOT_SERVING, new RPCs are refused with DrainingError (another process may take them), the
+service's own `drain` and the RPCs in flight get `drain_timeout_s`, then everything left is cancelled. Streams that live
+as long as the process (`long_lived`, health Watch) are not waited for: `drain` knows what matters inside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from katydid_runtime import log
+from katydid_runtime.errors import AddressInUseError, DrainingError, SettingsError
+from katydid_runtime.exposition import split_address
+from katydid_runtime.interceptors import AroundInterceptor, Context
+from katydid_runtime.rpc_errors import error_interceptor
+
+__all__ = ["CHANNEL_OPTIONS", "MAX_MESSAGE_BYTES", "RpcServer"]
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+"""Options for every client channel between Katydid's processes; `RpcServer` permits these pings."""
+
+_SERVER_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # Without this a second process binds the same port and silently takes half of the connections.
+    ("grpc.so_reuseport", 0),
+)
+
+_INFRASTRUCTURE = ("/grpc.health.", "/grpc.reflection.")
+
+logger = logging.getLogger(__name__)
+
+
+class RpcServer:
+    """A grpc.aio server with Katydid's limits, error mapping, health, reflection and drain.
+
+    `services` are the full names for health and reflection; `long_lived` the full methods ("/pkg.Service/Method") a
+    drain does not wait for. Register servicers on `grpc` before `start`.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        *,
+        services: Sequence[str],
+        long_lived: Iterable[str] = (),
+        drain_timeout_s: float = 30.0,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> None:
+        self.address = listen
+        self._services = tuple(services)
+        self._long_lived = frozenset(long_lived)
+        self._drain_timeout_s = drain_timeout_s
+        self._credentials = credentials
+        self._serving = False
+        self._draining = False
+        self._in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._health = health.aio.HealthServicer()
+        self.grpc = grpc.aio.server(
+            interceptors=(
+                AroundInterceptor(_bind_request_id),
+                error_interceptor(),
+                AroundInterceptor(self._count, lambda method: not method.startswith(_INFRASTRUCTURE)),
+                *interceptors,
+            ),
+            options=_SERVER_OPTIONS,
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        reflection.enable_server_reflection(
+            (*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name), self.grpc
+        )
+
+    @property
+    def in_flight(self) -> int:
+        """RPCs running now, long-lived streams not counted."""
+        return self._in_flight
+
+    @property
+    def serving(self) -> bool:
+        """Whether health says SERVING: the answer for /readyz."""
+        return self._serving
+
+    async def start(self) -> str:
+        """Bind and accept connections, health still NOT_SERVING. Returns the address with the port really bound.
+
+        Raises AddressInUseError naming the address, SettingsError for a malformed one.
+        """
+        await self.set_serving(False)
+        self.address = self._bind(self.address)
+        await self.grpc.start()
+        return self.address
+
+    async def set_serving(self, serving: bool) -> None:
+        """Report health SERVING or NOT_SERVING for every service and for the process (""); READY is logged once."""
+        if serving and not self._serving:
+            logger.info("READY %s", self.address, extra={"address": self.address})
+        self._serving = serving
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *self._services):
+            await self._health.set(name, status)
+
+    async def run_until_signal(self, drain: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Serve until SIGTERM or SIGINT, then `shut_down`. A second signal cuts the drain short."""
+        loop = asyncio.get_running_loop()
+        first, second = asyncio.Event(), asyncio.Event()
+
+        def on_signal() -> None:
+            (second if first.is_set() else first).set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)
+        try:
+            await first.wait()
+            await self.shut_down(drain, cut_short=second)
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    async def shut_down(
+        self, drain: Callable[[], Awaitable[None]] | None = None, cut_short: asyncio.Event | None = None
+    ) -> None:
+        """Drain for at most `drain_timeout_s`, cancel what is left, and release the address."""
+        started = time.monotonic()
+        self._draining = True
+        await self.set_serving(False)
+        logger.info("draining", extra={"in_flight": self._in_flight, "drain_timeout_s": self._drain_timeout_s})
+        waiting: list[asyncio.Task[Any]] = [asyncio.create_task(self._work_done(drain))]
+        if cut_short is not None:
+            waiting.append(asyncio.create_task(cut_short.wait()))
+        done, pending = await asyncio.wait(waiting, timeout=self._drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        for task in done:
+            if error := task.exception():
+                logger.error("drain failed", exc_info=error)
+        left = self._in_flight
+        await self.grpc.stop(grace=0)
+        logger.info("stopped", extra={"cancelled": left, "drain_s": round(time.monotonic() - started, 3)})
+
+    async def _work_done(self, drain: Callable[[], Awaitable[None]] | None) -> None:
+        if drain is not None:
+            await drain()
+        await self._idle.wait()
+
+    @asynccontextmanager
+    async def _count(self, method: str, _context: Context) -> AsyncIterator[None]:
+        if self._draining:
+            raise DrainingError(f"{self.address} is shutting down")
+        if method in self._long_lived:
+            yield
+            return
+        self._in_flight += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
+
+    def _bind(self, address: str) -> str:
+        if address.startswith("unix:"):
+            path = address.removeprefix("unix:")
+            _refuse_live_socket(path, address)
+            where = address
+        else:
+            host, port = split_address(address)
+            where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            if self._credentials is None:
+                bound = self.grpc.add_insecure_port(where)
+            else:
+                bound = self.grpc.add_secure_port(where, self._credentials)
+        except RuntimeError as error:
+            raise AddressInUseError(
+                f"cannot listen on {address}: it is in use or not an address of this host",
+                field="listen",
+                value=address,
+            ) from error
+        return address if address.startswith("unix:") else f"{where.rpartition(':')[0]}:{bound}"
+
+
+def _refuse_live_socket(path: str, address: str) -> None:
+    """gRPC replaces an existing socket file even while another process listens on it; a stale one may be replaced."""
+    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        raise SettingsError(f"cannot listen on {address}: its folder does not exist", field="listen", value=address)
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return
+    raise AddressInUseError(f"cannot listen on {address}: another process does", field="listen", value=address)
+
+
+@asynccontextmanager
+async def _bind_request_id(_method: str, context: Context) -> AsyncIterator[None]:
+    request_id = next((str(value) for key, value in context.invocation_metadata() or () if key == "x-request-id"), None)
+    with log.bind(request=request_id):
+        yield
