@@ -1,0 +1,38 @@
+"""The operations a model is made of. Each has one public function that picks the kernel for the tensors' device, and a
+torch reference beside it that defines the result.
+"""
+
+from katydid_kernels.fused_moe import fused_moe, fused_moe_reference
+from katydid_kernels.kv_pack import kv_pack, kv_pack_reference, kv_unpack, kv_unpack_reference, object_bytes
+from katydid_kernels.linear import linear, linear_reference
+from katydid_kernels.qkv_post import QkNorm, qkv_post, qkv_post_reference
+from katydid_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from katydid_kernels.rope import rope, rope_reference, rope_table
+from katydid_kernels.router import router, router_reference
+from katydid_kernels.swiglu import swiglu, swiglu_reference
+
+__all__ = [
+    "QkNorm",
+    "add_rms_norm",
+    "add_rms_norm_reference",
+    "fused_moe",
+    "fused_moe_reference",
+    "kv_pack",
+    "kv_pack_reference",
+    "kv_unpack",
+    "kv_unpack_reference",
+    "linear",
+    "linear_reference",
+    "object_bytes",
+    "qkv_post",
+    "qkv_post_reference",
+    "rms_norm",
+    "rms_norm_reference",
+    "rope",
+    "rope_reference",
+    "rope_table",
+    "router",
+    "router_reference",
+    "swiglu",
+    "swiglu_reference",
+]

@@ -1,0 +1,36 @@
+"""y = x W^T + b, with one promise the rest of the engine leans on: a row of y depends on that row of x alone.
+
+CPU BLAS picks its inner kernel by the number of rows, and one to three rows (or an odd share per thread) round
+differently from the same rows in a larger batch. The reference therefore pads to a multiple of eight rows, where
+every row is computed by the same full tile: the same request then gets the same bits whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["linear", "linear_reference"]
+
+_ROW_TILE = 8
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``[..., in] x [out, in] -> [..., out]`` in the dtype of ``x``, which ``weight`` shares.
+
+    Args:
+        bias: ``[out]`` or None.
+    """
+    return linear_reference(x, weight, bias)
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if x.device.type != "cpu":
+        return F.linear(x, weight, bias)
+    rows = x.reshape(-1, x.shape[-1])
+    padding = -rows.shape[0] % _ROW_TILE
+    if padding:
+        out = F.linear(F.pad(rows, (0, 0, 0, padding)), weight, bias)[: rows.shape[0]]
+    else:
+        out = F.linear(rows, weight, bias)
+    return out.reshape(*x.shape[:-1], weight.shape[0])
