@@ -1,0 +1,49 @@
+"""Client of the KV-cache service: join a namespace, look chains up under leases, read and write blocks.
+
+cache = CacheClient("127.0.0.1:7301", name="engine-0", degrade=True)
+await cache.attach(identity, BlockLayout(layers=30, kv_heads=3, head_dim=64, dtype="bfloat16"))
+found = await cache.lookup(hashes)
+got = await cache.get(found.lease, hashes[: 32 * found.blocks], into=buffers)
+await cache.release(found.lease)
+"""
+
+from katydid_cache.client import CacheClient
+from katydid_cache.layout import BlockLayout, Span
+from katydid_cache.records import (
+    BlockChange,
+    CacheStats,
+    Durability,
+    GetResult,
+    LookupResult,
+    PrefetchResult,
+    PutBlock,
+    PutOutcome,
+    PutStatus,
+    Snapshot,
+    Tier,
+    TierRun,
+    TierStats,
+    TierTime,
+    WatchEvent,
+)
+
+__all__ = [
+    "BlockChange",
+    "BlockLayout",
+    "CacheClient",
+    "CacheStats",
+    "Durability",
+    "GetResult",
+    "LookupResult",
+    "PrefetchResult",
+    "PutBlock",
+    "PutOutcome",
+    "PutStatus",
+    "Snapshot",
+    "Span",
+    "Tier",
+    "TierRun",
+    "TierStats",
+    "TierTime",
+    "WatchEvent",
+]

@@ -1,0 +1,181 @@
+"""What the client's calls take and give: plain records, no protobuf."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from katydid_runtime.block_hash import HASH_BYTES
+
+__all__ = [
+    "BlockChange",
+    "Buffer",
+    "CacheStats",
+    "Durability",
+    "GetResult",
+    "LookupResult",
+    "PrefetchResult",
+    "PutBlock",
+    "PutOutcome",
+    "PutStatus",
+    "Snapshot",
+    "Tier",
+    "TierRun",
+    "TierStats",
+    "TierTime",
+    "WatchEvent",
+]
+
+Buffer: TypeAlias = "bytes | bytearray | memoryview"
+
+
+class Tier(enum.IntEnum):
+    """Where a block is. Values are those of the protocol."""
+
+    MEMORY = 1
+    DISK = 2
+    SHARED = 3
+
+
+class Durability(enum.IntEnum):
+    """When a write counts as done: in the service's memory, or on its disk, where it survives kill -9."""
+
+    MEMORY = 1
+    DISK = 2
+
+
+class PutStatus(enum.IntEnum):
+    """What became of a written block: stored now, there already, or refused (`PutOutcome.reason` says why)."""
+
+    STORED = 1
+    PRESENT = 2
+    REFUSED = 3
+
+
+class TierRun(NamedTuple):
+    """`blocks` consecutive blocks in `tier`; `eta_s` is the expected time to have them in the service's memory."""
+
+    tier: Tier
+    blocks: int
+    eta_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LookupResult:
+    """The longest prefix found: `blocks` in number, by tier in `runs`, kept by `lease` (0: none) until released.
+
+    `duration_s` is the time spent in the service. `reachable` is False when the service did not answer and the
+    client degrades to misses.
+    """
+
+    blocks: int = 0
+    runs: tuple[TierRun, ...] = ()
+    lease: int = 0
+    duration_s: float = 0.0
+    reachable: bool = True
+
+
+class TierTime(NamedTuple):
+    """`blocks` read from `tier` took `duration_s` in the service."""
+
+    tier: Tier
+    blocks: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GetResult:
+    """Outcome of a read. A block's buffer is valid if and only if its `found` is True: arrived whole, checksum right.
+
+    `misses` gives the reason of each block not found, by index: "absent", "corrupt" or "store_unavailable".
+    """
+
+    found: tuple[bool, ...]
+    misses: Mapping[int, str] = field(default_factory=dict)
+    times: tuple[TierTime, ...] = ()
+
+    @property
+    def prefix(self) -> int:
+        """Blocks found before the first miss: what a sequence can use."""
+        return next((index for index, found in enumerate(self.found) if not found), len(self.found))
+
+
+class PutBlock(NamedTuple):
+    """A block to write: 32-byte `hash`, the `parent` hash (empty for a first block), and its payload.
+
+    The payload is the whole object, or the runs of the heads written, in layout order; it must not change until the
+    call returns.
+    """
+
+    hash: bytes
+    parent: bytes
+    payload: Buffer
+
+
+class PutOutcome(NamedTuple):
+    status: PutStatus
+    reason: str = ""
+
+
+class PrefetchResult(NamedTuple):
+    """`blocks` that are or will be in memory, after `eta_s`."""
+
+    blocks: int
+    eta_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Figures of one tier since the service's start; see the protocol for each field."""
+
+    blocks: int
+    bytes: int
+    capacity_bytes: int
+    hits: int
+    misses: int
+    writes: int
+    evictions: int
+    corrupt: int
+    shed: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    tiers: Mapping[Tier, TierStats]
+    leases: int
+    reservations: int
+    attachments: int
+    quarantined: int
+    boot_epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Part of the blocks held when a watch began: packed hashes in one tier. `last` ends the snapshot."""
+
+    boot_epoch: int
+    sequence: int
+    tier: Tier
+    hashes: bytes
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BlockChange:
+    """Packed hashes that entered (`stored`) and left (`removed`) one tier."""
+
+    boot_epoch: int
+    sequence: int
+    tier: Tier
+    stored: bytes
+    removed: bytes
+
+
+WatchEvent: TypeAlias = "Snapshot | BlockChange"
+
+
+def split_hashes(packed: bytes) -> list[bytes]:
+    """The 32-byte hashes in `packed`."""
+    return [packed[start : start + HASH_BYTES] for start in range(0, len(packed), HASH_BYTES)]
