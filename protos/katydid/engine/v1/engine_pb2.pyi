@@ -969,18 +969,26 @@ class TraceSummary(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PHASES_FIELD_NUMBER: _builtins.int
+    RESIDENCE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___TracePhase]:
         """The phases in order."""
+
+    @_builtins.property
+    def residence(self) -> _duration_pb2.Duration:
+        """From receipt of the SubmitRequest to handing over the frame that carries this summary, on the engine's clock. The
+        gateway's round trip less this is transport; this less the phases is unexplained.
+        """
 
     def __init__(
         self,
         *,
         phases: _abc.Iterable[Global___TracePhase] | None = ...,
+        residence: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["residence", b"residence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["phases", b"phases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["phases", b"phases", "residence", b"residence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

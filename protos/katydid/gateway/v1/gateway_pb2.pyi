@@ -645,7 +645,9 @@ class Timing(_message.Message):
 
     @_builtins.property
     def phases(self) -> _containers.MessageMap[_builtins.str, _duration_pb2.Duration]:
-        """Phases that make up the TTFT, each measured where it happened: queue, lookup, fetch, prefill, transport, rest."""
+        """Phases that make up the TTFT, each measured where it happened: tokenise and route in the gateway, transport, then
+        queue, lookup, fetch and prefill in the engine, and `rest`, what none of them explains.
+        """
 
     def __init__(
         self,
