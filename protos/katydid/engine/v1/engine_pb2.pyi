@@ -247,7 +247,9 @@ Global___SessionRequest: _TypeAlias = SessionRequest  # noqa: Y015
 
 @_typing.final
 class SessionOpen(_message.Message):
-    """Opens a session, or takes one up again after its stream was lost."""
+    """Opens a session, or takes one up again after its stream was lost. A session_id that the engine no longer knows
+    opens a new session: SessionOpened.session_id differs, and the old session's requests are gone.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -453,9 +455,9 @@ class SamplingParams(_message.Message):
     frequency_penalty: _builtins.float
     """Subtracted per occurrence of a generated token; in [-2, 2]."""
     min_tokens: _builtins.int
-    """No stop before so many output tokens."""
+    """No stop before so many output tokens, generated_ids counted."""
     max_tokens: _builtins.int
-    """Output tokens at most; at least 1."""
+    """Output tokens at most, generated_ids counted; at least 1, and more than there are generated_ids."""
     n: _builtins.int
     """Number of independent choices that share the prompt's pages; choice i samples with Philox(seed + i, position)."""
     logprobs: _builtins.int
@@ -641,7 +643,7 @@ class SessionResponse(_message.Message):
 
     @_builtins.property
     def unknown_requests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Requests that this frame's session no longer knows, after a re-attachment that came too late."""
+        """Requests that an AbortRequest named and the session does not run."""
 
     def __init__(
         self,
@@ -848,7 +850,9 @@ Global___CachedTokens: _TypeAlias = CachedTokens  # noqa: Y015
 
 @_typing.final
 class Finish(_message.Message):
-    """A choice has ended."""
+    """A choice has ended. Every choice of a request gets exactly one Finish; a request refused because of `n` itself gets
+    one, for choice 0.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -871,7 +875,7 @@ class Finish(_message.Message):
     reason: Global___FinishReason.ValueType
     """Why."""
     stop_token: _builtins.int
-    """The stop token, when reason is STOP."""
+    """The stop token, when reason is STOP. It is the last token of the choice's columns and counted in output_tokens."""
     prompt_tokens: _builtins.int
     """Prompt tokens of the request."""
     output_tokens: _builtins.int
