@@ -2,9 +2,11 @@
 torch reference beside it that defines the result.
 """
 
+from katydid_kernels.decode_attention import decode_attention, decode_attention_reference
 from katydid_kernels.fused_moe import fused_moe, fused_moe_reference
 from katydid_kernels.kv_pack import kv_pack, kv_pack_reference, kv_unpack, kv_unpack_reference, object_bytes
 from katydid_kernels.linear import linear, linear_reference
+from katydid_kernels.prefill_attention import prefill_attention, prefill_attention_reference
 from katydid_kernels.qkv_post import QkNorm, qkv_post, qkv_post_reference
 from katydid_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from katydid_kernels.rope import rope, rope_reference, rope_table
@@ -15,6 +17,8 @@ __all__ = [
     "QkNorm",
     "add_rms_norm",
     "add_rms_norm_reference",
+    "decode_attention",
+    "decode_attention_reference",
     "fused_moe",
     "fused_moe_reference",
     "kv_pack",
@@ -24,6 +28,8 @@ __all__ = [
     "linear",
     "linear_reference",
     "object_bytes",
+    "prefill_attention",
+    "prefill_attention_reference",
     "qkv_post",
     "qkv_post_reference",
     "rms_norm",

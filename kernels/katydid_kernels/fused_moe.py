@@ -57,14 +57,15 @@ def fused_moe_reference(
     # which other tokens share its experts.
     parts = x.new_zeros((*topk_ids.shape, x.shape[1]), dtype=torch.float32)
     local_ids = topk_ids.long() - first_expert
-    for expert in local_ids.unique().tolist():
+    hit: list[int] = local_ids.unique().tolist()
+    for expert in hit:
         if 0 <= expert < w13.shape[0]:
             token, choice = torch.where(local_ids == expert)
             hidden = swiglu_reference(linear_reference(x[token], w13[expert]))
             parts[token, choice] = linear_reference(hidden, w2[expert]).float()
     total = torch.zeros_like(parts[:, 0])
-    for choice in range(topk_ids.shape[1]):
-        total += topk_weights[:, choice, None] * parts[:, choice]
+    for column in range(topk_ids.shape[1]):
+        total += topk_weights[:, column, None] * parts[:, column]
     if shared_output is not None:
         total += shared_output.float()
     return total.to(x.dtype)

@@ -2,7 +2,7 @@
 
     object = [layer][kv_head][K, V][64 * head_dim]
 
-A K run is the page's ``[64, head_dim]`` and a V run its ``[head_dim, 64]``, both exactly as they lie in the page, so that
+A K run is the page's ``[64, head_dim]`` and a V run its ``[head_dim, 64]``, both exactly as they lie in the page, so
 packing copies and never transposes; a layer of an object is one contiguous run and so is one (layer, head). A rank
 that holds some of the heads touches only their runs. Bound by the link to host memory.
 """

@@ -31,8 +31,8 @@ def qkv_post(
     k_norm_weight: Tensor | None = None,
     qk_norm: QkNorm = "none",
     eps: float = 1e-6,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Returns q ``[T, q_heads, head_dim]`` ready for attention; writes K and V.
 
@@ -46,11 +46,13 @@ def qkv_post(
         q_norm_weight: ``[head_dim]``; given with ``k_norm_weight`` unless ``qk_norm`` is "none".
         qk_norm: where the per-head norm stands.
         eps: of the norm.
-        k_scale: what is stored is ``k / k_scale``, saturated to the range of an fp8 page.
+        k_scale: fp32 ``[1]`` or ``[kv_heads]``; what is stored is ``k / k_scale``, saturated to the range of an fp8 page.
         v_scale: likewise for V.
     """
     if (qk_norm == "none") != (q_norm_weight is None) or (q_norm_weight is None) != (k_norm_weight is None):
-        raise ValueError(f"qk_norm={qk_norm!r}: q_norm_weight and k_norm_weight are given exactly when it is not 'none'")
+        raise ValueError(
+            f"qk_norm={qk_norm!r}: q_norm_weight and k_norm_weight are given exactly when it is not 'none'"
+        )
     return qkv_post_reference(
         qkv,
         table,
@@ -79,8 +81,8 @@ def qkv_post_reference(
     k_norm_weight: Tensor | None,
     qk_norm: QkNorm,
     eps: float,
-    k_scale: float,
-    v_scale: float,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> Tensor:
     _, kv_heads, page_size, head_dim = k_pages.shape
     heads = qkv.view(qkv.shape[0], -1, head_dim)
@@ -106,9 +108,9 @@ def _norm_and_rotate(
     return x
 
 
-def _to_page_dtype(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    if scale != 1.0:
-        x = x.float() / scale
+def _to_page_dtype(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if scale is not None:
+        x = x.float() / scale.unsqueeze(-1)
     if dtype.itemsize == 1:
         limit = torch.finfo(dtype).max
         x = x.float().clamp(-limit, limit)

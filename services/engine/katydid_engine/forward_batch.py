@@ -76,7 +76,12 @@ class ForwardBatch:
 
     @classmethod
     def pack(
-        cls, runs: Sequence[TokenRun], *, num_decodes: int = 0, decode_q_len: int = 1, device: torch.device | str = "cpu"
+        cls,
+        runs: Sequence[TokenRun],
+        *,
+        num_decodes: int = 0,
+        decode_q_len: int = 1,
+        device: torch.device | str = "cpu",
     ) -> ForwardBatch:
         """Builds the tensors of a batch; one host-to-device copy each.
 

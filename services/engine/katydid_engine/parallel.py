@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["ParallelPlan", "ParallelPlanError", "Role"]
+from katydid_runtime.errors import SettingsError
 
-
-class ParallelPlanError(ValueError):
-    """A plan contradicts itself or does not fit a model: names the field, its value and what is allowed."""
+__all__ = ["ParallelPlan", "Role"]
 
 
 class Role(StrEnum):
@@ -33,7 +31,7 @@ class ParallelPlan:
         role: which phase the ranks serve.
 
     Raises:
-        ParallelPlanError: a degree below 1, ``sp`` without ``tp``, or ``ep`` other than 1, ``tp`` or ``tp * dp``.
+        SettingsError: a degree below 1, ``sp`` without ``tp``, or ``ep`` other than 1, ``tp`` or ``tp * dp``.
     """
 
     tp: int = 1
@@ -47,12 +45,12 @@ class ParallelPlan:
         for name in ("tp", "dp", "ep", "pp"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ParallelPlanError(f"{name}={value!r}: expected an integer >= 1")
+                raise _wrong(name, value, "an integer >= 1")
         if self.sp and self.tp == 1:
-            raise ParallelPlanError("sp=True: sequence parallelism splits the residual over TP ranks, but tp=1")
+            raise _wrong("sp", self.sp, "false when tp=1: it splits the residual over the TP ranks")
         allowed = sorted({1, self.tp, self.tp * self.dp})
         if self.ep not in allowed:
-            raise ParallelPlanError(f"ep={self.ep}: expected one of {allowed} for tp={self.tp}, dp={self.dp}")
+            raise _wrong("ep", self.ep, f"one of {allowed} for tp={self.tp}, dp={self.dp}")
 
     @property
     def world_size(self) -> int:
@@ -62,15 +60,21 @@ class ParallelPlan:
         """Refuses a plan that cannot cut this model evenly.
 
         Raises:
-            ParallelPlanError: naming the degree and the model dimension it does not divide.
+            SettingsError: naming the degree and the model dimension it does not divide.
         """
         if num_heads % self.tp:
-            raise ParallelPlanError(f"tp={self.tp} does not divide num_attention_heads={num_heads}")
+            raise _wrong("tp", self.tp, f"a divisor of num_attention_heads={num_heads}")
         if num_kv_heads % self.tp:
-            raise ParallelPlanError(f"tp={self.tp} does not divide num_key_value_heads={num_kv_heads}")
+            raise _wrong("tp", self.tp, f"a divisor of num_key_value_heads={num_kv_heads}")
+        if self.ep > 1 and num_experts % self.ep:
+            raise _wrong("ep", self.ep, f"a divisor of num_experts={num_experts}")
         if self.ep > 1 and num_experts == 0:
-            raise ParallelPlanError(f"ep={self.ep}: the model has no experts, expected ep=1")
-        if num_experts % self.ep:
-            raise ParallelPlanError(f"ep={self.ep} does not divide num_experts={num_experts}")
+            raise _wrong("ep", self.ep, "1 for a model without experts")
         if self.pp > num_layers:
-            raise ParallelPlanError(f"pp={self.pp} exceeds num_hidden_layers={num_layers}")
+            raise _wrong("pp", self.pp, f"at most num_hidden_layers={num_layers}")
+
+
+def _wrong(field: str, value: object, allowed: str) -> SettingsError:
+    return SettingsError(
+        f"parallel plan: {field}={value!r}, expected {allowed}", field=field, value=value, allowed=allowed
+    )

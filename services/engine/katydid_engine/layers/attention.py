@@ -1,0 +1,82 @@
+"""Grouped-query attention over paged KV: QKV product, one pass that norms, rotates and stores, attention, output."""
+
+from __future__ import annotations
+
+import torch
+from katydid_kernels import decode_attention, prefill_attention, qkv_post
+from torch import Tensor
+
+from katydid_engine.forward_batch import ForwardBatch
+from katydid_engine.layers.linear import ColumnLinear, RowLinear
+from katydid_engine.model_config import ModelConfig
+from katydid_engine.weights import Weights
+
+__all__ = ["Attention"]
+
+
+class Attention:
+    """This rank's heads; the result is its summand of the output projection."""
+
+    def __init__(self, weights: Weights, config: ModelConfig) -> None:
+        q_size = config.num_heads * config.head_dim
+        kv_size = config.num_kv_heads * config.head_dim
+        self._qkv = ColumnLinear(
+            weights,
+            [("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)],
+            config.hidden_size,
+            bias=config.attention_bias,
+        )
+        self._output = RowLinear(weights.scope("o_proj"), q_size, config.hidden_size, bias=config.attention_bias)
+        self._q_norm = weights.tensor("q_norm.weight", (config.head_dim,)) if config.qk_norm else None
+        self._k_norm = weights.tensor("k_norm.weight", (config.head_dim,)) if config.qk_norm else None
+        self._eps = config.rms_norm_eps
+        self._scale = config.head_dim**-0.5
+
+    def __call__(self, x: Tensor, table: Tensor, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+        """``[T, hidden] -> [T, hidden]``; stores the tokens' K and V first.
+
+        Args:
+            table: the model's rotary table.
+            k_pages, v_pages: this layer's pages.
+        """
+        q = qkv_post(
+            self._qkv(x),
+            table,
+            batch.positions,
+            batch.slot_mapping,
+            k_pages,
+            v_pages,
+            q_norm_weight=self._q_norm,
+            k_norm_weight=self._k_norm,
+            qk_norm="none" if self._q_norm is None else "before_rope",
+            eps=self._eps,
+        )
+        return self._output(self._attend(q, batch, k_pages, v_pages).flatten(1))
+
+    def _attend(self, q: Tensor, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+        """Decodes and prefill chunks take the kernel made for each; ``[T, heads, head_dim]`` both ways."""
+        split, split_tokens = batch.num_decodes, batch.num_decode_tokens
+        out = torch.empty_like(q)
+        if split:
+            shape = (split, batch.decode_q_len, *q.shape[1:])
+            decode_attention(
+                q[:split_tokens].view(shape),
+                k_pages,
+                v_pages,
+                batch.block_table[:split],
+                batch.context_lens[:split],
+                scale=self._scale,
+                out=out[:split_tokens].view(shape),
+            )
+        if split < batch.num_seqs:
+            prefill_attention(
+                q[split_tokens:],
+                k_pages,
+                v_pages,
+                batch.block_table[split:],
+                batch.context_lens[split:],
+                batch.cu_q_lens[split:] - split_tokens,
+                scale=self._scale,
+                out=out[split_tokens:],
+            )
+        return out

@@ -1,0 +1,73 @@
+"""Token embedding and output head, cut over the TP group by vocabulary."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from katydid_kernels import linear
+from torch import Tensor
+
+from katydid_engine.collectives import Collectives
+from katydid_engine.weights import Weights
+
+__all__ = ["Embedding", "LmHead"]
+
+
+def _vocabulary_part(vocab_size: int, rank: int, size: int) -> slice:
+    """Rows of a rank; the last rank's part is short when the vocabulary does not divide."""
+    step = -(-vocab_size // size)
+    return slice(min(rank * step, vocab_size), min((rank + 1) * step, vocab_size))
+
+
+class Embedding:
+    """Looks up this rank's rows and yields zeros for the others': the sum over ranks is the embedding."""
+
+    def __init__(self, weights: Weights, vocab_size: int, hidden_size: int) -> None:
+        self._part = _vocabulary_part(vocab_size, weights.rank, weights.size)
+        self.weight = weights.slice("weight", (vocab_size, hidden_size), (self._part, slice(0, hidden_size)))
+        self._whole = weights.size == 1
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """int32 ``[T]`` -> ``[T, hidden]``, this rank's summand."""
+        if self._whole:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self._part.start
+        ours = (local >= 0) & (local < self.weight.shape[0])
+        return F.embedding(torch.where(ours, local, 0), self.weight).masked_fill(~ours.unsqueeze(1), 0.0)
+
+
+class LmHead:
+    """Logits over the whole vocabulary, in fp32, on every rank.
+
+    Args:
+        tied: the embedding whose rows are the head's; otherwise the head has a weight of its own.
+        fp32: multiply fp32 weights and hidden states, not only round the result to fp32.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        collectives: Collectives,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tied: Embedding | None,
+        fp32: bool,
+    ) -> None:
+        part = _vocabulary_part(vocab_size, weights.rank, weights.size)
+        dtype = torch.float32 if fp32 else weights.dtype
+        if tied is not None:
+            self.weight = tied.weight.to(dtype)
+        else:
+            self.weight = weights.slice("weight", (vocab_size, hidden_size), (part, slice(0, hidden_size)), dtype=dtype)
+        self._vocab_size = vocab_size
+        self._step = -(-vocab_size // weights.size)
+        self._collectives = collectives
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """``[rows, hidden] -> [rows, vocab]``."""
+        logits = linear(hidden.to(self.weight.dtype), self.weight).float()
+        if self._collectives.size == 1:
+            return logits
+        padded = F.pad(logits, (0, self._step - logits.shape[1]))
+        return self._collectives.all_gather(padded, 1)[:, : self._vocab_size]

@@ -1,0 +1,25 @@
+"""The dense feed-forward block: down(silu(gate(x)) * up(x))."""
+
+from __future__ import annotations
+
+from katydid_kernels import swiglu
+from torch import Tensor
+
+from katydid_engine.layers.linear import ColumnLinear, RowLinear
+from katydid_engine.weights import Weights
+
+__all__ = ["DenseMlp"]
+
+
+class DenseMlp:
+    """This rank's columns; the result is its summand."""
+
+    def __init__(self, weights: Weights, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+        self._gate_up = ColumnLinear(
+            weights, [("gate_proj", intermediate_size), ("up_proj", intermediate_size)], hidden_size, bias=bias
+        )
+        self._down = RowLinear(weights.scope("down_proj"), intermediate_size, hidden_size, bias=bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``[T, hidden] -> [T, hidden]``."""
+        return self._down(swiglu(self._gate_up(x)))

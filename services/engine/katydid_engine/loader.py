@@ -1,0 +1,145 @@
+"""From a model folder to a model on this rank: config, plan and tensors are checked before anything runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from katydid_runtime.errors import ModelFolderError, SettingsError
+
+from katydid_engine.checkpoint import Checkpoint
+from katydid_engine.collectives import Collectives, SingleRank
+from katydid_engine.model_config import ModelConfig, read_model_config
+from katydid_engine.models.decoder_lm import DecoderLM, RankContext
+from katydid_engine.models.hy_v3 import build_hy_v3, count_mtp_layers
+from katydid_engine.models.llama import build_llama
+from katydid_engine.models.qwen3 import build_qwen3
+from katydid_engine.models.qwen3_moe import build_qwen3_moe
+from katydid_engine.parallel import ParallelPlan
+from katydid_engine.weights import TensorSource, Weights
+
+__all__ = ["build_model", "load_model"]
+
+_BUILDERS: dict[str, Callable[[RankContext, Weights], DecoderLM]] = {
+    "hy_v3": build_hy_v3,
+    "llama": build_llama,
+    "qwen3": build_qwen3,
+    "qwen3_moe": build_qwen3_moe,
+}
+
+# Tensors that checkpoints carry and no model needs: recomputable tables, and the draft layers' copies of the
+# embedding and the head.
+_IGNORED = re.compile(r"rotary_emb\.inv_freq$|^model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight$")
+
+
+def load_model(
+    folder: Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    plan: ParallelPlan | None = None,
+    collectives: Collectives | None = None,
+) -> DecoderLM:
+    """Loads this rank's share of a Hugging Face model folder.
+
+    Args:
+        folder: holds ``config.json`` and safetensors shards.
+        device: where weights and pages live.
+        dtype: compute and KV dtype; by default fp32 on CPU (the reference path) and the checkpoint's dtype elsewhere.
+        plan: how the model is cut; by default one rank holds all of it.
+        collectives: the TP group; its ``size`` must equal ``plan.tp``. By default a group of one.
+
+    Raises:
+        ModelFolderError: the config is absent, broken or asks for something not implemented; a tensor is missing,
+            misshaped, of another type or unexpected; a shard is corrupt. Names tensor, found and expected.
+        SettingsError: the plan does not fit the model or the group.
+    """
+    config = read_model_config(folder)
+    device = torch.device(device)
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else getattr(torch, config.checkpoint_dtype)
+    checkpoint = Checkpoint(folder)
+    try:
+        model = build_model(config, checkpoint, device=device, dtype=dtype, plan=plan, collectives=collectives)
+    finally:
+        checkpoint.close()
+    unexpected = [name for name in checkpoint.unused() if not _ignored(name, config)]
+    if unexpected:
+        names = ", ".join(unexpected[:5]) + (f" and {len(unexpected) - 5} more" if len(unexpected) > 5 else "")
+        raise ModelFolderError(
+            f"{folder}: {len(unexpected)} unexpected tensors for model_type {config.architecture}: {names}",
+            field=unexpected[0],
+            value=list(checkpoint.entries[unexpected[0]].shape),
+            allowed=f"the tensors of {config.architecture}",
+        )
+    return model
+
+
+def build_model(
+    config: ModelConfig,
+    source: TensorSource,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    plan: ParallelPlan | None = None,
+    collectives: Collectives | None = None,
+) -> DecoderLM:
+    """Builds this rank's share from any source of tensors (``RandomSource`` needs no checkpoint).
+
+    Raises:
+        ModelFolderError: a tensor of the source is missing, misshaped or of another type.
+        SettingsError: the plan does not fit the model or the group.
+    """
+    plan = plan or ParallelPlan()
+    collectives = collectives or SingleRank()
+    _check_plan(plan, config, collectives)
+    weights = Weights(source, torch.device(device), dtype, collectives.rank, collectives.size)
+    if config.architecture == "hy_v3":
+        config = replace(
+            config, num_mtp_layers=max(config.num_mtp_layers, count_mtp_layers(weights, config.num_layers))
+        )
+    return _BUILDERS[config.architecture](RankContext(config, plan, collectives), weights)
+
+
+def _check_plan(plan: ParallelPlan, config: ModelConfig, collectives: Collectives) -> None:
+    plan.check_model(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        num_experts=config.moe.num_experts if config.moe else 0,
+        num_layers=config.num_layers,
+    )
+    if collectives.size != plan.tp:
+        raise SettingsError(
+            f"parallel plan: tp={plan.tp}, but the group has {collectives.size} ranks",
+            field="tp",
+            value=plan.tp,
+            allowed=str(collectives.size),
+        )
+    for name, value, allowed in (("pp", plan.pp, 1), ("ep", plan.ep, plan.tp)):
+        if value > allowed:
+            raise SettingsError(
+                f"parallel plan: {name}={value} is not implemented, expected at most {allowed}",
+                field=name,
+                value=value,
+                allowed=f"at most {allowed}",
+            )
+    widths = {"intermediate_size": config.intermediate_size}
+    if config.moe is not None:
+        if plan.ep == 1:
+            widths["moe_intermediate_size"] = config.moe.intermediate_size
+        widths["shared expert width"] = config.moe.shared_intermediate_size
+    for name, width in widths.items():
+        if width % plan.tp:
+            raise SettingsError(
+                f"parallel plan: tp={plan.tp}, expected a divisor of {name}={width}",
+                field="tp",
+                value=plan.tp,
+                allowed=f"a divisor of {name}={width}",
+            )
+
+
+def _ignored(name: str, config: ModelConfig) -> bool:
+    return bool(_IGNORED.search(name)) or (config.tie_embeddings and name == "lm_head.weight")

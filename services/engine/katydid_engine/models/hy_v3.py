@@ -1,0 +1,110 @@
+"""Hy3: Qwen3-style attention, a dense first layer, then sigmoid-routed experts beside a shared one, and draft layers.
+
+A multi-token-prediction (MTP) layer stands after the decoder layers in the checkpoint. From the target's hidden state
+at position p and the token at p + 1 it predicts the token at p + 2:
+
+    h' = eh_proj([enorm(embed(token)), hnorm(hidden)])    hidden is taken *after* the target's final norm
+    h' -> one decoder layer with its own experts and pages -> final_layernorm -> the target's head
+"""
+
+from __future__ import annotations
+
+import torch
+from katydid_kernels import linear
+from torch import Tensor
+
+from katydid_engine.forward_batch import ForwardBatch
+from katydid_engine.kv_cache import KvCache
+from katydid_engine.layers.moe import MoeNames, SparseMoe
+from katydid_engine.layers.norm import RmsNorm
+from katydid_engine.models.decoder_lm import DecoderLM, FeedForward, RankContext
+from katydid_engine.models.llama import dense_feed_forward
+from katydid_engine.weights import Weights
+
+__all__ = ["HyV3", "MtpLayer", "build_hy_v3", "count_mtp_layers"]
+
+# The released checkpoints' names first, then those of transformers' own modules.
+_NAMES = MoeNames(
+    router=("router.gate.weight", "gate.weight"),
+    selection_bias=("expert_bias", "e_score_correction_bias"),
+    shared=("shared_mlp", "shared_experts"),
+)
+
+
+def build_hy_v3(context: RankContext, weights: Weights) -> HyV3:
+    """Reads every tensor of this rank's share, draft layers included."""
+    return HyV3(context, weights)
+
+
+def count_mtp_layers(weights: Weights, num_layers: int) -> int:
+    """Draft layers in a checkpoint: those appended after the decoder layers, whether or not the config counts them."""
+    count = 0
+    while weights.has(f"model.layers.{num_layers + count}.eh_proj.weight"):
+        count += 1
+    return count
+
+
+class HyV3(DecoderLM):
+    """The target model and its draft layers; ``config.num_mtp_layers`` may be 0."""
+
+    def __init__(self, context: RankContext, weights: Weights) -> None:
+        super().__init__(context, weights, _feed_forward)
+        first = self.config.num_layers
+        self._mtp_layers = [
+            MtpLayer(self, weights.scope(f"model.layers.{first + depth}"), first + depth)
+            for depth in range(self.config.num_mtp_layers)
+        ]
+
+    @torch.inference_mode()
+    def draft(
+        self, batch: ForwardBatch, hidden: Tensor, next_token_ids: Tensor, kv_cache: KvCache, *, depth: int = 0
+    ) -> Tensor:
+        """Runs one draft layer over the batch's positions, writing its pages.
+
+        Args:
+            batch: the batch ``forward`` ran; positions are those of ``hidden``.
+            hidden: ``[T, hidden]``: what ``forward`` returned, or a previous ``draft`` when drafting further.
+            next_token_ids: int32 ``[T]``, the token that follows each position.
+            kv_cache: pages; the draft layers' come last.
+            depth: which draft layer.
+
+        Returns:
+            ``[T, hidden]`` after the draft layer's norm: ``logits`` of it predict the token after ``next_token_ids``.
+        """
+        return self._mtp_layers[depth](batch, hidden, next_token_ids, kv_cache)
+
+
+class MtpLayer:
+    """One draft layer; embedding, rotary table and head are the target's."""
+
+    def __init__(self, target: HyV3, weights: Weights, index: int) -> None:
+        config = target.config
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self._target = target
+        self._index = index
+        self._embedding_norm = RmsNorm(weights.scope("enorm"), size, eps)
+        self._hidden_norm = RmsNorm(weights.scope("hnorm"), size, eps)
+        self._merge = weights.tensor("eh_proj.weight", (size, 2 * size))
+        # Some exporters nest the decoder layer one level down.
+        block = weights.scope("mtp_block") if weights.has("mtp_block.input_layernorm.weight") else weights
+        self._block = target._decoder_layer(block, index, _feed_forward)
+        self._final_norm = RmsNorm(weights.scope("final_layernorm"), size, eps)
+
+    def __call__(self, batch: ForwardBatch, hidden: Tensor, next_token_ids: Tensor, kv_cache: KvCache) -> Tensor:
+        target = self._target
+        embedded = target._exchange.collectives.all_reduce(target._embedding(next_token_ids))
+        # The first position has no predecessor whose draft it could be; the model was trained with it blanked.
+        embedded = embedded.masked_fill((batch.positions == 0).unsqueeze(1), 0.0)
+        merged = torch.cat((self._embedding_norm(embedded), self._hidden_norm(hidden)), dim=-1)
+        x = target._exchange.split(linear(merged, self._merge))
+        pages = kv_cache.k_pages[self._index], kv_cache.v_pages[self._index]
+        x, residual = self._block(x, None, target._table, batch, *pages)
+        normed, _ = self._final_norm.add(x, residual)
+        return target._exchange.enter(normed, batch.num_tokens)
+
+
+def _feed_forward(context: RankContext, weights: Weights, index: int) -> FeedForward:
+    config = context.config
+    if config.moe is None or (index < config.num_layers and not config.sparse_layers[index]):
+        return dense_feed_forward(context, weights, index)
+    return SparseMoe(weights, config.moe, config.hidden_size, _NAMES, expert_parallel=context.expert_parallel)

@@ -1,0 +1,24 @@
+"""Qwen3-MoE: Qwen3 attention, softmax-routed experts without a shared one, dense where the config says so."""
+
+from __future__ import annotations
+
+from katydid_engine.layers.moe import MoeNames, SparseMoe
+from katydid_engine.models.decoder_lm import DecoderLM, FeedForward, RankContext
+from katydid_engine.models.llama import dense_feed_forward
+from katydid_engine.weights import Weights
+
+__all__ = ["build_qwen3_moe"]
+
+_NAMES = MoeNames(router="gate.weight")
+
+
+def build_qwen3_moe(context: RankContext, weights: Weights) -> DecoderLM:
+    """Reads every tensor of this rank's share."""
+    return DecoderLM(context, weights, _feed_forward)
+
+
+def _feed_forward(context: RankContext, weights: Weights, index: int) -> FeedForward:
+    config = context.config
+    if config.moe is None or not config.sparse_layers[index]:
+        return dense_feed_forward(context, weights, index)
+    return SparseMoe(weights, config.moe, config.hidden_size, _NAMES, expert_parallel=context.expert_parallel)
