@@ -50,9 +50,7 @@ def qkv_post(
         v_scale: likewise for V.
     """
     if (qk_norm == "none") != (q_norm_weight is None) or (q_norm_weight is None) != (k_norm_weight is None):
-        raise ValueError(
-            f"qk_norm={qk_norm!r}: q_norm_weight and k_norm_weight are given exactly when it is not 'none'"
-        )
+        raise ValueError(f"qk_norm={qk_norm!r}: expected both norm weights exactly when it is not 'none'")
     return qkv_post_reference(
         qkv,
         table,

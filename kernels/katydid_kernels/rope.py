@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., "RoFormer", 2021) in the NeoX form: the two halves of a head are one plane each.
+"""Rotary position embedding (Su et al., "RoFormer", 2021), NeoX form: element i of a head turns with element i + n/2.
 
 (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), with the angle position * frequency[i] for element i of a half. Cosines
 and sines come from an fp32 table: at position 262,143 a bf16 table is off by whole turns.

@@ -4,8 +4,8 @@
     chosen  = the top_k of scores + selection_bias          (ties go to the lower expert)
     weights = scores[chosen] / (sum of them + 1e-20) * scale
 
-The bias decides who is chosen, never how much they weigh (Hy3; DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Weight and
-product stay in fp32: a bf16 router sends tokens to other experts than the model was trained with.
+The bias decides who is chosen, never how much they weigh (Hy3; DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Weight
+and product stay in fp32: a bf16 router sends tokens to other experts than the model was trained with.
 """
 
 from __future__ import annotations
