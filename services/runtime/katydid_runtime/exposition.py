@@ -81,6 +81,6 @@ class Exposition:
 def split_address(address: str) -> tuple[str, int]:
     """`host:port` or `[v6]:port` as its parts. Raises SettingsError."""
     host, separator, port = address.rpartition(":")
-    if not separator or not port.isdecimal() or int(port) > 65535:
+    if not separator or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
         raise SettingsError(f"{address} is no address", value=address, allowed="host:port with a port of 0 to 65535")
     return host.strip("[]") or "0.0.0.0", int(port)

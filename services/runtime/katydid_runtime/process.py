@@ -4,12 +4,15 @@
         run_service("engine", EngineSettings, serve)
 
 A configuration that cannot work ends the process with exit code 2 and one line on stderr; anything else that escapes
-`serve` is a defect and ends it with a traceback and exit code 1.
+`serve` is a defect and ends it with a traceback and exit code 1. Until `serve` handles SIGTERM and SIGINT itself
+(`RpcServer.run_until_signal`), they cancel it, so that a process told to stop while it loads still cleans up.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn, TypeVar
@@ -46,17 +49,34 @@ def run_service(
         exit_misconfigured(service, error)
     logger.info("settings", extra={"settings": settings.describe()})
 
-    async def body() -> None:
-        await serve(settings, telemetry)
+    async def body() -> int:
+        stopped_by: list[signal.Signals] = []
+        serving = asyncio.ensure_future(serve(settings, telemetry))
+
+        def stop(number: signal.Signals) -> None:
+            stopped_by.append(number)
+            serving.cancel()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+        try:
+            await serving
+        except asyncio.CancelledError:
+            if not stopped_by:
+                raise
+            return 128 + stopped_by[0]
+        return 0
 
     import uvloop
 
     try:
-        uvloop.run(body())
+        code = uvloop.run(body())
     except SettingsError as error:
         exit_misconfigured(service, error)
     finally:
         telemetry.shutdown()
+    if code:
+        raise SystemExit(code)
 
 
 def exit_misconfigured(program: str, error: SettingsError) -> NoReturn:

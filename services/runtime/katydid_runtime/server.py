@@ -2,9 +2,9 @@
 
     server = RpcServer(listen, services=["katydid.engine.v1.EngineService"], long_lived=["/…/Session"])
     add_EngineServiceServicer_to_server(servicer, server.grpc)
-    await server.start()
-    await server.set_serving(True)
-    await server.run_until_signal(drain=servicer.drain)
+    async with server:                                         # released however the block ends
+        await server.start()                                   # bound, NOT_SERVING: load the model now
+        await server.run_until_signal(drain=servicer.drain)    # SERVING, until SIGTERM or SIGINT
 
 Draining: health turns NOT_SERVING, new RPCs are refused with DrainingError (another process may take them), the
 service's own `drain` and the RPCs in flight get `drain_timeout_s`, then everything left is cancelled. Streams that live
@@ -22,7 +22,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Self
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -112,6 +112,12 @@ class RpcServer:
         """Whether health says SERVING: the answer for /readyz."""
         return self._serving
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.grpc.stop(grace=None)
+
     async def start(self) -> str:
         """Bind and accept connections, health still NOT_SERVING. Returns the address with the port really bound.
 
@@ -132,7 +138,7 @@ class RpcServer:
             await self._health.set(name, status)
 
     async def run_until_signal(self, drain: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Serve until SIGTERM or SIGINT, then `shut_down`. A second signal cuts the drain short."""
+        """Report SERVING and serve until SIGTERM or SIGINT, then `shut_down`. A second signal cuts the drain short."""
         loop = asyncio.get_running_loop()
         first, second = asyncio.Event(), asyncio.Event()
 
@@ -142,6 +148,8 @@ class RpcServer:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal)
         try:
+            # Only now: whoever reads READY may send a signal at once.
+            await self.set_serving(True)
             await first.wait()
             await self.shut_down(drain, cut_short=second)
         finally:
@@ -167,7 +175,7 @@ class RpcServer:
             if error := task.exception():
                 logger.error("drain failed", exc_info=error)
         left = self._in_flight
-        await self.grpc.stop(grace=0)
+        await self.grpc.stop(grace=None)
         logger.info("stopped", extra={"cancelled": left, "drain_s": round(time.monotonic() - started, 3)})
 
     async def _work_done(self, drain: Callable[[], Awaitable[None]] | None) -> None:
