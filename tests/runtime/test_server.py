@@ -13,9 +13,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from katydid.gateway.v1 import gateway_pb2 as pb
 from katydid.gateway.v1 import gateway_pb2_grpc as pb_grpc
+from katydid_runtime.channel import CHANNEL_OPTIONS
 from katydid_runtime.errors import AddressInUseError, DrainingError, SettingsError
 from katydid_runtime.rpc_errors import from_rpc_error
-from katydid_runtime.server import CHANNEL_OPTIONS, RpcServer
+from katydid_runtime.server import RpcServer
 
 SERVICE = "katydid.gateway.v1.InferenceService"
 SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -29,24 +29,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from katydid_runtime import log
+from katydid_runtime.channel import CHANNEL_OPTIONS
 from katydid_runtime.errors import AddressInUseError, DrainingError, SettingsError
 from katydid_runtime.exposition import split_address
 from katydid_runtime.interceptors import AroundInterceptor, Context
 from katydid_runtime.rpc_errors import error_interceptor
 
-__all__ = ["CHANNEL_OPTIONS", "MAX_MESSAGE_BYTES", "RpcServer"]
-
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-)
-"""Options for every client channel between Katydid's processes; `RpcServer` permits these pings."""
+__all__ = ["RpcServer"]
 
 _SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
