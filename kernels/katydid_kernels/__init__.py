@@ -11,10 +11,24 @@ from katydid_kernels.qkv_post import QkNorm, qkv_post, qkv_post_reference
 from katydid_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from katydid_kernels.rope import rope, rope_reference, rope_table
 from katydid_kernels.router import router, router_reference
+from katydid_kernels.sample import (
+    LogitBias,
+    Logprobs,
+    Penalties,
+    SamplingBatch,
+    logprobs,
+    logprobs_reference,
+    sample,
+    sample_reference,
+)
 from katydid_kernels.swiglu import swiglu, swiglu_reference
 
 __all__ = [
+    "LogitBias",
+    "Logprobs",
+    "Penalties",
     "QkNorm",
+    "SamplingBatch",
     "add_rms_norm",
     "add_rms_norm_reference",
     "decode_attention",
@@ -27,6 +41,8 @@ __all__ = [
     "kv_unpack_reference",
     "linear",
     "linear_reference",
+    "logprobs",
+    "logprobs_reference",
     "object_bytes",
     "prefill_attention",
     "prefill_attention_reference",
@@ -39,6 +55,8 @@ __all__ = [
     "rope_table",
     "router",
     "router_reference",
+    "sample",
+    "sample_reference",
     "swiglu",
     "swiglu_reference",
 ]

@@ -1,0 +1,190 @@
+"""Choosing the next token of every row: penalties, bias, mask, temperature, top-k, top-p, min-p, then Gumbel-max.
+
+In this order, each step on what the one before left:
+
+    1. repetition penalty (Keskar et al., "CTRL", 2019) divides a seen token's logit if positive, else multiplies it
+    2. frequency and presence penalty: subtracted per occurrence, and once, for tokens already generated
+    3. logit bias: added; -inf bans a token (stop tokens before min_tokens)
+    4. the allowed mask of a grammar
+    5. temperature; 0 takes the largest logit (the lowest id among equals) and skips the rest
+    6. top-k, top-p over what top-k left, min-p relative to the likeliest
+    7. argmax of logits / temperature + Gumbel noise from Philox(seed, position)
+
+Log probabilities are those of the model: log-softmax of the logits as they came in, before step 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from katydid_kernels.philox import gumbel_noise
+
+__all__ = [
+    "LogitBias",
+    "Logprobs",
+    "Penalties",
+    "SamplingBatch",
+    "logprobs",
+    "logprobs_reference",
+    "sample",
+    "sample_reference",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """What R rows ask for. Tensors lie on the logits' device.
+
+    Attributes:
+        temperature: fp32 ``[R]``; 0 is greedy.
+        top_k: int32 ``[R]``; 0 keeps all.
+        top_p: fp32 ``[R]`` in (0, 1]; the smallest set of likeliest tokens with at least this mass; 1 keeps all.
+        min_p: fp32 ``[R]``; drops tokens below this share of the likeliest; 0 keeps all.
+        seeds: int64 ``[R]``, the bits of a uint64.
+        positions: int32 ``[R]``, index in its sequence of the token to be sampled.
+        penalties: None when no row has any.
+        bias: None when no row has any.
+        allowed: int32 ``[R, ceil(V / 32)]``: bit ``i % 32`` of word ``i // 32`` allows token i; None allows all.
+        filters: whether any sampled row has top_k, top_p or min_p set; the vocabulary is sorted only then.
+        samples: whether any row has a temperature above 0.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    positions: Tensor
+    penalties: Penalties | None = None
+    bias: LogitBias | None = None
+    allowed: Tensor | None = None
+    filters: bool = True
+    samples: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Penalties and the tokens they count, those of all rows one after the other.
+
+    Attributes:
+        repetition: fp32 ``[R]``, over prompt and output; 1 is off.
+        presence: fp32 ``[R]``, over the output; 0 is off.
+        frequency: fp32 ``[R]``, over the output; 0 is off.
+        rows: int64 ``[N]``, the row a token belongs to.
+        token_ids: int64 ``[N]``.
+        is_output: bool ``[N]``: generated rather than given.
+    """
+
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    rows: Tensor
+    token_ids: Tensor
+    is_output: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LogitBias:
+    """``logits[rows[i], token_ids[i]] += values[i]``, no pair twice; int64 ``[N]``, int64 ``[N]``, fp32 ``[N]``."""
+
+    rows: Tensor
+    token_ids: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural logarithms, fp32.
+
+    Attributes:
+        chosen: ``[R]``, of the given tokens.
+        top_ids: int32 ``[R, n]``, likeliest first.
+        top: ``[R, n]``.
+    """
+
+    chosen: Tensor
+    top_ids: Tensor
+    top: Tensor
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Returns token ids int32 ``[R]``.
+
+    A row whose every token is banned yields token 0.
+
+    Args:
+        logits: fp32 ``[R, V]``, left as they are.
+    """
+    return sample_reference(logits, batch)
+
+
+def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
+    """Log probabilities of given tokens and of the ``num_top`` likeliest, from the logits as the model made them.
+
+    Args:
+        logits: fp32 ``[R, V]``.
+        token_ids: int ``[R]``.
+        num_top: 0 .. V.
+    """
+    return logprobs_reference(logits, token_ids, num_top)
+
+
+def sample_reference(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    logits = logits.float()
+    if batch.penalties is not None:
+        logits = _penalise(logits, batch.penalties)
+    if batch.bias is not None:
+        bias = torch.zeros_like(logits)
+        bias[batch.bias.rows, batch.bias.token_ids] = batch.bias.values
+        logits = logits + bias
+    if batch.allowed is not None:
+        logits = logits.masked_fill(~_unpack_bits(batch.allowed, logits.shape[1]), -torch.inf)
+    chosen = logits.argmax(dim=-1)
+    if batch.samples:
+        rows = (batch.temperature > 0).nonzero().squeeze(1)
+        chosen[rows] = _gumbel_max(logits[rows], batch, rows)
+    return chosen.to(torch.int32)
+
+
+def logprobs_reference(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
+    values = logits.float().log_softmax(dim=-1)
+    top, top_ids = values.topk(num_top, dim=-1)
+    return Logprobs(values.gather(1, token_ids.long().unsqueeze(1)).squeeze(1), top_ids.to(torch.int32), top)
+
+
+def _penalise(logits: Tensor, penalties: Penalties) -> Tensor:
+    where = (penalties.rows, penalties.token_ids)
+    counts = torch.zeros_like(logits).index_put_(where, penalties.is_output.float(), accumulate=True)
+    seen = torch.zeros_like(logits, dtype=torch.bool)
+    seen[where] = True
+    repetition = penalties.repetition.unsqueeze(1)
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(seen, repeated, logits)
+    return logits - penalties.frequency.unsqueeze(1) * counts - penalties.presence.unsqueeze(1) * (counts > 0)
+
+
+def _unpack_bits(words: Tensor, size: int) -> Tensor:
+    bits = (words.unsqueeze(-1) >> torch.arange(32, device=words.device, dtype=torch.int32)) & 1
+    return bits.flatten(1)[:, :size].bool()
+
+
+def _gumbel_max(logits: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
+    scaled = logits / batch.temperature[rows].unsqueeze(1)
+    if batch.filters:
+        scaled = _filter(scaled, batch.top_k[rows], batch.top_p[rows], batch.min_p[rows])
+    return (scaled + gumbel_noise(batch.seeds[rows], batch.positions[rows], logits.shape[1])).argmax(dim=-1)
+
+
+def _filter(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    # Stable, so that among equals the lower id is kept.
+    ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(scaled.shape[1], device=scaled.device)
+    dropped = (top_k.unsqueeze(1) > 0) & (rank >= top_k.unsqueeze(1))
+    probabilities = ordered.masked_fill(dropped, -torch.inf).softmax(dim=-1)
+    mass_before = probabilities.cumsum(dim=-1) - probabilities
+    dropped |= (top_p.unsqueeze(1) < 1) & (mass_before >= top_p.unsqueeze(1))
+    dropped |= probabilities < min_p.unsqueeze(1) * probabilities[:, :1]
+    return scaled.masked_fill(torch.zeros_like(dropped).scatter_(1, ids, dropped), -torch.inf)
