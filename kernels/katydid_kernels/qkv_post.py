@@ -46,7 +46,7 @@ def qkv_post(
         q_norm_weight: ``[head_dim]``; given with ``k_norm_weight`` unless ``qk_norm`` is "none".
         qk_norm: where the per-head norm stands.
         eps: of the norm.
-            f"qk_norm={qk_norm!r}: expected both norm weights exactly when it is not 'none'"
+        k_scale: fp32 ``[1]`` or ``[kv_heads]``; ``k / k_scale`` is stored, saturated to the range of an fp8 page.
         v_scale: likewise for V.
     """
     if (qk_norm == "none") != (q_norm_weight is None) or (q_norm_weight is None) != (k_norm_weight is None):
