@@ -1,0 +1,178 @@
+"""Trains hy3-tiny on one GPU: next-token loss plus the MTP layer's, load balancing by the selection bias alone.
+
+    python -m tools.hy3_tiny.train DATA OUT --steps N --budget-s S [--resume FOLDER] [--seed 1]
+
+The learning rate warms up, stays, then falls linearly to zero (WSD). Progress is the larger of step / steps and
+elapsed / budget, so that the run always ends with a finished decay inside its time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tools.hy3_tiny import model as hy3
+from tools.hy3_tiny.batches import TOKENS, Maker, stream_batches
+from tools.hy3_tiny.export import load_checkpoint, save_checkpoint
+from tools.hy3_tiny.muon import Muon
+
+MTP_WEIGHT = 0.3
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything a run may vary."""
+
+    steps: int
+    budget_s: float
+    seed: int = 1
+    tokens: int = TOKENS
+    muon_lr: float = 0.02
+    adam_lr: float = 0.003
+    embed_lr: float = 0.01
+    decay: float = 0.02
+    warmup_steps: int = 100
+    decay_from: float = 0.55
+    peak: float = 1.0
+    balance_rate: float = 0.002
+    workers: int = 10
+
+    def scale(self, step: int, progress: float) -> float:
+        """Learning-rate factor of the WSD schedule."""
+        warm = min(1.0, (step + 1) / self.warmup_steps)
+        fall = min(1.0, (1.0 - progress) / (1.0 - self.decay_from))
+        return self.peak * max(0.0, min(warm, fall))
+
+
+def optimizers(net: hy3.Hy3Tiny, recipe: Recipe) -> tuple[Muon, torch.optim.AdamW]:
+    """Muon for the matrices inside the blocks, AdamW for embeddings, head, routers and norms."""
+    shape, views, small, tables = net.shape, [], [], []
+    width = shape.expert_intermediate
+    for name, p in net.named_parameters():
+        leaf = name.rsplit(".", 1)[-1]
+        if name in ("embed", "head"):
+            tables.append(p)
+        elif p.dim() < 2 or leaf == "router":
+            small.append(p)
+        elif leaf in ("gate", "up") and p.shape[0] == (shape.experts + 1) * width:
+            views.append((p, (shape.experts + 1, width, shape.hidden)))
+        elif leaf == "down" and p.shape[1] == (shape.experts + 1) * width:
+            views.append((p, (shape.experts + 1, shape.hidden, width)))
+        else:
+            views.append((p, (1, *p.shape)))
+    adam = torch.optim.AdamW(
+        [{"params": small, "lr": recipe.adam_lr, "base": recipe.adam_lr},
+         {"params": [net.embed], "lr": recipe.embed_lr, "base": recipe.embed_lr},
+         {"params": [net.head], "lr": recipe.adam_lr, "base": recipe.adam_lr}],
+        betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=net.embed.is_cuda,
+    )  # fmt: skip
+    return Muon(views, recipe.muon_lr, decay=recipe.decay), adam
+
+
+def losses(net: hy3.Hy3Tiny, ids: Tensor, weights: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, list[Tensor], Tensor, Tensor]:
+    """Main and MTP loss (weighted means), expert loads, and both token losses where the weight is large (answers)."""
+    inputs = ids[:, :length].reshape(-1)
+    labels, labels2 = ids[:, 1 : length + 1].reshape(-1), ids[:, 2:].reshape(-1)
+    w, w2 = weights[:, 1 : length + 1].reshape(-1), weights[:, 2:].reshape(-1)
+    hidden, loads = net.trunk(inputs, length, dtype)
+    main, token_losses = hy3.head_loss(hidden, net.head, labels, w)
+    drafted, load = net.draft(hidden, labels, length)
+    mtp, _ = hy3.head_loss(drafted, net.head, labels2, w2)
+    plain = ((token_losses * (w == 1)).sum() / (w == 1).sum())
+    answers = ((token_losses * (w > 1)).sum() / (w > 1).sum().clamp(min=1))
+    return main / w.sum(), mtp / w2.sum(), [*loads, load], plain, answers
+
+
+@torch.no_grad()
+def balance(net: hy3.Hy3Tiny, loads: list[Tensor], rate: float) -> None:
+    """Raises the selection bias of experts that got less than the mean load, lowers the others' (DeepSeek-V3's rule)."""
+    for block, load in zip(net.moe_blocks(), loads, strict=True):
+        block.bias += rate * torch.sign(load.mean() - load)
+        block.bias -= block.bias.mean()
+
+
+def train(data: Path, out: Path, recipe: Recipe, resume: Path | None, device: str, compiled: bool) -> dict[str, Any]:
+    """One whole run; writes the checkpoint and log.jsonl to `out` and returns the summary."""
+    started = time.monotonic()
+    out.mkdir(parents=True, exist_ok=True)
+    maker = Maker(data, recipe.seed, recipe.steps, recipe.tokens)
+    batches = stream_batches(maker, recipe.workers)
+    net = hy3.Hy3Tiny(hy3.Shape())
+    if resume is None:
+        net.init_weights(torch.Generator().manual_seed(recipe.seed))
+    else:
+        load_checkpoint(net, resume)
+    net.to(device)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    if compiled:
+        hy3.compile_pieces()
+    muon, adam = optimizers(net, recipe)
+    log = (out / "log.jsonl").open("w")
+    seen, window, mark = 0, [], time.monotonic()
+    step = 0
+    for step, batch in enumerate(batches):
+        elapsed = time.monotonic() - started
+        progress = max(step / recipe.steps, elapsed / recipe.budget_s)
+        if progress >= 1:
+            break
+        scale = recipe.scale(step, progress)
+        ids = torch.from_numpy(batch.ids.astype("int64")).to(device, non_blocking=True)
+        weights = torch.from_numpy(batch.weights.astype("float32")).to(device, non_blocking=True)
+        main, mtp, loads, plain, answers = losses(net, ids, weights, batch.length, dtype)
+        (main + MTP_WEIGHT * mtp).backward()
+        muon.step(scale)
+        for group in adam.param_groups:
+            group["lr"] = group["base"] * scale
+        adam.step()
+        for p in net.parameters():
+            p.grad = None
+        balance(net, loads, recipe.balance_rate * min(1.0, 2 * scale))
+        seen += recipe.tokens
+        window.append((batch.length, torch.stack((main.detach(), mtp.detach(), plain, answers))))
+        if (step + 1) % 50 == 0:
+            now = time.monotonic()
+            values = torch.stack([v for _, v in window]).mean(0).tolist()
+            worst = max(float(load.max() / load.mean()) for load in loads)
+            row = {
+                "step": step + 1, "s": round(now - started, 2), "tokens": seen, "loss": values[0], "mtp": values[1], "plain": values[2],
+                "answers": values[3], "scale": scale, "tokens_per_s": round(50 * recipe.tokens / (now - mark)), "max_load": round(worst, 2),
+                "long": sum(length > 4096 for length, _ in window),
+            }  # fmt: skip
+            log.write(json.dumps(row) + "\n")
+            log.flush()
+            print(" ".join(f"{k}={v:.4f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
+            window, mark = [], now
+    save_checkpoint(net, out)
+    summary = {"steps": step, "tokens": seen, "seconds": round(time.monotonic() - started, 1), "recipe": vars(recipe),
+               "gpu": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+               "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device == "cuda" else 0.0}  # fmt: skip
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    return summary
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--resume", type=Path, help="a checkpoint folder; optimizer state starts anew")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--no-compile", action="store_true")
+    for name, default in (("steps", None), ("budget-s", None)):
+        parser.add_argument(f"--{name}", type=float, required=default is None)
+    for field, value in vars(Recipe(1, 1.0)).items():
+        if field not in ("steps", "budget_s"):
+            parser.add_argument(f"--{field.replace('_', '-')}", type=type(value), default=value)
+    args = vars(parser.parse_args())
+    recipe = Recipe(**{f: args[f] for f in vars(Recipe(1, 1.0)) if f != "steps"}, steps=int(args["steps"]))
+    print(json.dumps(train(args["data"], args["out"], recipe, args["resume"], args["device"], not args["no_compile"])))
+
+
+if __name__ == "__main__":
+    main()
