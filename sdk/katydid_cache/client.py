@@ -101,7 +101,7 @@ class CacheClient:
         raise NotImplementedError
 
     def watch(self, identity: bytes) -> AsyncIterator[WatchEvent]:
-        """Block events of a namespace: a snapshot in parts, then changes; ends with an error when the stream is lost."""
+        """Block events of a namespace: a snapshot in parts, then changes. A lost stream ends it with an error."""
         raise NotImplementedError
 
     async def close(self) -> None:

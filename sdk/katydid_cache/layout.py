@@ -7,12 +7,13 @@ and its clients.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from katydid_runtime.block_hash import BLOCK_TOKENS
 from katydid_runtime.errors import InvalidRequestError
 
-__all__ = ["DTYPE_BYTES", "LAYOUT_VERSION", "BlockLayout", "Span"]
+__all__ = ["DTYPE_BYTES", "LAYOUT_VERSION", "BlockLayout", "Span", "cut"]
 
 LAYOUT_VERSION = 1
 
@@ -102,3 +103,20 @@ class BlockLayout:
         first, size = wanted_heads.start * self.head_bytes, len(wanted_heads) * self.head_bytes
         starts = (layer * self.layer_bytes + first for layer in wanted_layers)
         return [range(start, start + size) for start in starts]
+
+
+def cut(runs: Sequence[range], offset: int, size: int) -> list[range]:
+    """The parts of the object that hold bytes `offset` to `offset + size` of the payload made of `runs`.
+
+    All runs have the same length, as those of `BlockLayout.runs` do, and the bytes lie within the payload.
+    """
+    length = len(runs[0])
+    parts = []
+    end = offset + size
+    while offset < end:
+        number, skipped = divmod(offset, length)
+        taken = min(length - skipped, end - offset)
+        start = runs[number].start + skipped
+        parts.append(range(start, start + taken))
+        offset += taken
+    return parts

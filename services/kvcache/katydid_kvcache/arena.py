@@ -1,0 +1,50 @@
+"""Host memory of the cache: one anonymous memfd mapping, cut into slots by a SlabAllocator.
+
+The mapping is a file descriptor without a name, so it can be passed to clients of the same host and can't be left
+behind. Touching fresh pages costs ten times what copying into them does, so a thread pre-faults them after the start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+from katydid_kvcache.slabs import SlabAllocator, Slot
+
+__all__ = ["Arena"]
+
+_MADV_POPULATE_WRITE = 23
+_PREFAULT_BYTES = 16 * 1024 * 1024
+
+
+class Arena:
+    """`bytes` of shared memory in whole slabs. Raises OSError when the host refuses the memory."""
+
+    def __init__(self, slabs: int, slab_bytes: int) -> None:
+        self.bytes = slabs * slab_bytes
+        self._slab_bytes = slab_bytes
+        self.fd = os.memfd_create("katydid-kvcache", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, self.bytes)
+        self._map = mmap.mmap(self.fd, self.bytes)
+        self._view = memoryview(self._map)
+        self._closing = False
+
+    def view(self, slots: SlabAllocator[object], slot: Slot, size: int) -> memoryview:
+        """The first `size` bytes of a slot, writable."""
+        start = slot.slab * self._slab_bytes + slots.offset(slot)
+        return self._view[start : start + size]
+
+    def prefault(self) -> None:
+        """Have the kernel back every page; runs in a thread and stops at `close`."""
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        for start in range(0, self.bytes, _PREFAULT_BYTES):
+            size = min(_PREFAULT_BYTES, self.bytes - start)
+            if self._closing or madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
+                return  # a kernel before 5.14 has no such advice: pages are backed on first touch
+
+    def close(self) -> None:
+        """Stop pre-faulting and close the descriptor; the mapping goes with its last view."""
+        self._closing = True
+        os.close(self.fd)

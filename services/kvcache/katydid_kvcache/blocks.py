@@ -1,0 +1,78 @@
+"""Blocks and namespaces: the index in memory, one record a block, whatever tiers it is in."""
+
+from __future__ import annotations
+
+from katydid_cache.layout import BlockLayout, Span
+
+from katydid_kvcache.slabs import Slot
+
+__all__ = ["PAGE_BYTES", "Block", "Namespace"]
+
+PAGE_BYTES = 4096
+
+
+class Namespace:
+    """All blocks of one model identity. `slot_bytes` is the block size rounded up to whole pages."""
+
+    __slots__ = ("all_heads", "blocks", "identity", "layout", "slot_bytes")
+
+    def __init__(self, identity: bytes, layout: BlockLayout) -> None:
+        self.identity = identity
+        self.layout = layout
+        self.slot_bytes = -(-layout.block_bytes // PAGE_BYTES) * PAGE_BYTES
+        self.all_heads = (1 << layout.kv_heads) - 1
+        self.blocks: dict[bytes, Block] = {}
+
+    def mask(self, heads: Span) -> int:
+        """One bit a head of the range. Raises InvalidRequestError for heads that don't exist."""
+        wanted = heads.resolve(self.layout.kv_heads, "heads")
+        return (1 << wanted.stop) - (1 << wanted.start)
+
+
+class Block:
+    """What is known of one block.
+
+    `memory` and `disk` are its slots, None where it isn't. `heads` has a bit for each committed head, `writing` for
+    each head being written; a block is complete when all heads are committed. `checksum` is xxh3-128 of the whole
+    object of a complete block; until then `parts` holds one checksum for each range of heads committed. `pins` counts
+    the leases, reads and writes that need the block to stay. `expires_at` is in Unix seconds, 0 for never.
+    """
+
+    __slots__ = (
+        "checksum",
+        "disk",
+        "expires_at",
+        "hash",
+        "heads",
+        "memory",
+        "namespace",
+        "parent",
+        "parked",
+        "parts",
+        "pins",
+        "writing",
+    )
+
+    def __init__(self, namespace: Namespace, block_hash: bytes, parent: bytes) -> None:
+        self.namespace = namespace
+        self.hash = block_hash
+        self.parent = parent
+        self.memory: Slot | None = None
+        self.disk: Slot | None = None
+        self.heads = 0
+        self.writing = 0
+        self.checksum = b""
+        self.parts: dict[Span, bytes] = {}
+        self.pins = 0
+        self.expires_at = 0.0
+        # Set while an eviction has passed the block over because it was pinned: it is in no queue then.
+        self.parked = False
+
+    @property
+    def complete(self) -> bool:
+        return self.heads == self.namespace.all_heads
+
+    @property
+    def present(self) -> bool:
+        """Whether the block is still anywhere; a record kept beyond that belongs to no index."""
+        return self.memory is not None or self.disk is not None

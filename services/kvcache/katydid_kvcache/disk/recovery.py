@@ -1,0 +1,156 @@
+"""What a folder of the disk tier holds when the service starts, and that no other service uses it.
+
+The catalogue tells in milliseconds; when it is missing, unreadable or unfinished, all slot headers are read instead and
+the catalogue is made anew. Payloads are not read: every later read checks them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import lmdb
+from katydid_cache.layout import BlockLayout
+from katydid_runtime.errors import SettingsError
+
+from katydid_kvcache.blocks import PAGE_BYTES
+from katydid_kvcache.disk.catalog import Catalog, Row
+from katydid_kvcache.disk.segments import SegmentFiles
+from katydid_kvcache.disk.slot_header import HEADER_BYTES, SlotHeader
+from katydid_kvcache.slabs import Slot
+
+__all__ = ["GENERATION_BITS", "DiskFolder", "lock_folder", "open_folder"]
+
+GENERATION_BITS = 40
+"""A slot generation is the boot number shifted by so many bits, plus a count: later writes always have larger ones."""
+
+_FORMAT = "katydid-kvcache disk tier, format 1\n"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskFolder:
+    """An opened folder: its files, its boot number, and the blocks in it, oldest first, by slab."""
+
+    segments: SegmentFiles
+    catalog: Catalog
+    boot: int
+    namespaces: dict[bytes, BlockLayout]
+    slot_bytes: dict[int, int]
+    rows: list[Row]
+
+
+def lock_folder(folder: Path) -> int:
+    """Make the folder this process's own; the descriptor returned holds the lock until it is closed.
+
+    Raises SettingsError when another service has it, when it can't be written, or when it is of another format.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    except OSError as error:
+        raise SettingsError(
+            f"disk_path {folder} can't be used: {error.strerror}", field="disk_path", value=str(folder)
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        format_file = folder / "FORMAT"
+        if not format_file.exists():
+            format_file.write_text(_FORMAT)
+        if (found := format_file.read_text()) != _FORMAT:
+            raise SettingsError(
+                f"disk_path {folder} has another format",
+                field="disk_path",
+                value=found.strip(),
+                allowed=_FORMAT.strip(),
+            )
+    except BlockingIOError:
+        os.close(lock)
+        raise SettingsError(
+            f"disk_path {folder} is used by another service", field="disk_path", value=str(folder)
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        os.close(lock)
+        raise SettingsError(f"disk_path {folder} can't be used: {error}", field="disk_path") from error
+    except SettingsError:
+        os.close(lock)
+        raise
+    return lock
+
+
+def open_folder(folder: Path, *, slabs: int, slab_bytes: int, direct: bool, map_bytes: int) -> DiskFolder:
+    """Open a locked folder and find out what is in it. Raises OSError or lmdb.Error when the disk fails."""
+    segments = SegmentFiles(folder / "segments", slab_bytes, direct=direct)
+    slot_bytes = segments.existing(slabs)
+    catalog = _open_catalog(folder / "index", map_bytes)
+    try:
+        if catalog.complete:
+            boot = catalog.begin_boot(0)
+            namespaces = dict(catalog.namespaces())
+            rows = list(catalog.rows())
+        else:
+            headers = list(_scan(segments, slot_bytes, slab_bytes))
+            newest = max((slot.generation >> GENERATION_BITS for _, slot in headers), default=0)
+            boot = catalog.begin_boot(newest)
+            namespaces = {header.identity: header.layout for header, _ in headers}
+            rows = [Row.of(header, slot) for header, slot in headers]
+            rows = _newest(rows, namespaces, slot_bytes, slab_bytes)
+            catalog.rebuild(namespaces.items(), rows)
+            logger.warning("index of the disk tier rebuilt from slot headers", extra={"blocks": len(rows)})
+    except BaseException:
+        catalog.close()
+        segments.close()
+        raise
+    rows = _newest(rows, namespaces, slot_bytes, slab_bytes)
+    return DiskFolder(segments, catalog, boot, namespaces, slot_bytes, rows)
+
+
+def _open_catalog(folder: Path, map_bytes: int) -> Catalog:
+    try:
+        return Catalog(folder, map_bytes)
+    except lmdb.Error as error:
+        logger.error("index of the disk tier is unreadable and removed: %s", error)
+        shutil.rmtree(folder)
+        return Catalog(folder, map_bytes)
+
+
+def _scan(segments: SegmentFiles, slot_bytes: dict[int, int], slab_bytes: int) -> Iterator[tuple[SlotHeader, Slot]]:
+    """All slots with a valid header."""
+    page = memoryview(mmap.mmap(-1, HEADER_BYTES))
+    for number, size in slot_bytes.items():
+        for index in range(slab_bytes // size):
+            with contextlib.suppress(OSError):
+                segments.read(number, size, index * size, [page])
+                header = SlotHeader.decode(page)
+                if header is not None:
+                    yield header, Slot(number, index, header.generation)
+
+
+def _newest(
+    rows: Iterable[Row], namespaces: dict[bytes, BlockLayout], slot_bytes: dict[int, int], slab_bytes: int
+) -> list[Row]:
+    """The rows that can be true: their segment is there with their slot size, and of two with one key or one slot the
+    later generation stays. Oldest first."""
+    by_key: dict[bytes, Row] = {}
+    by_slot: dict[int, dict[int, Row]] = defaultdict(dict)
+    for row in sorted(rows, key=lambda row: row.slot.generation):
+        layout, size = namespaces.get(row.identity), slot_bytes.get(row.slot.slab)
+        if layout is None or size is None or row.slot.index >= slab_bytes // size:
+            continue
+        if size != HEADER_BYTES + -(-layout.block_bytes // PAGE_BYTES) * PAGE_BYTES:
+            continue
+        if (older := by_slot[row.slot.slab].get(row.slot.index)) is not None and by_key.get(older.key) is older:
+            del by_key[older.key]
+        by_slot[row.slot.slab][row.slot.index] = row
+        by_key.pop(row.key, None)
+        by_key[row.key] = row
+    return list(by_key.values())

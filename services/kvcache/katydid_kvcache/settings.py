@@ -1,0 +1,73 @@
+"""Everything the KV-cache service can be told."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Self
+
+from katydid_runtime.settings import ServiceSettings
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
+
+__all__ = ["KvCacheSettings"]
+
+_MIB = 1024 * 1024
+_FAULT_POINTS = ("lookup", "get")
+
+
+def _delays(value: object) -> object:
+    """`lookup=0.05,get=0.2` as a mapping."""
+    if not isinstance(value, str):
+        return value
+    delays: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in value.split(","))):
+        point, _, seconds = part.partition("=")
+        try:
+            delays[point] = float(seconds)
+        except ValueError:
+            raise ValueError(f"{part!r} is not of the form point=seconds") from None
+        if point not in _FAULT_POINTS or not 0 <= delays[point] < math.inf:
+            raise ValueError(f"points are {', '.join(_FAULT_POINTS)}, delays at least 0 seconds")
+    return delays
+
+
+class KvCacheSettings(ServiceSettings):
+    """KV-cache service: keeps KV blocks in host memory and on disk."""
+
+    model_config = SettingsConfigDict(env_prefix="KATYDID_KVCACHE_")
+
+    admin_listen: str | None = Field(None, description="gRPC address of AdminService alone; unset: beside the cache's")
+    memory_bytes: int = Field(1024 * _MIB, ge=_MIB, description="host memory for blocks")
+    slab_bytes: int = Field(
+        64 * _MIB,
+        ge=64 * 1024,
+        description="unit in which memory and disk are given to block sizes; no block is larger",
+    )
+    disk_path: str | None = Field(None, description="folder of the disk tier, made if missing; unset: no disk tier")
+    disk_bytes: int = Field(8 * 1024 * _MIB, ge=0, description="disk space for blocks; 0: no disk tier")
+    disk_direct_io: bool = Field(True, description="bypass the page cache where the filesystem can")
+    disk_threads: int = Field(4, ge=1, le=64, description="threads that read and write disk slots")
+    disk_queue_bytes: int = Field(
+        256 * _MIB, ge=_MIB, description="bytes on their way to disk; beyond, writes that may be lost are shed"
+    )
+    disk_sync: bool = Field(True, description="flush the device before a write counts as durable (power loss)")
+    index_map_bytes: int = Field(4 * 1024 * _MIB, ge=16 * _MIB, description="most the disk index may grow to (sparse)")
+    lease_ttl_s: float = Field(60.0, gt=0, le=3600, description="longest and default time to live of a lease")
+    block_ttl_s: float = Field(0.0, ge=0, description="time to live of blocks written without one; 0: for ever")
+    stream_window_bytes: int = Field(
+        16 * _MIB, ge=_MIB, description="payload bytes a Put stream may have on the way before they are stored"
+    )
+    stream_stall_timeout_s: float = Field(30.0, gt=0, description="a stream whose client does nothing so long is ended")
+    fault_delays: Annotated[dict[str, float], NoDecode, BeforeValidator(_delays)] = Field(
+        {}, description="for tests: seconds added to every lookup and get, written lookup=0.05,get=0.2"
+    )
+
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        if self.slab_bytes % 4096:
+            raise ValueError(f"slab_bytes is {self.slab_bytes}; it must be a multiple of 4096")
+        if self.memory_bytes < self.slab_bytes:
+            raise ValueError(f"memory_bytes is {self.memory_bytes}; it must hold a slab of {self.slab_bytes} bytes")
+        if self.disk_path and 0 < self.disk_bytes < self.slab_bytes:
+            raise ValueError(f"disk_bytes is {self.disk_bytes}; it must hold a slab of {self.slab_bytes} bytes or be 0")
+        return self

@@ -1,0 +1,388 @@
+"""Which block is where: the state of the cache as a plain object that does no I/O.
+
+A block's slot in a tier goes free -> writing -> visible -> free. Writing and visible slots of pinned blocks stay; any
+other may be evicted for room. Who calls this moves the bytes, and only then tells the store.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from katydid_cache.layout import BlockLayout, Span
+from katydid_cache.records import Tier
+from katydid_runtime.errors import IdentityMismatchError, InvalidRequestError
+
+from katydid_kvcache.blocks import Block, Namespace
+from katydid_kvcache.eviction import Lru
+from katydid_kvcache.slabs import SlabAllocator, Slot
+
+__all__ = ["Change", "Refusal", "Store", "TierBooks", "TierCounters", "Write"]
+
+_STEAL_CANDIDATES = 16
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """Counts since the start; see TierStats in the protocol."""
+
+    hits: int = 0
+    misses: int = 0
+    writes: int = 0
+    evictions: int = 0
+    corrupt: int = 0
+    shed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A complete block entered (`stored`) or left `tier`, where its slot is or was `slot`."""
+
+    block: Block
+    tier: Tier
+    stored: bool
+    slot: Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Leave to write `heads` of `block` into its memory slot."""
+
+    block: Block
+    heads: Span
+    mask: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A write that is not to be. `present` when the heads are there already, else `reason` is "busy" or "no_room"."""
+
+    present: Block | None = None
+    reason: str = ""
+
+
+class TierBooks:
+    """Slots, eviction order and counters of one tier."""
+
+    def __init__(self, tier: Tier, slots: SlabAllocator[Block], *, header_bytes: int = 0) -> None:
+        self.tier = tier
+        self.slots = slots
+        self.header_bytes = header_bytes
+        self.counters = TierCounters()
+        self.blocks = 0
+        self.bytes = 0
+        self._order: dict[int, Lru[Block]] = {}
+
+    def slot_bytes(self, block: Block) -> int:
+        return block.namespace.slot_bytes + self.header_bytes
+
+    def order(self, block: Block) -> Lru[Block]:
+        """The eviction queue the block belongs to."""
+        return self._order.setdefault(self.slot_bytes(block), Lru())
+
+    def coldest(self, slot_bytes: int) -> Block | None:
+        """Take the coldest unpinned block of a slot size out of its queue; pinned ones met are parked."""
+        order = self._order.setdefault(slot_bytes, Lru())
+        while (block := order.pop()) is not None:
+            if not block.pins:
+                return block
+            block.parked = True
+        return None
+
+    def emptiable_slab(self, slot_bytes: int, slot_of: Callable[[Block], Slot | None]) -> list[Block] | None:
+        """Owners of a slab of another slot size that may all go, or None.
+
+        A slot size is entitled to an equal share of the slabs; only below it may it take from others.
+        """
+        sizes = self.slots.slot_sizes() | {slot_bytes}
+        if len(self.slots.slabs_of(slot_bytes)) >= max(1, self.slots.total_slabs // len(sizes)):
+            return None
+        for size in sorted(sizes - {slot_bytes}, key=lambda size: -len(self.slots.slabs_of(size))):
+            for _, block in zip(range(_STEAL_CANDIDATES), self._order.get(size, ()), strict=False):
+                slot = slot_of(block)
+                if slot is None or not self.slots.whole(slot.slab):
+                    continue
+                owners = self.slots.owners(slot.slab)
+                if not any(owner.pins for owner in owners):
+                    return owners
+        return None
+
+
+class Store:
+    """The index over all namespaces and tiers. `changed` is told of every complete block that enters or leaves a tier.
+
+    `now` gives Unix seconds and is asked for times to live only. Not thread-safe: one loop owns it.
+    """
+
+    def __init__(
+        self,
+        memory: SlabAllocator[Block],
+        disk: SlabAllocator[Block] | None,
+        *,
+        disk_header_bytes: int = 0,
+        changed: Callable[[Change], None],
+        now: Callable[[], float],
+    ) -> None:
+        self.namespaces: dict[bytes, Namespace] = {}
+        self.memory = TierBooks(Tier.MEMORY, memory)
+        self.disk = None if disk is None else TierBooks(Tier.DISK, disk, header_bytes=disk_header_bytes)
+        self._changed = changed
+        self._now = now
+        self._deadlines: list[tuple[float, int, Block]] = []
+        self._tie = itertools.count()
+
+    @property
+    def tiers(self) -> list[TierBooks]:
+        return [self.memory] if self.disk is None else [self.memory, self.disk]
+
+    def namespace(self, identity: bytes, layout: BlockLayout) -> Namespace:
+        """The namespace of an identity, made on first sight.
+
+        Raises IdentityMismatchError when it is known with another layout, InvalidRequestError when a block would not
+        fit a slab.
+        """
+        known = self.namespaces.get(identity)
+        if known is not None:
+            if known.layout != layout:
+                raise IdentityMismatchError(
+                    f"identity {identity.hex()[:16]} is known with another layout",
+                    field="layout",
+                    value=layout,
+                    allowed=repr(known.layout),
+                )
+            return known
+        for books in self.tiers:
+            if layout.block_bytes + books.header_bytes > books.slots.slab_bytes:
+                raise InvalidRequestError(
+                    f"a block of {layout.block_bytes} bytes does not fit the slabs of tier {books.tier.name.lower()}",
+                    field="layout.block_bytes",
+                    value=layout.block_bytes,
+                    allowed=f"<= {books.slots.slab_bytes - books.header_bytes}",
+                )
+        return self.namespaces.setdefault(identity, Namespace(identity, layout))
+
+    def find(self, namespace: Namespace, block_hash: bytes, mask: int) -> Block | None:
+        """The block if these heads of it are committed and its time is not up."""
+        block = namespace.blocks.get(block_hash)
+        if block is None or block.heads & mask != mask or self._expired(block):
+            return None
+        return block
+
+    def prefix(self, namespace: Namespace, hashes: Sequence[bytes], mask: int) -> list[Block]:
+        """The longest prefix of the chain that is present, counted as hits and the first miss."""
+        found: list[Block] = []
+        for block_hash in hashes:
+            block = self.find(namespace, block_hash, mask)
+            if block is None:
+                break
+            found.append(block)
+        missed = len(hashes) - len(found)
+        in_memory = sum(block.memory is not None for block in found)
+        self.memory.counters.hits += in_memory
+        self.memory.counters.misses += len(hashes) - in_memory
+        if self.disk is not None:
+            self.disk.counters.hits += len(found) - in_memory
+            self.disk.counters.misses += missed
+        return found
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        """Mark a prefix as just used; its deep end is made the colder, so that suffixes go before prefixes."""
+        for block in reversed(blocks):
+            for books, slot in self._places(block):
+                if slot is not None:
+                    books.order(block).touch(block)
+
+    def pin(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            block.pins += 1
+
+    def unpin(self, blocks: Iterable[Block]) -> None:
+        for block in blocks:
+            block.pins -= 1
+            if block.pins == 0 and block.parked:
+                block.parked = False
+                for books, slot in self._places(block):
+                    if slot is not None and block not in books.order(block):
+                        books.order(block).insert(block)
+
+    def begin_write(self, namespace: Namespace, block_hash: bytes, parent: bytes, heads: Span) -> Write | Refusal:
+        """Take (or join) the memory slot of a block to write `heads` of it. Ends with `finish_` or `abort_write`."""
+        mask = namespace.mask(heads)
+        block = namespace.blocks.get(block_hash)
+        if block is not None and self._expired(block) and not block.pins:
+            self.drop(block)
+            block = None
+        if block is not None and block.heads & mask == mask:
+            return Refusal(present=block)
+        if block is not None and block.heads & mask and not block.pins:
+            # Another split of the heads half-wrote the block and left; start anew rather than mix the two.
+            self.drop(block)
+            block = None
+        if block is not None and (block.heads | block.writing) & mask:
+            return Refusal(reason="busy")
+        if block is None:
+            block = Block(namespace, block_hash, parent)
+            block.memory = self.room(self.memory, block)
+            if block.memory is None:
+                self.memory.counters.shed += 1
+                return Refusal(reason="no_room")
+            namespace.blocks[block_hash] = block
+            self.memory.order(block).insert(block)
+        block.writing |= mask
+        block.pins += 1
+        return Write(block, heads, mask)
+
+    def finish_write(self, write: Write, checksum: bytes) -> bool:
+        """The heads are in place with this checksum. True when the block has all heads: then call `complete`."""
+        block = write.block
+        block.writing &= ~write.mask
+        block.heads |= write.mask
+        block.parts[write.heads] = checksum
+        return block.complete
+
+    def complete(self, write: Write, checksum: bytes, expires_at: float) -> None:
+        """All heads are in place and `checksum` is that of the whole object: the block is visible."""
+        block = write.block
+        block.checksum = checksum
+        block.parts = {}
+        block.expires_at = expires_at
+        self._remember_deadline(block)
+        self.memory.counters.writes += 1
+        self._entered(self.memory, block)
+
+    def abort_write(self, write: Write) -> None:
+        """The heads were not written; the block's slot is given back when nothing else is in it. Unpins."""
+        block = write.block
+        block.writing &= ~write.mask
+        self.unpin([block])
+        if not block.heads and not block.writing:
+            self.drop(block)
+
+    def room(self, books: TierBooks, block: Block) -> Slot | None:
+        """A slot for `block` in a tier, evicting what is coldest; None when everything there is pinned."""
+        slot_bytes = books.slot_bytes(block)
+        slot = books.slots.allocate(slot_bytes, block)
+        if slot is not None:
+            return slot
+        crowd = books.emptiable_slab(slot_bytes, lambda owner: self._slot(books, owner))
+        if crowd is not None:
+            for owner in crowd:
+                self.evict(books, owner)
+        elif (victim := books.coldest(slot_bytes)) is not None:
+            self.evict(books, victim)
+        return books.slots.allocate(slot_bytes, block)
+
+    def place(self, books: TierBooks, block: Block, slot: Slot) -> None:
+        """The bytes of a complete block are in `slot` of a tier, taken with `room`."""
+        if books is self.memory:
+            block.memory = slot
+        else:
+            block.disk = slot
+        books.counters.writes += 1
+        books.order(block).insert(block)
+        self._entered(books, block)
+
+    def restore(self, block: Block, slot: Slot) -> None:
+        """A complete block found on disk at start; its slot is marked as taken already."""
+        assert self.disk is not None
+        block.heads = block.namespace.all_heads
+        block.disk = slot
+        block.namespace.blocks[block.hash] = block
+        self._remember_deadline(block)
+        self.disk.order(block).insert(block)
+        self._entered(self.disk, block)
+
+    def evict(self, books: TierBooks, block: Block) -> None:
+        """Drop a block from one tier to make room."""
+        books.counters.evictions += 1
+        self.leave(books, block)
+
+    def leave(self, books: TierBooks, block: Block, *, corrupt: bool = False) -> None:
+        """Drop a block from one tier; a `corrupt` slot is withdrawn. A block in no tier leaves the index."""
+        slot = self._slot(books, block)
+        if slot is None:
+            return
+        if corrupt:
+            books.counters.corrupt += 1
+            books.slots.withdraw(slot)
+        else:
+            books.slots.free(slot)
+        books.order(block).discard(block)
+        if books is self.memory:
+            block.memory = None
+        else:
+            block.disk = None
+        if block.complete and block.checksum:
+            books.blocks -= 1
+            books.bytes -= block.namespace.layout.block_bytes
+            self._changed(Change(block, books.tier, stored=False, slot=slot))
+        if not block.present and block.namespace.blocks.get(block.hash) is block:
+            del block.namespace.blocks[block.hash]
+
+    def drop(self, block: Block) -> None:
+        """Drop a block from all tiers."""
+        for books in self.tiers:
+            self.leave(books, block)
+
+    def expire(self) -> None:
+        """Drop blocks whose time is up; pinned ones when they are no longer."""
+        pinned = []
+        while self._deadlines and self._deadlines[0][0] <= self._now():
+            block = heapq.heappop(self._deadlines)[2]
+            if block.present and block.pins:
+                pinned.append(block)
+            elif block.present and self._expired(block):
+                self.drop(block)
+        for block in pinned:
+            self._remember_deadline(block)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when index, slots, queues and counters disagree."""
+        for books in self.tiers:
+            books.slots.check_integrity()
+            owners = {id(owner): owner for _, slab in books.slots for _, owner in slab.owners.values()}
+            placed = [
+                block
+                for namespace in self.namespaces.values()
+                for block in namespace.blocks.values()
+                if self._slot(books, block) is not None
+            ]
+            assert {id(block) for block in placed} <= set(owners), f"{books.tier.name}: a block's slot is not its own"
+            visible = [block for block in placed if block.complete and block.checksum]
+            assert books.blocks == len(visible), f"{books.tier.name}: {books.blocks} counted, {len(visible)} there"
+            assert books.bytes == sum(block.namespace.layout.block_bytes for block in visible)
+            for block in placed:
+                slot = self._slot(books, block)
+                assert slot is not None
+                assert books.slots.holds(slot), f"{books.tier.name}: a block holds a slot that was given back"
+                assert (block in books.order(block)) or block.parked, f"{books.tier.name}: a block can't be evicted"
+                assert block.pins or not block.parked, "an unpinned block is parked"
+        for namespace in self.namespaces.values():
+            for block_hash, block in namespace.blocks.items():
+                assert block.hash == block_hash
+                assert block.present, "the index holds a block that is nowhere"
+                assert not block.heads & block.writing, "heads are committed and being written"
+                assert block.disk is None or block.complete, "half a block is on disk"
+
+    def _expired(self, block: Block) -> bool:
+        return bool(block.expires_at) and block.expires_at <= self._now()
+
+    def _remember_deadline(self, block: Block) -> None:
+        if block.expires_at:
+            heapq.heappush(self._deadlines, (block.expires_at, next(self._tie), block))
+
+    def _slot(self, books: TierBooks, block: Block) -> Slot | None:
+        return block.memory if books is self.memory else block.disk
+
+    def _places(self, block: Block) -> list[tuple[TierBooks, Slot | None]]:
+        places = [(self.memory, block.memory)]
+        return places if self.disk is None else [*places, (self.disk, block.disk)]
+
+    def _entered(self, books: TierBooks, block: Block) -> None:
+        slot = self._slot(books, block)
+        assert slot is not None
+        books.blocks += 1
+        books.bytes += block.namespace.layout.block_bytes
+        self._changed(Change(block, books.tier, stored=True, slot=slot))
