@@ -1,0 +1,180 @@
+"""Blocks on their way between pages and the cache service, as the scheduler sees them: tickets and slots, no bytes.
+
+Reading: a sequence that was admitted with pages for its whole input asks for the blocks beyond the engine's own pages
+under a ticket. The answer says how many there are, then they arrive in order in read slots, and the next step unpacks
+them. Writing: finished blocks queue up; a step packs those that still bear their hash into free write slots. Nothing
+here makes a step wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from katydid_runtime.block_hash import BLOCK_TOKENS
+
+from katydid_engine.messages import KvAsk, KvCancel, KvLookup, KvReadSlotsFree, KvStore
+from katydid_engine.plan import Transfer
+from katydid_engine.request import CachedTokens, Request, Sequence, Tier
+
+__all__ = ["Arrival", "KvTraffic", "Ticket"]
+
+_QUEUE_LIMIT = 65_536
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One sequence's fetch: ``first_block`` is the index of the first block asked for."""
+
+    number: int
+    sequence: Sequence
+    first_block: int
+    tiers: list[Tier] = field(default_factory=list)
+    arrived: int = 0
+    ended: bool = False
+
+    @property
+    def loaded_tokens(self) -> int:
+        return (self.first_block + self.arrived) * BLOCK_TOKENS
+
+    @property
+    def next_tier(self) -> Tier | None:
+        """Tier of the block that comes next; None when all have arrived."""
+        return self.tiers[self.arrived] if self.arrived < len(self.tiers) else None
+
+    def cached(self, limit: int) -> CachedTokens:
+        """Tokens by tier, ``limit`` in all at most: the first blocks are the engine's own."""
+        counts = dict.fromkeys(Tier, 0)
+        device = min(self.first_block * BLOCK_TOKENS, limit)
+        left = limit - device
+        for tier in self.tiers[: self.arrived]:
+            counts[tier] += min(BLOCK_TOKENS, left)
+            left -= min(BLOCK_TOKENS, left)
+        return CachedTokens(device, counts[Tier.HOST], counts[Tier.DISK], counts[Tier.SHARED])
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Blocks of one ticket that the next step unpacks."""
+
+    ticket: Ticket
+    transfers: tuple[Transfer, ...]
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    request: Request
+    hash: bytes
+    parent: bytes
+    page: int
+
+
+class KvTraffic:
+    """Tickets and slots of one scheduler. ``write_slots`` numbers the staging slots it may pack into."""
+
+    def __init__(self, write_slots: range) -> None:
+        self.attached = False
+        self._free_slots = list(write_slots)
+        self._tickets: dict[int, Ticket] = {}
+        self._arrivals: list[Arrival] = []
+        self._finished: deque[_Finished] = deque(maxlen=_QUEUE_LIMIT)
+        self._asks: list[KvAsk] = []
+        self._last_ticket = 0
+
+    def sequences(self) -> list[Sequence]:
+        """Sequences that hold pages and wait for blocks."""
+        return [ticket.sequence for ticket in self._tickets.values()]
+
+    def look_up(self, sequence: Sequence, first_block: int) -> Ticket:
+        self._last_ticket += 1
+        ticket = Ticket(self._last_ticket, sequence, first_block)
+        self._tickets[ticket.number] = ticket
+        hashes = b"".join(sequence.hashes()[first_block:])
+        self._asks.append(KvLookup(ticket.number, sequence.request.handle, hashes))
+        return ticket
+
+    def found(self, number: int, runs: tuple[tuple[Tier, int], ...]) -> Ticket | None:
+        """Notes what was found; None when nobody waits for it any more."""
+        ticket = self._tickets.get(number)
+        if ticket is not None:
+            ticket.tiers = [tier for tier, blocks in runs for _ in range(blocks)]
+            if not ticket.tiers:
+                del self._tickets[number]
+        return ticket
+
+    def arrive(self, number: int, slots: tuple[int, ...], last: bool) -> None:
+        ticket = self._tickets.get(number)
+        if ticket is None:
+            if slots:
+                self._asks.append(KvReadSlotsFree(slots))
+            return
+        first = (
+            ticket.first_block
+            + ticket.arrived
+            + sum(len(arrival.transfers) for arrival in self._arrivals if arrival.ticket is ticket)
+        )
+        pages = ticket.sequence.pages[first : first + len(slots)]
+        transfers = tuple(Transfer(page, slot) for page, slot in zip(pages, slots, strict=True))
+        self._arrivals.append(Arrival(ticket, transfers, last))
+
+    def take_arrivals(self) -> tuple[Arrival, ...]:
+        """Arrivals for this step to unpack."""
+        arrivals = tuple(self._arrivals)
+        self._arrivals.clear()
+        return arrivals
+
+    def unpacked(self, arrival: Arrival) -> bool:
+        """A step has unpacked ``arrival``; returns whether its sequence still waits for it."""
+        if arrival.transfers:
+            self._asks.append(KvReadSlotsFree(tuple(transfer.slot for transfer in arrival.transfers)))
+        ticket = arrival.ticket
+        if self._tickets.get(ticket.number) is not ticket:
+            return False
+        ticket.arrived += len(arrival.transfers)
+        if arrival.last:
+            del self._tickets[ticket.number]
+        return True
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Forgets a sequence's ticket; slots of blocks that arrived or still arrive are given back."""
+        ticket = next(ticket for ticket in self._tickets.values() if ticket.sequence is sequence)
+        del self._tickets[ticket.number]
+        self._asks.append(KvCancel(ticket.number))
+        slots = tuple(move.slot for arrival in self._arrivals if arrival.ticket is ticket for move in arrival.transfers)
+        self._arrivals = [arrival for arrival in self._arrivals if arrival.ticket is not ticket]
+        if slots:
+            self._asks.append(KvReadSlotsFree(slots))
+
+    def offer(self, request: Request, block_hash: bytes, parent: bytes, page: int) -> None:
+        """A block was finished; when too many wait, the oldest is given up."""
+        if self.attached:
+            self._finished.append(_Finished(request, block_hash, parent, page))
+
+    def take_packs(self, hash_of: Callable[[int], bytes | None]) -> tuple[tuple[Transfer, KvStore], ...]:
+        """Blocks for this step to pack: those whose page still bears their hash, as many as slots are free."""
+        packs = []
+        while self._finished and self._free_slots:
+            block = self._finished.popleft()
+            if hash_of(block.page) == block.hash:
+                slot = self._free_slots.pop()
+                store = KvStore(slot, block.hash, block.parent, block.request.tenant, block.request.hold_s)
+                packs.append((Transfer(block.page, slot), store))
+        return tuple(packs)
+
+    def packed(self, store: KvStore) -> None:
+        self._asks.append(store)
+
+    def free_write_slots(self, slots: tuple[int, ...]) -> None:
+        self._free_slots.extend(slots)
+
+    def detach(self) -> None:
+        """The cache service is away: blocks are no longer offered, those that wait are given up."""
+        self.attached = False
+        self._finished.clear()
+
+    def take_asks(self) -> tuple[KvAsk, ...]:
+        asks = tuple(self._asks)
+        self._asks.clear()
+        return asks

@@ -1,0 +1,97 @@
+"""The requests that live in a scheduler, and what the face has yet to hear about them."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from katydid_engine.block_pool import BlockEvents
+from katydid_engine.messages import ChoiceEnd, ChoiceTokens, FirstToken, KvAsk
+from katydid_engine.plan import Logprobs
+from katydid_engine.request import FinishReason, LiveRequest, Phase, Sequence
+
+__all__ = ["Ledger", "Outcome"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What happened since it was last taken."""
+
+    tokens: tuple[ChoiceTokens, ...]
+    first_tokens: tuple[FirstToken, ...]
+    ends: tuple[ChoiceEnd, ...]
+    blocks: BlockEvents
+    kv: tuple[KvAsk, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.tokens or self.first_tokens or self.ends or self.blocks or self.kv)
+
+
+class Ledger:
+    """Live requests by handle; each choice opens once and ends once."""
+
+    def __init__(self) -> None:
+        self.requests: dict[int, LiveRequest] = {}
+        self._tokens: list[ChoiceTokens] = []
+        self._first_tokens: list[FirstToken] = []
+        self._ends: list[ChoiceEnd] = []
+
+    def open(self, live: LiveRequest, sequence: Sequence) -> None:
+        self.requests[live.request.handle] = live
+        live.choices[sequence.choice] = sequence
+
+    def expired(self, now: float) -> list[int]:
+        """Handles of requests whose deadline has passed."""
+        return [
+            handle
+            for handle, live in self.requests.items()
+            if live.request.deadline is not None and live.request.deadline <= now
+        ]
+
+    def deadlines(self) -> list[float]:
+        return [live.request.deadline for live in self.requests.values() if live.request.deadline is not None]
+
+    def prompt_logprobs(self, sequence: Sequence, logprobs: Logprobs) -> None:
+        sequence.live.prompt_tokens_reported += len(logprobs.chosen)
+        handle = sequence.request.handle
+        self._tokens.append(ChoiceTokens(handle, sequence.choice, array("I"), prompt_logprobs=logprobs))
+
+    def token(self, sequence: Sequence, token: int, logprobs: Logprobs | None, now: float) -> None:
+        """A sequence has got a new token."""
+        live, handle = sequence.live, sequence.request.handle
+        self._tokens.append(ChoiceTokens(handle, sequence.choice, array("I", (token,)), logprobs))
+        if not live.has_first_token:
+            live.enter(Phase.DECODE, now)
+            live.has_first_token = True
+            self._first_tokens.append(FirstToken(handle, live.cached, live.phases.take()))
+
+    def end(self, sequence: Sequence, reason: FinishReason, now: float, error: str = "", message: str = "") -> None:
+        """A choice ends; with the last one the request is forgotten."""
+        live, handle = sequence.live, sequence.request.handle
+        del live.choices[sequence.choice]
+        last = not live.choices
+        if last:
+            live.phases.close(now)
+            del self.requests[handle]
+        self._ends.append(
+            ChoiceEnd(
+                handle,
+                sequence.choice,
+                reason,
+                last,
+                sequence.num_new_output,
+                live.cached,
+                live.preemptions,
+                stop_token=sequence.tokens[-1] if reason is FinishReason.STOP else None,
+                error=error,
+                message=message,
+                intervals=live.phases.take() if last else (),
+            )
+        )
+
+    def take(self, blocks: BlockEvents, kv: tuple[KvAsk, ...]) -> Outcome:
+        outcome = Outcome(tuple(self._tokens), tuple(self._first_tokens), tuple(self._ends), blocks, kv)
+        self._tokens.clear()
+        self._first_tokens.clear()
+        self._ends.clear()
+        return outcome

@@ -1,0 +1,111 @@
+"""What one step does, as data: made by the scheduler, carried out in the same order by every rank of its group.
+
+A rank first packs pages into staging slots, then copies pages, then unpacks slots into pages, then computes the runs,
+so that a page given away in this step is still read before it is written.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from katydid_engine.request import Sampling
+
+__all__ = ["Logprobs", "PageCopy", "Run", "SampleRow", "Start", "StepOutput", "StepPlan", "Transfer"]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A sequence appears for the first time, or again after a preemption."""
+
+    sequence: int
+    sampling: Sampling
+    num_prompt: int
+    tokens: array[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tokens of one sequence to compute.
+
+    Attributes:
+        start: tokens whose K and V already lie in the pages.
+        tokens: ids at positions ``start`` and on.
+        table_from: the sequence's block table is ``pages`` from this index on, unchanged before it.
+        writes: False when the tokens' K and V lie in shared pages already and must not be written again.
+        prompt_top: log probabilities are wanted of ``prompt_targets``, with so many top entries beside each; the first
+            target follows row ``prompt_row`` of this run, the others follow the rows after it.
+    """
+
+    sequence: int
+    start: int
+    tokens: array[int]
+    table_from: int
+    pages: array[int]
+    writes: bool = True
+    prompt_top: int = 0
+    prompt_row: int = 0
+    prompt_targets: array[int] = field(default_factory=lambda: array("I"))
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One token to sample from the last row of run ``run``, as choice ``choice`` of its sequence's request."""
+
+    run: int
+    choice: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One block between a page and a slot of the staging buffer."""
+
+    page: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. The first ``num_decodes`` runs compute one token each."""
+
+    number: int
+    ends: tuple[int, ...] = ()
+    starts: tuple[Start, ...] = ()
+    packs: tuple[Transfer, ...] = ()
+    copies: tuple[PageCopy, ...] = ()
+    unpacks: tuple[Transfer, ...] = ()
+    runs: tuple[Run, ...] = ()
+    num_decodes: int = 0
+    samples: tuple[SampleRow, ...] = ()
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(len(run.tokens) for run in self.runs[self.num_decodes :])
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log probabilities of some tokens in a row: of the tokens themselves, and of the ``top`` likeliest at each place.
+
+    ``chosen`` is float32 ``[tokens]``; ``top_tokens`` uint32 and ``top_logprobs`` float32, ``[tokens * top]``.
+    """
+
+    top: int
+    chosen: array[float]
+    top_tokens: array[int] = field(default_factory=lambda: array("I"))
+    top_logprobs: array[float] = field(default_factory=lambda: array("f"))
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What rank 0 sampled: ``tokens`` by row of ``StepPlan.samples``; log probabilities by sample row and by run."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)

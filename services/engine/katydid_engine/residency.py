@@ -1,0 +1,178 @@
+"""Where every sequence is (waiting, loading, running) and which pages it holds: the moves, without the policy.
+
+A waiting sequence holds no pages; every other holds pages for all its tokens but the newest. What leaves while a step
+is in flight gives its pages back when that step is committed, because the step still writes to them.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+
+from katydid_runtime.block_hash import BLOCK_TOKENS
+
+from katydid_engine.block_pool import BlockPool, IntegrityError, OutOfPages
+from katydid_engine.kv_traffic import KvTraffic
+from katydid_engine.plan import PageCopy
+from katydid_engine.request import Sequence, State, pages_for
+
+__all__ = ["Residency"]
+
+
+def _order(sequence: Sequence) -> tuple[int, int, int]:
+    return sequence.order
+
+
+class Residency:
+    """The queues over one block pool. ``waiting`` and ``running`` are kept in order: priority, then arrival."""
+
+    def __init__(self, pool: BlockPool, kv: KvTraffic) -> None:
+        self.pool = pool
+        self.kv = kv
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.in_flight = False
+        self._copies: list[PageCopy] = []
+        self._started: dict[int, Sequence] = {}
+        self._ended_ids: list[int] = []
+        self._released_later: list[list[int]] = []
+
+    def holders(self) -> Iterator[Sequence]:
+        """Every sequence that holds pages."""
+        yield from self.running
+        yield from self.kv.sequences()
+
+    def last_holder(self) -> Sequence:
+        """The first to be preempted."""
+        return max(self.holders(), key=_order)
+
+    def started(self, sequence_id: int) -> Sequence | None:
+        """The sequence, if the runner knows it and it has not left since."""
+        return self._started.get(sequence_id)
+
+    def start(self, sequence: Sequence) -> bool:
+        """Notes that the runner gets to know the sequence; False when it does already."""
+        fresh = sequence.id not in self._started
+        self._started[sequence.id] = sequence
+        return fresh
+
+    def take_ended_ids(self) -> tuple[int, ...]:
+        """Sequences that the runner may forget."""
+        ended = tuple(self._ended_ids)
+        self._ended_ids.clear()
+        return ended
+
+    def take_copies(self) -> tuple[PageCopy, ...]:
+        """Copies due at the head of the next step."""
+        copies = tuple(self._copies)
+        self._copies.clear()
+        return copies
+
+    def enqueue(self, sequence: Sequence) -> None:
+        sequence.state = State.WAITING
+        bisect.insort(self.waiting, sequence, key=_order)
+
+    def run(self, sequence: Sequence) -> None:
+        sequence.state = State.RUNNING
+        bisect.insort(self.running, sequence, key=_order)
+
+    def take_pages(self, sequence: Sequence, spare: int) -> bool:
+        """Gives a waiting sequence pages for all its tokens, cached ones where there are, leaving ``spare`` pages; or
+        gives nothing and returns False."""
+        matched = self.pool.match(sequence.hashes()) if sequence.reads_cache else []
+        missing = pages_for(sequence.num_tokens) - len(matched)
+        available = self.pool.num_available - self.pool.count_unreferenced(matched)
+        if available < missing + spare:
+            return False
+        self.pool.acquire(matched)
+        sequence.pages = matched + self.pool.allocate(missing)
+        sequence.num_published = len(matched)
+        sequence.num_computed = len(matched) * BLOCK_TOKENS
+        self.waiting.remove(sequence)
+        return True
+
+    def grow(self, sequence: Sequence) -> bool:
+        """Gives a running sequence the page its newest token needs; False when there is none."""
+        if len(sequence.pages) < pages_for(sequence.num_tokens):
+            try:
+                sequence.pages += self.pool.allocate(1)
+            except OutOfPages:
+                return False
+        return True
+
+    def leave(self, sequence: Sequence) -> None:
+        """Takes a sequence out of its queue and takes back its pages."""
+        if sequence.state is State.WAITING:
+            self.waiting.remove(sequence)
+        elif sequence.state is State.RUNNING:
+            self.running.remove(sequence)
+        else:
+            self.kv.cancel(sequence)
+        if self._started.pop(sequence.id, None) is not None:
+            self._ended_ids.append(sequence.id)
+        if self.in_flight:
+            self._released_later.append(sequence.pages)
+        else:
+            self.pool.release(sequence.pages)
+        sequence.pages = []
+        sequence.pages_sent = 0
+        sequence.num_computed = 0
+        sequence.num_published = 0
+
+    def step_done(self) -> None:
+        """The step in flight is over: what left meanwhile gives back its pages."""
+        self.in_flight = False
+        for pages in self._released_later:
+            self.pool.release(pages)
+        self._released_later.clear()
+
+    def publish(self, sequence: Sequence, *, computed: bool) -> None:
+        """Publishes the blocks that are complete now; a block that another page holds already is shared from there."""
+        complete = sequence.num_computed // BLOCK_TOKENS
+        hashes = sequence.hashes()
+        for block in range(sequence.num_published, complete):
+            page = sequence.pages[block]
+            holder = self.pool.publish(page, hashes[block])
+            if holder != page:
+                self.pool.acquire([holder])
+                self.pool.release([page])
+                sequence.pages[block] = holder
+                sequence.pages_sent = min(sequence.pages_sent, block)
+            elif computed:
+                self.kv.offer(sequence.request, hashes[block], hashes[block - 1] if block else b"", page)
+        sequence.num_published = max(sequence.num_published, complete)
+
+    def fork(self, sequence: Sequence, twin: Sequence) -> None:
+        """Lets ``twin`` run on ``sequence``'s full pages and a copy of its partial one; without a page for the copy it
+        waits and is computed from its tokens."""
+        full, partial = divmod(sequence.num_computed, BLOCK_TOKENS)
+        try:
+            own = self.pool.allocate(1 if partial else 0)
+        except OutOfPages:
+            self.enqueue(twin)
+            return
+        self._copies += [PageCopy(sequence.pages[full], page) for page in own]
+        self.pool.acquire(sequence.pages[:full])
+        twin.pages = sequence.pages[:full] + own
+        twin.num_computed = sequence.num_computed
+        twin.num_published = sequence.num_published
+        self.run(twin)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless queues, states and pages agree."""
+        self.pool.check_integrity()
+        holders = list(self.holders())
+        held = [page for sequence in holders for page in sequence.pages]
+        self.pool.check_references([*held, *(page for pages in self._released_later for page in pages)])
+        for sequence in self.waiting:
+            if sequence.pages or sequence.num_computed or sequence.state is not State.WAITING:
+                raise IntegrityError(f"waiting sequence {sequence.id} is {sequence.state} with pages {sequence.pages}")
+        for sequence in holders:
+            if len(sequence.pages) * BLOCK_TOKENS < sequence.num_tokens - 1:
+                raise IntegrityError(f"sequence {sequence.id} has {sequence.num_tokens} tokens but {sequence.pages}")
+            bearing = [self.pool.hash_of(page) for page in sequence.pages[: sequence.num_published]]
+            if bearing != sequence.hashes()[: sequence.num_published]:
+                raise IntegrityError(f"sequence {sequence.id} reads pages that bear other hashes than its own")
+        for queue in (self.waiting, self.running):
+            if queue != sorted(queue, key=_order):
+                raise IntegrityError("a queue is out of order")

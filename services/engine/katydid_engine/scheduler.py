@@ -1,0 +1,385 @@
+"""Decides what every step computes: continuous batching with chunked prefill over a paged, prefix-cached KV store.
+
+    while (plan := scheduler.schedule()) is not None:
+        scheduler.commit(plan, runner.run(plan))
+
+Rules, each the cure of a failure known from the field:
+- Decodes come first and cost one token of the budget each, so a long prefill never starves them; a prefill leaves half
+  of what is left to those behind it, so it does not starve a short newcomer either.
+- A sequence is admitted only with pages for its whole input (and ``watermark_pages`` to spare), never for its first
+  chunk alone. One that does not fit lets smaller ones pass, but only ``max_bypass`` times.
+- When pages run out the last in order (lowest priority, then newest) is preempted and recomputed later; the first in
+  order is never a victim, so there is always progress. A step that preempted for pages admits nobody.
+- Blocks are published only from committed tokens. A prompt that is cached entirely recomputes its last token without
+  writing it again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from katydid_runtime.block_hash import BLOCK_TOKENS
+
+from katydid_engine.block_pool import BlockPool, IntegrityError
+from katydid_engine.kv_traffic import Arrival, KvTraffic
+from katydid_engine.ledger import Ledger, Outcome
+from katydid_engine.messages import KvArrived, KvFound, KvStore, Load
+from katydid_engine.plan import Logprobs, Run, SampleRow, Start, StepOutput, StepPlan
+from katydid_engine.request import CachedTokens, FinishReason, LiveRequest, Phase, Request, Sequence, State, pages_for
+from katydid_engine.residency import Residency
+
+__all__ = ["Scheduler", "SchedulerConfig"]
+
+_LOOKAHEAD = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one scheduler.
+
+    Attributes:
+        max_model_tokens: longest prompt plus output; at most what the pages hold.
+        max_batch_tokens: tokens a step computes at most; at least ``max_sequences``.
+        max_sequences: sequences in a step at most.
+        eos_token_ids: tokens that end every output but those with ``ignore_eos``.
+        watermark_pages: pages that an admission leaves free for running sequences to grow into.
+        max_bypass: how often a sequence that does not fit is passed by ones behind it.
+        queue_delay_s: a fault for tests: nobody is admitted before this time after arrival.
+
+    Raises:
+        ValueError: ``max_batch_tokens`` is below ``max_sequences``.
+    """
+
+    max_model_tokens: int
+    max_batch_tokens: int
+    max_sequences: int
+    eos_token_ids: frozenset[int] = frozenset()
+    watermark_pages: int = 0
+    max_bypass: int = 64
+    queue_delay_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.max_batch_tokens < self.max_sequences:
+            raise ValueError(
+                f"max_batch_tokens={self.max_batch_tokens}: expected at least max_sequences={self.max_sequences}"
+            )
+
+
+class Scheduler:
+    """One per TP group. ``clock`` gives the monotonic seconds on which deadlines and phases are measured;
+    ``write_slots`` are the staging slots for finished blocks on their way to the cache service.
+
+    Raises:
+        ValueError: ``max_model_tokens`` exceeds what the pages hold.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, pool: BlockPool, clock: Callable[[], float], write_slots: range = range(0)
+    ) -> None:
+        if config.max_model_tokens > pool.num_pages * BLOCK_TOKENS:
+            raise ValueError(
+                f"max_model_tokens={config.max_model_tokens}: {pool.num_pages} pages hold "
+                f"{pool.num_pages * BLOCK_TOKENS} tokens"
+            )
+        self.kv = KvTraffic(write_slots)
+        self._config = config
+        self._pool = pool
+        self._clock = clock
+        self._queues = Residency(pool, self.kv)
+        self._ledger = Ledger()
+        self._ids = itertools.count(1)
+        self._arrivals = itertools.count(1)
+        self._step = 0
+        self._in_flight: StepPlan | None = None
+        self._unpacking: tuple[Arrival, ...] = ()
+        self._packing: tuple[KvStore, ...] = ()
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._ledger.requests)
+
+    def load(self) -> Load:
+        loading = self.kv.sequences()
+        prefilling = (sequence for sequence in self._queues.running if not sequence.decodes)
+        return Load(
+            running=len(self._queues.running) + len(loading),
+            waiting=len(self._queues.waiting),
+            waiting_uncached_tokens=sum(
+                sequence.num_uncomputed for sequence in (*self._queues.waiting, *loading, *prefilling)
+            ),
+            free_pages=self._pool.num_available,
+            total_pages=self._pool.num_pages,
+        )
+
+    def add(self, request: Request) -> None:
+        """Queues a validated request; its handle must be new."""
+        live = LiveRequest(request, next(self._arrivals))
+        sequence = Sequence(next(self._ids), live)
+        self._ledger.open(live, sequence)
+        self._queues.enqueue(sequence)
+
+    def abort(self, handle: int) -> None:
+        """Ends all choices of a request, in whatever state; one that has ended already is no error."""
+        self._end_request(handle, FinishReason.ABORT)
+
+    def kv_found(self, message: KvFound) -> None:
+        ticket = self.kv.found(message.ticket, message.runs)
+        if ticket is None:
+            return
+        if (tier := ticket.next_tier) is None:
+            self._compute(ticket.sequence)
+        else:
+            ticket.sequence.state = State.FETCHING
+            ticket.sequence.live.enter(Phase.FETCH, self._clock(), tier)
+
+    def kv_arrived(self, message: KvArrived) -> None:
+        self.kv.arrive(message.ticket, message.slots, message.last)
+
+    def schedule(self) -> StepPlan | None:
+        """The next step; None when there is nothing to compute or move now. Every plan must be committed."""
+        if self._in_flight is not None:
+            raise IntegrityError(f"step {self._in_flight.number} is not committed yet")
+        now = self._clock()
+        for handle in self._ledger.expired(now):
+            self._end_request(handle, FinishReason.ERROR, "DEADLINE_EXCEEDED", "the request's deadline passed")
+        packs = self.kv.take_packs(self._pool.hash_of)
+        self._unpacking = self.kv.take_arrivals()
+        decodes, preempted = self._schedule_decodes()
+        if not preempted:
+            self._admit(now)
+            decodes = [sequence for sequence in decodes if sequence.state is State.RUNNING]
+        scheduled = [(sequence, 1) for sequence in decodes]
+        scheduled += self._schedule_prefills(self._config.max_batch_tokens - len(decodes))
+        copies = self._queues.take_copies()
+        if not (scheduled or packs or copies or self._unpacking):
+            return None
+        self._packing = tuple(store for _, store in packs)
+        self._queues.in_flight = True
+        self._step += 1
+        self._in_flight = StepPlan(
+            number=self._step,
+            ends=self._queues.take_ended_ids(),
+            starts=tuple(_start(sequence) for sequence, _ in scheduled if self._queues.start(sequence)),
+            packs=tuple(transfer for transfer, _ in packs),
+            copies=copies,
+            unpacks=tuple(transfer for arrival in self._unpacking for transfer in arrival.transfers),
+            runs=tuple(_run(sequence, count) for sequence, count in scheduled),
+            num_decodes=len(decodes),
+            samples=tuple(
+                SampleRow(index, sequence.choice + fork)
+                for index, (sequence, count) in enumerate(scheduled)
+                if count == sequence.num_uncomputed
+                for fork in range(sequence.num_slots)
+            ),
+        )
+        return self._in_flight
+
+    def commit(self, plan: StepPlan, output: StepOutput) -> None:
+        """Takes over a step's results: moved and finished blocks, tokens, ends."""
+        if plan is not self._in_flight:
+            raise IntegrityError(f"step {plan.number} is not the one in flight")
+        now = self._clock()
+        self._in_flight = None
+        self._queues.step_done()
+        for store in self._packing:
+            self.kv.packed(store)
+        for arrival in self._unpacking:
+            self._commit_arrival(arrival, now)
+        for index, run in enumerate(plan.runs):
+            if (sequence := self._queues.started(run.sequence)) is not None:
+                self._commit_run(sequence, run, output.prompt_logprobs.get(index))
+        # All choices fork before the first of them can end and take its pages along.
+        sampled = [self._choice(plan.runs[row.run].sequence, row.choice) for row in plan.samples]
+        for row, (sequence, token) in enumerate(zip(sampled, output.tokens, strict=True)):
+            if sequence is not None:
+                self._commit_token(sequence, token, output.logprobs.get(row), now)
+
+    def take_outcome(self) -> Outcome:
+        """What happened since the last call, for the face."""
+        return self._ledger.take(self._pool.take_events(), self.kv.take_asks())
+
+    def next_wake(self) -> float | None:
+        """When something will be due without a message: the end of an injected queue delay, or a deadline."""
+        delay = self._config.queue_delay_s
+        times = [sequence.request.received_at + delay for sequence in self._queues.waiting] if delay else []
+        return min((*times, *self._ledger.deadlines()), default=None)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless pages, queues and live requests agree with each other."""
+        self._queues.check_integrity()
+        live = sorted(sequence.id for live in self._ledger.requests.values() for sequence in live.choices.values())
+        if live != sorted(sequence.id for sequence in (*self._queues.waiting, *self._queues.holders())):
+            raise IntegrityError("a live choice is in no queue, or in two")
+
+    def _schedule_decodes(self) -> tuple[list[Sequence], bool]:
+        """Every sequence that decodes, each with a page for its next token; and whether any was preempted for that."""
+        decodes: list[Sequence] = []
+        preempted = False
+        for sequence in [sequence for sequence in self._queues.running if sequence.decodes]:
+            while sequence.state is State.RUNNING and not self._queues.grow(sequence):
+                # The victim is this sequence or one behind it, which is not in ``decodes`` yet.
+                self._preempt(self._queues.last_holder())
+                preempted = True
+            if sequence.state is State.RUNNING:
+                decodes.append(sequence)
+        return decodes, preempted
+
+    def _schedule_prefills(self, budget: int) -> list[tuple[Sequence, int]]:
+        """Chunks for the sequences that prefill: half of what is left for each in order, then the rest in order."""
+        prefills = [sequence for sequence in self._queues.running if not sequence.decodes]
+        chunks = {}
+        for sequence in prefills:
+            chunks[sequence.id] = min(sequence.num_uncomputed, max(budget // 2, BLOCK_TOKENS), budget)
+            budget -= chunks[sequence.id]
+        for sequence in prefills:
+            more = min(sequence.num_uncomputed - chunks[sequence.id], budget)
+            chunks[sequence.id] += more
+            budget -= more
+        return [(sequence, chunks[sequence.id]) for sequence in prefills if chunks[sequence.id]]
+
+    def _admit(self, now: float) -> None:
+        """Moves waiting sequences to computing or loading while places and pages last."""
+        places = self._config.max_sequences - sum(sequence.num_slots for sequence in self._queues.holders())
+        passed: list[Sequence] = []
+        for sequence in list(self._queues.waiting):
+            if len(passed) == _LOOKAHEAD or any(other.bypassed >= self._config.max_bypass for other in passed):
+                break
+            if now < sequence.request.received_at + self._config.queue_delay_s:
+                continue
+            if places < sequence.num_slots or not self._queues.take_pages(sequence, self._spare_pages(sequence)):
+                gained = self._preempt_for(sequence, places)
+                if gained is None:
+                    passed.append(sequence)
+                    continue
+                places += gained
+            places -= sequence.num_slots
+            for other in passed:
+                other.bypassed += 1
+            self._load(sequence, now)
+
+    def _spare_pages(self, sequence: Sequence) -> int:
+        """Pages to leave free beside its own input; none when it runs alone, so that it can always run."""
+        alone = next(self._queues.holders(), None) is None
+        return 0 if alone else self._config.watermark_pages + sequence.num_slots - 1
+
+    def _preempt_for(self, sequence: Sequence, places: int) -> int | None:
+        """Admits a sequence in place of ones of lower priority, if that suffices; returns the places they left."""
+        lower = [other for other in self._queues.holders() if other.request.priority < sequence.request.priority]
+        gained = sum(other.num_slots for other in lower)
+        pages = self._pool.num_available + sum(self._pool.count_sole(other.pages) for other in lower)
+        needed = pages_for(sequence.num_tokens) + self._spare_pages(sequence)
+        if not lower or places + gained < sequence.num_slots or pages < needed:
+            return None
+        gained = 0
+        for victim in sorted(lower, key=lambda other: other.order, reverse=True):
+            gained += victim.num_slots
+            self._preempt(victim)
+            if places + gained >= sequence.num_slots and self._queues.take_pages(sequence, self._spare_pages(sequence)):
+                return gained
+        raise IntegrityError("preemption freed fewer pages than counted")
+
+    def _load(self, sequence: Sequence, now: float) -> None:
+        """Sends an admitted sequence to the cache service for more of its blocks, or straight to computing."""
+        live = sequence.live
+        if not live.has_first_token:
+            live.cached = CachedTokens(device=min(sequence.num_computed, _reusable(sequence)))
+        if self.kv.attached and sequence.reads_cache and sequence.num_published < len(sequence.hashes()):
+            sequence.state = State.LOOKUP
+            live.enter(Phase.LOOKUP, now)
+            self.kv.look_up(sequence, sequence.num_published)
+        else:
+            self._compute(sequence)
+
+    def _compute(self, sequence: Sequence) -> None:
+        """All that the caches hold is in the pages: what is left is computed, the last token in any case."""
+        sequence.num_computed = min(sequence.num_computed, sequence.num_tokens - 1)
+        sequence.live.enter(Phase.PREFILL, self._clock())
+        self._queues.run(sequence)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Takes a sequence's pages; it is computed again from its tokens when there is room."""
+        self._queues.leave(sequence)
+        sequence.live.preemptions += 1
+        sequence.live.enter(Phase.QUEUE, self._clock())
+        self._queues.enqueue(sequence)
+
+    def _end_request(self, handle: int, reason: FinishReason, error: str = "", message: str = "") -> None:
+        live = self._ledger.requests.get(handle)
+        if live is not None:
+            for sequence in list(live.choices.values()):
+                self._end(sequence, reason, error, message)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str = "", message: str = "") -> None:
+        self._queues.leave(sequence)
+        sequence.state = State.FINISHED
+        self._ledger.end(sequence, reason, self._clock(), error, message)
+
+    def _commit_arrival(self, arrival: Arrival, now: float) -> None:
+        if not self.kv.unpacked(arrival):
+            return
+        ticket, sequence = arrival.ticket, arrival.ticket.sequence
+        sequence.num_computed = ticket.loaded_tokens
+        self._queues.publish(sequence, computed=False)
+        if not sequence.live.has_first_token:
+            sequence.live.cached = ticket.cached(_reusable(sequence))
+        if arrival.last:
+            self._compute(sequence)
+        elif (tier := ticket.next_tier) is not None:
+            sequence.live.enter(Phase.FETCH, now, tier)
+
+    def _commit_run(self, sequence: Sequence, run: Run, prompt_logprobs: Logprobs | None) -> None:
+        sequence.num_computed = run.start + len(run.tokens)
+        if prompt_logprobs is not None:
+            self._ledger.prompt_logprobs(sequence, prompt_logprobs)
+        if not sequence.request.bypass_cache:
+            self._queues.publish(sequence, computed=True)
+
+    def _choice(self, sequence_id: int, choice: int) -> Sequence | None:
+        """The sequence that gets a sampled token: the one computed, or a new fork of it; None when it has left."""
+        sequence = self._queues.started(sequence_id)
+        if sequence is None or choice == sequence.choice:
+            return sequence
+        twin = sequence.fork(next(self._ids), choice)
+        self._ledger.open(sequence.live, twin)
+        self._queues.fork(sequence, twin)
+        return twin
+
+    def _commit_token(self, sequence: Sequence, token: int, logprobs: Logprobs | None, now: float) -> None:
+        sequence.tokens.append(token)
+        self._ledger.token(sequence, token, logprobs, now)
+        reason = sequence.finish_reason(self._config.eos_token_ids, self._config.max_model_tokens)
+        if reason is not None:
+            self._end(sequence, reason)
+
+
+def _reusable(sequence: Sequence) -> int:
+    """Prompt tokens that a cache can save it: all but the last token of its input."""
+    return min(sequence.num_prompt, sequence.num_tokens - 1)
+
+
+def _start(sequence: Sequence) -> Start:
+    return Start(sequence.id, sequence.request.sampling, sequence.num_prompt, sequence.tokens[:])
+
+
+def _run(sequence: Sequence, count: int) -> Run:
+    """The next ``count`` tokens of a sequence, and its block table as far as the runner does not know it."""
+    start, end = sequence.num_computed, sequence.num_computed + count
+    table_from, sequence.pages_sent = sequence.pages_sent, len(sequence.pages)
+    first_target, targets = start + 1, array("I")
+    if sequence.wants_prompt_logprobs:
+        first_target = max(first_target, sequence.live.prompt_tokens_reported)
+        targets = sequence.tokens[first_target : min(end + 1, sequence.num_prompt)]
+    return Run(
+        sequence=sequence.id,
+        start=start,
+        tokens=sequence.tokens[start:end],
+        table_from=table_from,
+        pages=array("I", sequence.pages[table_from:]),
+        writes=end > sequence.num_published * BLOCK_TOKENS,
+        prompt_top=sequence.request.sampling.prompt_logprobs or 0,
+        prompt_row=first_target - 1 - start,
+        prompt_targets=targets,
+    )
