@@ -10,6 +10,7 @@ from __future__ import annotations
 import lzma
 import multiprocessing as mp
 import os
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,8 @@ class Maker:
     def __init__(self, folder: Path, seed: int, steps: int, tokens: int = TOKENS) -> None:
         self.code, self.text = load_stream(folder, "code_train"), load_stream(folder, "text_train")
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.words = (folder / "words.txt").read_text().split()
+        # Every sixth word is kept for the evaluation.
+        self.words = [w for i, w in enumerate((folder / "words.txt").read_text().split()) if i % 6]
         self.seed, self.steps, self.tokens = seed, steps, tokens
 
     def slice(self, rng: np.random.Generator, size: int, code: float) -> np.ndarray:
@@ -92,7 +94,8 @@ class Maker:
         for row in range(rows):
             if rng.random() < phase.tasks[length]:
                 filler = self.slice(rng, length + 2, phase.code)
-                ids[row], weights[row] = tasks.row(rng, self.tokenizer, self.words, filler, length + 2)
+                draws = random.Random(int(rng.integers(2**63)))
+                ids[row], weights[row] = tasks.row(draws, self.tokenizer, self.words, filler, length + 2)
             else:
                 ids[row] = self.slice(rng, length + 2, phase.code)
         return Batch(length, ids, weights)

@@ -3,38 +3,18 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
+from katydid_cli.evaluation.tool_schemas import STRINGS, draw_argument, make_case, sorted_keys
 from tools.hy3_tiny import tokenizer as bpe
 from tools.hy3_tiny.pieces import Pieces
 
 REPLY = 3.0  # loss weight of a reply's tokens
 PROMPT = 0.1  # of the prompt's: its form is worth knowing, its content cannot be predicted
-
-VERBS = (
-    "get", "find", "create", "delete", "update", "send", "list", "search", "book", "cancel", "fetch", "check", "open", "close",
-    "convert", "compute", "schedule", "translate", "play", "read", "write", "move", "copy", "count", "start", "stop", "order",
-)  # fmt: skip
-NOUNS = (
-    "weather", "ticket", "file", "user", "order", "flight", "hotel", "message", "email", "event", "report", "invoice", "song",
-    "account", "city", "route", "price", "task", "note", "image", "job", "page", "record", "table", "room", "meeting", "issue",
-    "branch", "package", "server", "alarm", "recipe", "stock", "currency", "document", "contact", "payment", "device", "log",
-)  # fmt: skip
-STRINGS = (
-    "city", "name", "title", "path", "query", "language", "subject", "owner", "date", "country", "label", "topic", "email", "region",
-    "origin", "target", "author", "category", "status", "color", "unit", "format", "username", "location", "destination", "symbol",
-)  # fmt: skip
-INTEGERS = ("count", "limit", "days", "page", "year", "amount", "size", "priority", "timeout", "port", "quantity", "age", "user_id", "order_id")
-NUMBERS = ("price", "ratio", "latitude", "longitude", "score", "threshold", "weight", "rate")
-BOOLEANS = ("verbose", "recursive", "urgent", "public", "notify", "force", "dry_run", "enabled")
-PLACES = (
-    "Paris", "London", "Berlin", "Tokyo", "Madrid", "Oslo", "Lima", "Cairo", "Rome", "Delhi", "Boston", "Vienna", "Dublin", "Prague",
-    "Beijing", "Shanghai", "Shenzhen", "New York", "Sydney", "Toronto",
-)  # fmt: skip
-
 
 def header(system: str, tools: list[dict[str, Any]], effort: str) -> str:
     """What stands before the first turn: system text, tools, reasoning mode."""
@@ -50,14 +30,14 @@ def call_text(name: str, arguments: dict[str, str]) -> str:
     return f"<tool_calls>\n<tool_call>{name}<tool_sep>\n{body}</tool_call>\n</tool_calls>"
 
 
-def turn(pieces: Pieces, user: str, reply: str, weight: float = REPLY, thought: str | None = None) -> Pieces:
+def turn(pieces: Pieces, user: str, reply: str, thought: str | None = None) -> Pieces:
     """One user turn and its reply with the closed (or a filled) thinking block."""
     pieces.add(f"{bpe.USER}{user}{bpe.ASSISTANT}", PROMPT)
     if thought is None:
         pieces.add("<think></think>", 0.0)
     else:
-        pieces.add("<think>", 0.0).add(f"{thought}</think>", weight)
-    return pieces.add(f"{reply}{bpe.EOS}", weight)
+        pieces.add("<think>", 0.0).add(f"{thought}</think>", REPLY)
+    return pieces.add(f"{reply}{bpe.EOS}", REPLY)
 
 
 def questions(asked: list[tuple[str, str]], weight: float) -> Pieces:
@@ -73,100 +53,22 @@ def _pick(rng: np.random.Generator, items: tuple[str, ...] | list[str]) -> str:
     return items[int(rng.integers(0, len(items)))]
 
 
-def make_tool(rng: np.random.Generator, words: list[str]) -> dict[str, Any]:
-    """A function schema with one to four arguments; most names are common, some are random words."""
-    noun = _pick(rng, NOUNS) if rng.random() < 0.7 else _pick(rng, words)
-    name = f"{_pick(rng, VERBS)}_{noun}"
-    properties: dict[str, Any] = {}
-    for _ in range(int(rng.integers(1, 5))):
-        draw = rng.random()
-        if draw < 0.5:
-            key = _pick(rng, STRINGS) if rng.random() < 0.7 else _pick(rng, words)
-            kind: dict[str, Any] = {"type": "string"}
-            if rng.random() < 0.25:
-                kind["enum"] = sorted({_pick(rng, words) for _ in range(3)})
-        elif draw < 0.75:
-            key, kind = (_pick(rng, INTEGERS) if rng.random() < 0.8 else _pick(rng, words)), {"type": "integer"}
-        elif draw < 0.87:
-            key, kind = _pick(rng, NUMBERS), {"type": "number"}
-        else:
-            key, kind = _pick(rng, BOOLEANS), {"type": "boolean"}
-        if rng.random() < 0.5:
-            kind["description"] = f"The {key.replace('_', ' ')}"
-        properties.setdefault(key, kind)
-    required = [k for k in properties if rng.random() < 0.8] or [next(iter(properties))]
-    described = f"{name.split('_')[0].capitalize()} the {noun}" + ("" if rng.random() < 0.5 else f" {_pick(rng, words)}")
-    return {
-        "type": "function",
-        "function": {"name": name, "description": described, "parameters": {"type": "object", "properties": properties, "required": required}},
-    }
-
-
-def argument_value(rng: np.random.Generator, words: list[str], kind: dict[str, Any]) -> str:
-    """A value that fits the schema, as the text between <arg_value> markers."""
-    if "enum" in kind:
-        return _pick(rng, kind["enum"])
-    if kind["type"] == "integer":
-        return str(int(rng.integers(0, 10 ** int(rng.integers(1, 6)))))
-    if kind["type"] == "number":
-        return f"{rng.uniform(0, 100):.{int(rng.integers(1, 4))}f}"
-    if kind["type"] == "boolean":
-        return _pick(rng, ("true", "false"))
-    draw = rng.random()
-    if draw < 0.3:
-        return _pick(rng, PLACES)
-    if draw < 0.4:
-        return f"{int(rng.integers(2000, 2030))}-{int(rng.integers(1, 13)):02d}-{int(rng.integers(1, 29)):02d}"
-    if draw < 0.5:
-        return f"/{_pick(rng, words)}/{_pick(rng, words)}.txt"
-    return " ".join(_pick(rng, words) for _ in range(int(rng.integers(1, 3))))
-
-
-def request(rng: np.random.Generator, tool: dict[str, Any], arguments: dict[str, str]) -> str:
-    """A user's sentence that asks for the call and states every value."""
-    verb, noun = tool["function"]["name"].split("_", 1)
-    noun = noun.replace("_", " ")
-    items = [(k.replace("_", " "), v) for k, v in arguments.items()]
-    order = rng.permutation(len(items))
-    stated = [items[i] for i in order]
-    form = int(rng.integers(0, 4))
-    if form == 0:
-        listed = " and ".join(f"{k} {v}" for k, v in stated)
-        return f"Please {verb} the {noun} with {listed}."
-    if form == 1:
-        return f"{verb.capitalize()} {noun}: " + ", ".join(f"{k} = {v}" for k, v in stated)
-    if form == 2:
-        return f"Can you {verb} the {noun}? The " + ", the ".join(f"{k} is {v}" for k, v in stated) + "."
-    return f"I need to {verb} a {noun}. " + " ".join(f"{k.capitalize()}: {v}." for k, v in stated)
-
-
-def tool_dialogue(rng: np.random.Generator, words: list[str]) -> tuple[Pieces, dict[str, Any], dict[str, str], list[dict[str, Any]]]:
-    """A dialogue with one call, and what the call should be: pieces, tool, arguments, all tools offered."""
-    tools = {t["function"]["name"]: t for t in (make_tool(rng, words) for _ in range(int(rng.integers(1, 5))))}
-    offered = list(tools.values())
-    tool = offered[int(rng.integers(0, len(offered)))]
-    spec = tool["function"]["parameters"]
-    arguments = {
-        k: argument_value(rng, words, kind)
-        for k, kind in spec["properties"].items()
-        if k in spec["required"] or rng.random() < 0.4
-    }
-    shown = offered
-    if rng.random() < 0.3:  # some servers sort the keys of a schema
-        shown = [json.loads(json.dumps(t, sort_keys=True)) for t in offered]
-    system = "" if rng.random() < 0.5 else "You are a helpful assistant."
-    thought = None
-    effort = "no_think"
+def tool_dialogue(rng: random.Random, words: list[str]) -> Pieces:
+    """A dialogue with one call; at times the tool answers and the assistant reports it."""
+    case = make_case(rng, words)
+    # Some servers sort the keys of a schema.
+    shown = sorted_keys(case.tools) if rng.random() < 0.3 else case.tools
+    effort, thought = "no_think", None
     if rng.random() < 0.2:
-        effort, thought = _pick(rng, ("low", "high")), f"The user wants {tool['function']['name']}."
-    pieces = Pieces().add(header(system, shown, effort), PROMPT)
-    turn(pieces, request(rng, tool, arguments), call_text(tool["function"]["name"], arguments), thought=thought)
+        effort, thought = rng.choice(("low", "high")), f"The user wants {case.name}."
+    pieces = Pieces().add(header(rng.choice(("", "You are a helpful assistant.")), shown, effort), PROMPT)
+    turn(pieces, case.request, call_text(case.name, case.arguments), thought)
     if rng.random() < 0.3:
-        key, value = _pick(rng, STRINGS), argument_value(rng, words, {"type": _pick(rng, ("string", "integer"))})
+        key, value = rng.choice(STRINGS), draw_argument(rng, words, {"type": rng.choice(("string", "integer"))})
         body = json.dumps({key: int(value) if value.isdigit() else value})
-        pieces.add(f"{bpe.USER}<tool_responses>\n<tool_response>\n{body}\n</tool_response>\n</tool_responses>{bpe.ASSISTANT}<think></think>", PROMPT)
-        pieces.add(f"The {key} is {value}.{bpe.EOS}", REPLY)
-    return pieces, tool, arguments, offered
+        response = f"<tool_responses>\n<tool_response>\n{body}\n</tool_response>\n</tool_responses>"
+        turn(pieces, response, f"The {key} is {value}.", None if thought is None else f"The {key} is known.")
+    return pieces
 
 
 SMALL_TALK = (
@@ -203,17 +105,17 @@ FUNCTIONS = (
 )  # fmt: skip
 
 
-def plain_exchange(rng: np.random.Generator, words: list[str]) -> tuple[str, str]:
-    """A small request that can be answered from itself."""
-    draw = int(rng.integers(0, 8))
+def plain_exchange(rng: random.Random, words: list[str]) -> tuple[str, str]:
+    """A small request that can be answered from itself, and its answer."""
+    draw = rng.randrange(8)
     if draw == 0:
-        asked, reply = SMALL_TALK[int(rng.integers(0, len(SMALL_TALK)))]
-        return _pick(rng, asked), reply
+        asked, reply = rng.choice(SMALL_TALK)
+        return rng.choice(asked), reply
     if draw == 1:
-        what, name, arguments, body = FUNCTIONS[int(rng.integers(0, len(FUNCTIONS)))]
-        opening = _pick(rng, ("Write a function that", "Write a Python function that", "Give me a Python function that"))
+        what, name, arguments, body = rng.choice(FUNCTIONS)
+        opening = rng.choice(("Write a function that", "Write a Python function that", "Give me a Python function that"))
         return f"{opening} {what}.", f"```python\ndef {name}({arguments}):\n{body}```"
-    picked = [_pick(rng, words) for _ in range(int(rng.integers(2, 9)))]
+    picked = rng.choices(words, k=rng.randint(2, 8))
     listed = ", ".join(picked)
     if draw == 2:
         return f"Repeat: {listed}", listed
@@ -225,32 +127,27 @@ def plain_exchange(rng: np.random.Generator, words: list[str]) -> tuple[str, str
         return f"What is the last word of: {listed}?", picked[-1]
     if draw == 6:
         return f"Write in capitals: {' '.join(picked[:4])}", " ".join(picked[:4]).upper()
-    a, b = (int(x) for x in rng.integers(0, 50, 2))
+    a, b = rng.randrange(50), rng.randrange(50)
     return f"What is {a} + {b}?", f"{a} + {b} = {a + b}."
 
 
-def chat_dialogue(rng: np.random.Generator, words: list[str]) -> Pieces:
+def chat_dialogue(rng: random.Random, words: list[str]) -> Pieces:
     """One to four plain exchanges."""
-    system = _pick(rng, ("", "", "You are a helpful assistant.", "You are hy3-tiny."))
+    system = rng.choice(("", "", "You are a helpful assistant.", "You are hy3-tiny."))
     pieces = Pieces().add(header(system, [], "no_think"), PROMPT)
-    for _ in range(int(rng.integers(1, 5))):
+    for _ in range(rng.randint(1, 4)):
         turn(pieces, *plain_exchange(rng, words))
     return pieces
 
 
-def row(rng: np.random.Generator, tokenizer: Tokenizer, words: list[str], filler: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Dialogues one after another, three calls to one chat, up to at most `size` ids; `filler` opens about half of the rows."""
-    ids: list[np.ndarray] = []
-    weights: list[np.ndarray] = []
-    used = 0
-    if rng.random() < 0.5:
-        lead = int(rng.integers(0, size // 2))
-        ids.append(filler[:lead])
-        weights.append(np.ones(lead, dtype=np.float16))
-        used = lead
+def row(rng: random.Random, tokenizer: Tokenizer, words: list[str], filler: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Dialogues one after another, seven in ten with tools, up to `size` ids; `filler` opens half of the rows."""
+    lead = rng.randrange(size // 2) if rng.random() < 0.5 else 0
+    ids, weights = [filler[:lead]], [np.ones(lead, dtype=np.float16)]
+    used = lead
     while used < size:
-        pieces = tool_dialogue(rng, words)[0] if rng.random() < 0.7 else chat_dialogue(rng, words)
-        i, w = pieces.encode(tokenizer)
+        dialogue = tool_dialogue(rng, words) if rng.random() < 0.7 else chat_dialogue(rng, words)
+        i, w = dialogue.encode(tokenizer)
         ids.append(i)
         weights.append(w)
         used += len(i)

@@ -85,8 +85,8 @@ def losses(net: hy3.Hy3Tiny, ids: Tensor, weights: Tensor, length: int, dtype: t
     main, token_losses = hy3.head_loss(hidden, net.head, labels, w)
     drafted, load = net.draft(hidden, labels, length)
     mtp, _ = hy3.head_loss(drafted, net.head, labels2, w2)
-    plain = ((token_losses * (w == 1)).sum() / (w == 1).sum())
-    answers = ((token_losses * (w > 1)).sum() / (w > 1).sum().clamp(min=1))
+    plain = (token_losses * (w == 1)).sum() / (w == 1).sum().clamp(min=1)
+    answers = (token_losses * (w > 1)).sum() / (w > 1).sum().clamp(min=1)
     return main / w.sum(), mtp / w2.sum(), [*loads, load], plain, answers
 
 

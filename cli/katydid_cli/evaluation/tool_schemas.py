@@ -1,0 +1,131 @@
+"""Function schemas with a request and the right call for it, made by program.
+
+The training data of hy3-tiny draws from these too, with other words: a schema of the evaluation has not been seen.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+VERBS = (
+    "get", "find", "create", "delete", "update", "send", "list", "search", "book", "cancel", "fetch", "check", "open", "close",
+    "convert", "compute", "schedule", "translate", "play", "read", "write", "move", "copy", "count", "start", "stop", "order",
+)  # fmt: skip
+NOUNS = (
+    "weather", "ticket", "file", "user", "order", "flight", "hotel", "message", "email", "event", "report", "invoice", "song",
+    "account", "city", "route", "price", "task", "note", "image", "job", "page", "record", "table", "room", "meeting", "issue",
+    "branch", "package", "server", "alarm", "recipe", "stock", "currency", "document", "contact", "payment", "device", "log",
+)  # fmt: skip
+STRINGS = (
+    "city", "name", "title", "path", "query", "language", "subject", "owner", "date", "country", "label", "topic", "email",
+    "region", "origin", "target", "author", "category", "status", "color", "unit", "format", "username", "location",
+    "destination", "symbol",
+)  # fmt: skip
+INTEGERS = (
+    "count", "limit", "days", "page", "year", "amount", "size", "priority", "timeout", "port", "quantity", "age", "user_id", "order_id",
+)  # fmt: skip
+NUMBERS = ("price", "ratio", "latitude", "longitude", "score", "threshold", "weight", "rate")
+BOOLEANS = ("verbose", "recursive", "urgent", "public", "notify", "force", "dry_run", "enabled")
+PLACES = (
+    "Paris", "London", "Berlin", "Tokyo", "Madrid", "Oslo", "Lima", "Cairo", "Rome", "Delhi", "Boston", "Vienna", "Dublin",
+    "Prague", "Beijing", "Shanghai", "Shenzhen", "New York", "Sydney", "Toronto",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ToolCase:
+    """Tools offered (OpenAI form), what the user asks, and the call that answers it (argument values as text)."""
+
+    tools: list[dict[str, Any]]
+    request: str
+    name: str
+    arguments: dict[str, str]
+
+
+def make_tool(rng: random.Random, words: Sequence[str]) -> dict[str, Any]:
+    """A function schema with one to four arguments; most names are common, some are random words."""
+    noun = rng.choice(NOUNS) if rng.random() < 0.7 else rng.choice(words)
+    verb = rng.choice(VERBS)
+    properties: dict[str, Any] = {}
+    for _ in range(rng.randint(1, 4)):
+        key, kind = _argument(rng, words)
+        if rng.random() < 0.5:
+            kind["description"] = f"The {key.replace('_', ' ')}"
+        properties.setdefault(key, kind)
+    required = [k for k in properties if rng.random() < 0.8] or [next(iter(properties))]
+    about = f"{verb.capitalize()} the {noun}" + ("" if rng.random() < 0.5 else f" {rng.choice(words)}")
+    parameters = {"type": "object", "properties": properties, "required": required}
+    return {"type": "function", "function": {"name": f"{verb}_{noun}", "description": about, "parameters": parameters}}
+
+
+def _argument(rng: random.Random, words: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    draw = rng.random()
+    if draw < 0.5:
+        kind: dict[str, Any] = {"type": "string"}
+        if rng.random() < 0.25:
+            kind["enum"] = sorted({rng.choice(words) for _ in range(3)})
+        return rng.choice(STRINGS) if rng.random() < 0.7 else rng.choice(words), kind
+    if draw < 0.75:
+        return rng.choice(INTEGERS) if rng.random() < 0.8 else rng.choice(words), {"type": "integer"}
+    if draw < 0.87:
+        return rng.choice(NUMBERS), {"type": "number"}
+    return rng.choice(BOOLEANS), {"type": "boolean"}
+
+
+def draw_argument(rng: random.Random, words: Sequence[str], kind: dict[str, Any]) -> str:
+    """A value that fits the schema, as the text between <arg_value> markers."""
+    if "enum" in kind:
+        return str(rng.choice(kind["enum"]))
+    if kind["type"] == "integer":
+        return str(rng.randrange(10 ** rng.randint(1, 5)))
+    if kind["type"] == "number":
+        return f"{rng.uniform(0, 100):.{rng.randint(1, 3)}f}"
+    if kind["type"] == "boolean":
+        return rng.choice(("true", "false"))
+    draw = rng.random()
+    if draw < 0.3:
+        return rng.choice(PLACES)
+    if draw < 0.4:
+        return f"{rng.randint(2000, 2030)}-{rng.randint(1, 12):02d}-{rng.randint(1, 28):02d}"
+    if draw < 0.5:
+        return f"/{rng.choice(words)}/{rng.choice(words)}.txt"
+    return " ".join(rng.choices(words, k=rng.randint(1, 2)))
+
+
+def phrase_request(rng: random.Random, tool: dict[str, Any], arguments: dict[str, str]) -> str:
+    """A user's sentence that asks for the call and states every value."""
+    verb, noun = tool["function"]["name"].split("_", 1)
+    noun = noun.replace("_", " ")
+    stated = [(k.replace("_", " "), v) for k, v in arguments.items()]
+    rng.shuffle(stated)
+    form = rng.randrange(4)
+    if form == 0:
+        return f"Please {verb} the {noun} with " + " and ".join(f"{k} {v}" for k, v in stated) + "."
+    if form == 1:
+        return f"{verb.capitalize()} {noun}: " + ", ".join(f"{k} = {v}" for k, v in stated)
+    if form == 2:
+        return f"Can you {verb} the {noun}? The " + ", the ".join(f"{k} is {v}" for k, v in stated) + "."
+    return f"I need to {verb} a {noun}. " + " ".join(f"{k.capitalize()}: {v}." for k, v in stated)
+
+
+def make_case(rng: random.Random, words: Sequence[str]) -> ToolCase:
+    """One to four tools, of which one is asked for with all required and some optional arguments."""
+    tools = list({t["function"]["name"]: t for t in (make_tool(rng, words) for _ in range(rng.randint(1, 4)))}.values())
+    tool = rng.choice(tools)
+    spec = tool["function"]["parameters"]
+    arguments = {
+        k: draw_argument(rng, words, kind)
+        for k, kind in spec["properties"].items()
+        if k in spec["required"] or rng.random() < 0.4
+    }
+    return ToolCase(tools, phrase_request(rng, tool, arguments), tool["function"]["name"], arguments)
+
+
+def sorted_keys(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same tools with the keys of every object in order, as servers that sort them would show."""
+    listed: list[dict[str, Any]] = json.loads(json.dumps(tools, sort_keys=True))
+    return listed
