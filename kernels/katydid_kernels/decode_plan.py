@@ -1,15 +1,20 @@
 """Deals the KV tiles of a decode batch to CTAs so that all of them finish together, whatever the mix of lengths.
 
-Lay every (request, kv head) on one line, each as long as its tiles of 64 tokens plus a fixed cost per piece (reading the
-query, combining), and cut the line into equal intervals, one a CTA.  A long request spreads over as many CTAs as it
-needs, short ones share one; no CTA carries more than its interval plus one fixed cost, because the only cost the line
-does not count is that of the piece a cut creates.  The cut needs prefix sums only, so every CTA of the planner finds its
-own interval by itself: one launch, no atomics, lengths read on the device, good inside a CUDA graph for every layer of
-a step.  `decode_plan_reference` walks the same line piece by piece in plain Python.
+An item is one (request, kv head): its visible tiles of 64 tokens, and at least one so that every row is written.  Two ways
+to cut items into pieces, of which the planner takes the first that fits:
 
-A plan is int32 `[ctas, 8]`, for each CTA the first piece of its interval and what follows from it:
-row, kv head, first tile, tile end, piece of its item, pieces of its item, tiles left after this piece, interval.
-Later pieces begin at the next item's first tile, so the attention kernel derives them itself.
+* **aligned**: every CTA gets one piece.  The smallest piece size is sought with which the pieces number no more than the
+  CTAs; an item's pieces are equal.  No CTA reads two queries or combines twice.
+* **packed**: all items lie on one line, each as long as its tiles plus a fixed cost a piece (reading the query,
+  combining), and every CTA takes one interval of equal length.  A long item spreads over many CTAs, short ones share one;
+  no CTA carries more than its interval plus one fixed cost, that of the piece which a cut creates.
+
+Both need prefix sums only, so each CTA of the planner finds its own interval: one launch, no atomics, lengths read on the
+device, good inside a CUDA graph and for every layer of a step.  `decode_plan_reference` cuts the same items in plain Python.
+
+A plan is int32 `[ctas, 8]`, per CTA its first piece and what follows from it: row, kv head, first tile, end tile, index of
+the piece in its item, pieces of the item, interval left after the piece, interval.  Further pieces of a CTA begin at the
+first visible tile of the next item, so the attention kernel derives them itself.  An idle CTA has row = batch.
 """
 
 from __future__ import annotations
@@ -21,15 +26,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["PIECE_COST", "TILE", "Piece", "decode_plan", "decode_plan_reference"]
+__all__ = ["MIN_TILES", "PIECE_COST", "TILE", "Piece", "decode_plan", "decode_plan_reference"]
 
 TILE = 64
 PIECE_COST = 2
+MIN_TILES = 8
 MAX_BATCH = 4096
+_CANDIDATES = 16
+_CANDIDATE_STEP = 32
 
 
 class Piece(NamedTuple):
-    """Tiles `[tile_begin, tile_end)` of one (row, kv head), counted from its first visible tile."""
+    """Tiles `[tile_begin, tile_end)` of one (row, kv head); piece `index` of the `count` that the item was cut into."""
 
     row: int
     head: int
@@ -46,7 +54,7 @@ def decode_plan(
     ctas: int,
     q_len: int = 1,
     window: int | None = None,
-    min_tiles: int = 4,
+    min_tiles: int = MIN_TILES,
     piece_cost: int = PIECE_COST,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -57,17 +65,15 @@ def decode_plan(
         kv_heads: KV heads of this rank; each is an item of its own.
         ctas: how many CTAs the attention kernel will run with.
         q_len, window: the new tokens per row and the sliding window: tiles no query can see are left out.
-        min_tiles: the smallest interval, in tiles: shorter pieces cost more in combining than they save.
+        min_tiles: no item is cut into pieces smaller than this: combining them would cost more than it saves.
         piece_cost: what a piece costs beyond its tiles, in tiles.
         out: int32 `[ctas, 8]` to write into; given inside captured graphs.
 
-    Raises ValueError for a batch over 4096 or a minimum not above the piece cost.
+    Raises ValueError for a batch over 4096.
     """
     batch = len(context_lens)
     if batch > MAX_BATCH:
         raise ValueError(f"context_lens must have at most {MAX_BATCH} rows, got {batch}")
-    if min_tiles <= piece_cost:
-        raise ValueError(f"min_tiles must exceed piece_cost {piece_cost}, got {min_tiles}")
     plan = torch.empty(ctas, 8, dtype=torch.int32, device=context_lens.device) if out is None else out
     _decode_plan_kernel[(ctas,)](
         context_lens,
@@ -78,56 +84,93 @@ def decode_plan(
         window or 0,
         min_tiles,
         PIECE_COST=piece_cost,
+        ALIGN=batch * kv_heads <= ctas,
         BLOCK_B=max(32, triton.next_power_of_2(batch)),
-        num_warps=1 if batch <= 256 else 4,
+        CANDIDATES=_CANDIDATES,
+        CANDIDATE_STEP=_CANDIDATE_STEP,
+        num_warps=4,
     )
     return plan
 
 
 @triton.jit
 def visible_tiles(length, q_len, window):
-    """First tile a query of the row can see, and how many there are (at least one, so that every row is written)."""
+    """First tile that a query of the row can see, and how many there are, at least one."""
     first = tl.where(window > 0, tl.maximum(length - q_len - window + 1, 0) // 64, 0)
     return first, tl.maximum((length + 63) // 64 - first, 1)
 
 
 @triton.jit
 def _decode_plan_kernel(
-    lens_ptr, plan_ptr, batch, kv_heads, q_len, window, min_tiles, PIECE_COST: tl.constexpr, BLOCK_B: tl.constexpr
+    lens_ptr,
+    plan_ptr,
+    batch,
+    kv_heads,
+    q_len,
+    window,
+    min_tiles,
+    PIECE_COST: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    CANDIDATE_STEP: tl.constexpr,
 ):
     cta = tl.program_id(0)
-    row = tl.arange(0, BLOCK_B)
-    length = tl.load(lens_ptr + row, mask=row < batch, other=0)
-    _, tiles = visible_tiles(length, q_len, window)
-    cost = tl.where(row < batch, (tiles + PIECE_COST) * kv_heads, 0)
-    end = tl.cumsum(cost, 0)
-    total = tl.sum(cost, 0)
     ctas = tl.num_programs(0)
-    interval = tl.maximum((total + ctas - 1) // ctas, min_tiles)
+    row = tl.arange(0, BLOCK_B)
+    real = row < batch
+    length = tl.load(lens_ptr + row, mask=real, other=0)
+    base, tiles = visible_tiles(length, q_len, window)
+    cost = tl.where(real, tiles + PIECE_COST, 0) * kv_heads
+    total_cost = tl.sum(cost, 0)
+    interval = tl.maximum((total_cost + ctas - 1) // ctas, min_tiles + PIECE_COST)
 
+    aligned = False
+    if ALIGN:
+        total_tiles = tl.sum(tl.where(real, tiles, 0), 0) * kv_heads
+        ideal = (total_tiles + ctas - 1) // ctas
+        step = tl.arange(0, CANDIDATES)
+        size = tl.maximum(ideal + (ideal * step + CANDIDATE_STEP - 1) // CANDIDATE_STEP, min_tiles)
+        inverse = 1.0 / size.to(tl.float32)
+        pieces_of = tl.floor((tiles[None, :] + size[:, None] - 0.5) * inverse[:, None]).to(tl.int32)
+        needed = tl.sum(tl.where(real[None, :], pieces_of, 0), 1) * kv_heads
+        piece_size = tl.min(tl.where(needed <= ctas, size, interval + 1), 0)
+        aligned = piece_size <= interval
+        pieces = (tiles + piece_size - 1) // piece_size
+        cost = tl.where(aligned, tl.where(real, pieces * kv_heads, 0), cost)
+        interval = tl.where(aligned, 1, interval)
+
+    end = tl.cumsum(cost, 0)
     begin = cta * interval
-    my_row = tl.sum((end <= begin).to(tl.int32), 0)
-    row_start = tl.sum(tl.where(end <= begin, cost, 0), 0)
-    my_tiles = tl.sum(tl.where(row == my_row, tiles, 0), 0)
-    item = my_tiles + PIECE_COST
-    head = tl.where(my_row < batch, (begin - row_start) // item, 0)
-    start = row_start + head * item
-    stop = start + item
-    first_tile = tl.maximum(begin - start - PIECE_COST, 0)
-    last_tile = tl.minimum(begin + interval, stop) - start - PIECE_COST
-    first_cta = (start + PIECE_COST) // interval
-    pieces = (stop - 1) // interval - first_cta + 1
-    left = tl.maximum(begin + interval - stop, 0)
+    before = end <= begin
+    my_row = tl.sum((before & real).to(tl.int32), 0)
+    row_start = tl.sum(tl.where(before, cost, 0), 0)
+    mine = row == my_row
+    my_tiles = tl.sum(tl.where(mine, tiles, 0), 0)
+    my_base = tl.sum(tl.where(mine, base, 0), 0)
+    my_stored = (tl.sum(tl.where(mine, length, 0), 0) + 63) // 64
+    span = tl.maximum(tl.sum(tl.where(mine, cost, 0), 0) // kv_heads, 1)
+    head = (begin - row_start) // span
+    start = row_start + head * span
+    stop = start + span
 
-    idle = begin >= total
+    first_cta = tl.where(aligned, start, (start + PIECE_COST) // interval)
+    count = tl.where(aligned, span, (stop - 1) // interval - first_cta + 1)
+    index = tl.maximum(cta - first_cta, 0)
+    first = tl.where(aligned, my_tiles * index // span, tl.maximum(begin - start - PIECE_COST, 0))
+    last = tl.where(
+        aligned, my_tiles * (index + 1) // span, tl.minimum(begin + interval, stop) - start - PIECE_COST
+    )
+    left = tl.where(aligned, 0, tl.maximum(begin + interval - stop, 0))
+
     record = plan_ptr + cta * 8
-    tl.store(record + 0, tl.where(idle, batch, my_row))
+    tl.store(record + 0, my_row)
     tl.store(record + 1, head)
-    tl.store(record + 2, first_tile)
-    tl.store(record + 3, tl.where(idle, 0, last_tile))
-    tl.store(record + 4, tl.maximum(cta - first_cta, 0))
-    tl.store(record + 5, pieces)
-    tl.store(record + 6, tl.where(idle, 0, left))
+    tl.store(record + 2, my_base + first)
+    tl.store(record + 3, tl.minimum(my_base + last, my_stored))
+    tl.store(record + 4, index)
+    tl.store(record + 5, count)
+    tl.store(record + 6, left)
     tl.store(record + 7, interval)
 
 
@@ -138,26 +181,51 @@ def decode_plan_reference(
     ctas: int,
     q_len: int = 1,
     window: int | None = None,
-    min_tiles: int = 4,
+    min_tiles: int = MIN_TILES,
     piece_cost: int = PIECE_COST,
 ) -> list[list[Piece]]:
-    """The pieces of every CTA, found by walking the items in order and filling one interval after the other."""
+    """The pieces of every CTA, cut in plain Python; a row of length zero has one piece without tiles."""
     items = []
     for row, length in enumerate(context_lens):
-        first = max(length - q_len - window + 1, 0) // TILE if window else 0
-        items += [(row, head, max(-(-length // TILE) - first, 1)) for head in range(kv_heads)]
-    total = sum(tiles + piece_cost for _, _, tiles in items)
-    interval = max(-(-total // ctas), min_tiles)
-
+        base = max(length - q_len - window + 1, 0) // TILE if window else 0
+        items += [(row, head, base, max(-(-length // TILE) - base, 1)) for head in range(kv_heads)]
+    interval = max(-(-sum(tiles + piece_cost for *_, tiles in items) // ctas), min_tiles + piece_cost)
     plan: list[list[Piece]] = [[] for _ in range(ctas)]
+
+    def place(cta: int, item: tuple[int, int, int, int], begin: int, end: int, index: int, count: int) -> None:
+        row, head, base, _ = item
+        stored = -(-context_lens[row] // TILE)
+        plan[cta].append(Piece(row, head, base + begin, min(base + end, stored), index, count))
+
+    size = _aligned_size([tiles for *_, tiles in items], ctas, min_tiles)
+    if size is not None and size <= interval:
+        cta = 0
+        for item in items:
+            tiles = item[3]
+            count = -(-tiles // size)
+            for index in range(count):
+                place(cta, item, tiles * index // count, tiles * (index + 1) // count, index, count)
+                cta += 1
+        return plan
+
     position = 0
-    for row, head, tiles in items:
+    for item in items:
         position += piece_cost
         cuts = [0]
-        while cuts[-1] < tiles:
+        while cuts[-1] < item[3]:
             room = interval - (position + cuts[-1]) % interval
-            cuts.append(min(cuts[-1] + room, tiles))
+            cuts.append(min(cuts[-1] + room, item[3]))
         for index, (begin, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
-            plan[(position + begin) // interval].append(Piece(row, head, begin, end, index, len(cuts) - 1))
-        position += tiles
+            place((position + begin) // interval, item, begin, end, index, len(cuts) - 1)
+        position += item[3]
     return plan
+
+
+def _aligned_size(tiles: list[int], ctas: int, min_tiles: int) -> int | None:
+    """The smallest candidate piece size with which one piece a CTA suffices, or None."""
+    ideal = -(-sum(tiles) // ctas)
+    for step in range(_CANDIDATES):
+        size = max(ideal - (-ideal * step // _CANDIDATE_STEP), min_tiles)
+        if sum(-(-n // size) for n in tiles) <= ctas:
+            return size
+    return None

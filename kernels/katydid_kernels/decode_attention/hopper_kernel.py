@@ -36,9 +36,9 @@ def _next_piece(row, head, left, interval, batch, kv_heads, lens_ptr, q_len, win
     row = gl.where(left > 0, row, batch)
     length = gl.load(lens_ptr + row, mask=row < batch, other=0)
     base, tiles = _tiles(length, q_len, window)
-    last = gl.minimum(tiles, left)
-    count = 1 + (tiles - last + interval - 1) // interval
-    return row, head, left - last, length, base, last, count
+    take = gl.minimum(tiles, left)
+    count = 1 + (tiles - take + interval - 1) // interval
+    return row, head, left - take, length, base, gl.minimum(base + take, (length + 63) // 64), count
 
 
 @gluon.jit
@@ -56,12 +56,11 @@ def _stream_pages(
     left = gl.load(record + 6)
     interval = gl.load(record + 7)
     length = gl.load(lens_ptr + row, mask=row < batch, other=0)
-    base, tiles = _tiles(length, Q_LEN, window)
     i = 0
     while row < batch:
         table = table_ptr + row.to(gl.int64) * table_stride
-        end = gl.minimum(base + last, (length + 63) // 64)
-        for tile in range(base + first, end, PAGES):
+        end = last
+        for tile in range(first, end, PAGES):
             stage = i % STAGES
             mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
             pages = gl.minimum(end - tile, PAGES)
@@ -79,10 +78,9 @@ def _stream_pages(
                     v_smem.index(stage).slice(p * D, D), pred=p < pages,
                 )
             i += 1
-        row, head, left, length, base, last, count = _next_piece(
+        row, head, left, length, first, last, count = _next_piece(
             row, head, left, interval, batch, kv_heads, lens_ptr, Q_LEN, window, piece_cost
         )
-        first = 0
 
 
 @gluon.jit
@@ -116,7 +114,6 @@ def _attend(
     left = gl.load(record + 6)
     interval = gl.load(record + 7)
     length = gl.load(lens_ptr + row, mask=row < batch, other=0)
-    base, tiles = _tiles(length, Q_LEN, window)
 
     n = gl.arange(0, ROWS, n_layout)
     live = n < Q_LEN * GROUP
@@ -149,8 +146,8 @@ def _attend(
         maximum = gl.full([ROWS], float("-inf"), gl.float32, n_layout)
         total = gl.full([ROWS], 0.0, gl.float32, n_layout)
         acc = gl.zeros([D, ROWS], gl.float32, mma)
-        end = gl.minimum(base + last, (length + 63) // 64)
-        for tile in range(base + first, end, PAGES):
+        end = last
+        for tile in range(first, end, PAGES):
             stage = i % STAGES
             mbarrier.wait(full.index(stage), (i // STAGES) & 1)
             k = k_smem.index(stage)._reinterpret(dtype, [TOKENS, D], k_layout)
@@ -237,10 +234,9 @@ def _attend(
             result = (acc * inverse[None, :]).to(out_ptr.dtype.element_ty)
             gl.store(out_ptr + out_row[None, :] * D + d[:, None], result, mask=live[None, :])
             gl.store(lse_ptr + out_row, (maximum + gl.log2(total) - SHIFT) / LOG2E, mask=live)
-        row, head, left, length, base, last, count = _next_piece(
+        row, head, left, length, first, last, count = _next_piece(
             row, head, left, interval, batch, kv_heads, lens_ptr, Q_LEN, window, piece_cost
         )
-        first = 0
         index = 0
 
 

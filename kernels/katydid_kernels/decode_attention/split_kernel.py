@@ -79,7 +79,6 @@ def decode_split_kernel(
 
     while row < batch:
         length = tl.load(lens_ptr + row)
-        base, tiles = visible_tiles(length, Q_LEN, window)
         token_row = row * Q_LEN + query
         out_row = (token_row * heads + head * GROUP + n % GROUP).to(tl.int64)
         q = tl.load(q_ptr + out_row[None, :] * HEAD_DIM + d[:, None], mask=live[None, :], other=0.0)
@@ -97,8 +96,8 @@ def decode_split_kernel(
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([HEAD_DIM, ROWS], tl.float32)
         table = table_ptr + row.to(tl.int64) * table_stride
-        end = tl.minimum((base + last) * 64, length)
-        for begin in tl.range((base + first) * 64, end, STEP, num_stages=STAGES):
+        end = tl.minimum(last * 64, length)
+        for begin in tl.range(first * 64, end, STEP, num_stages=STAGES):
             token = begin + step
             inside = token < end
             page = tl.load(table + token // 64, mask=inside, other=0)
@@ -176,9 +175,9 @@ def decode_split_kernel(
         left -= piece_cost
         row = tl.where(left > 0, row, batch)
         if row < batch:
-            _, tiles = visible_tiles(tl.load(lens_ptr + row), Q_LEN, window)
-            first = 0
-            last = tl.minimum(tiles, left)
+            first, tiles = visible_tiles(tl.load(lens_ptr + row), Q_LEN, window)
+            take = tl.minimum(tiles, left)
+            last = first + take
             index = 0
-            count = 1 + (tiles - last + interval - 1) // interval
-            left -= last
+            count = 1 + (tiles - take + interval - 1) // interval
+            left -= take
