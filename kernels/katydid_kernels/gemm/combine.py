@@ -1,0 +1,60 @@
+"""The weighted sum that ends a mixture of experts: each token reads the rows its pairs went to, in the order of choice.
+
+Bound by memory: top_k rows read for one written. The sum is in fp32 and rounded once, so a token's bits depend neither on
+the batch nor on the order the experts ran in.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["combine", "combine_reference"]
+
+
+def combine(y: Tensor, slots: Tensor, weights: Tensor, out: Tensor, *, shared: Tensor | None = None) -> Tensor:
+    """``out[t] = sum over j of weights[t, j] * y[slots[t, j]]  (+ shared[t])``, pairs with slot -1 left out.
+
+    Args:
+        y: ``[rows, n]``, rows contiguous.
+        slots: int32 ``[T, top_k]``.
+        weights: fp32 ``[T, top_k]``.
+        out, shared: ``[T, n]``, rows contiguous.
+    """
+    tokens, n = out.shape
+    block = min(1024, triton.next_power_of_2(n))
+    if tokens:
+        _combine_kernel[(tokens, triton.cdiv(n, block))](
+            y, slots, weights, shared, out, n, y.stride(0), out.stride(0), 0 if shared is None else shared.stride(0),
+            TOP_K=slots.shape[1], BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _combine_kernel(
+    y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, n, y_row_stride, out_row_stride, shared_row_stride,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(TOP_K):
+        slot = tl.load(slots_ptr + token * TOP_K + j)
+        weight = tl.load(weights_ptr + token * TOP_K + j)
+        # A row nobody wrote may hold NaN: it is masked, not multiplied by zero.
+        row = tl.load(y_ptr + slot.to(tl.int64) * y_row_stride + col, mask=(col < n) & (slot >= 0), other=0.0)
+        total += weight * row.to(tl.float32)
+    if shared_ptr is not None:
+        total += tl.load(shared_ptr + token * shared_row_stride + col, mask=col < n, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * out_row_stride + col, total.to(out_ptr.dtype.element_ty), mask=col < n)
+
+
+def combine_reference(y: Tensor, slots: Tensor, weights: Tensor, *, shared: Tensor | None = None) -> Tensor:
+    rows = y.float()[slots.clamp(min=0).long()]
+    total = torch.where(slots[..., None] >= 0, rows * weights[..., None], 0.0).sum(1)
+    if shared is not None:
+        total += shared.float()
+    return total.to(y.dtype)

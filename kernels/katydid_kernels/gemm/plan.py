@@ -1,0 +1,164 @@
+"""Sorts the (token, choice) pairs of routed experts by expert and cuts every expert's rows into GEMM tiles, on the device.
+
+The grouped GEMMs read token rows through `rows`, so nothing is gathered; `slots` leads each pair back to its row for the
+weighted sum. Few pairs (decode) take one launch of one CTA; many take two: the CTA that counts last places the experts,
+then every pair claims a row of its expert. Rows of one expert come in no particular order, which no result depends on:
+a row's product is the same wherever it stands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["PLAN_FIELDS", "RoutePlan", "max_tiles", "plan_routes", "plan_routes_reference"]
+
+PLAN_FIELDS = 4
+SINGLE_LAUNCH_PAIRS = 4096
+
+
+@dataclass(frozen=True)
+class RoutePlan:
+    """Where the pairs of one batch went; every tensor lives on the device and is reused call after call.
+
+    rows: int32 ``[T * top_k]``: the token of sorted row r; rows past the local pairs are not written.
+    slots: int32 ``[T, top_k]``: the sorted row of each pair, -1 where the expert is not local.
+    tiles: int32 ``[max_tiles, 4]``: expert, first row, end of the expert's rows, 0.
+    tile_count: int32 ``[1]``: how many tiles are in use.
+    scratch: int32, zero between calls.
+    tile_rows: rows a tile.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    tiles: Tensor
+    tile_count: Tensor
+    scratch: Tensor
+    tile_rows: int
+
+    @staticmethod
+    def allocate(tokens: int, top_k: int, experts: int, tile_rows: int, device: torch.device | str) -> RoutePlan:
+        pairs = tokens * top_k
+        return RoutePlan(
+            torch.empty(pairs, dtype=torch.int32, device=device),
+            torch.empty(tokens, top_k, dtype=torch.int32, device=device),
+            torch.zeros(max_tiles(pairs, experts, tile_rows), PLAN_FIELDS, dtype=torch.int32, device=device),
+            torch.zeros(1, dtype=torch.int32, device=device),
+            torch.zeros(2 * experts + 1, dtype=torch.int32, device=device),
+            tile_rows,
+        )
+
+
+def max_tiles(pairs: int, experts: int, tile_rows: int) -> int:
+    """Most tiles `pairs` rows can need: a full tile for every `tile_rows` pairs, and one ragged tile an expert."""
+    return max(1, pairs // tile_rows + min(pairs, experts))
+
+
+def plan_routes(topk_ids: Tensor, plan: RoutePlan, experts: int, *, first_expert: int = 0) -> RoutePlan:
+    """Fill `plan` from int32 ``topk_ids[T, top_k]``; ids outside ``[first_expert, first_expert + experts)`` are skipped."""
+    pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
+    single = pairs <= SINGLE_LAUNCH_PAIRS
+    block = 1024
+    chunks = triton.cdiv(pairs, block)
+    block_e = max(32, triton.next_power_of_2(experts))
+    _place_kernel[(1 if single else chunks,)](
+        topk_ids, plan.scratch, plan.rows, plan.slots, plan.tiles, plan.tile_count,
+        pairs, top_k, first_expert, experts, len(plan.tiles), chunks if single else 1,
+        TILE=plan.tile_rows, BLOCK=block, BLOCK_E=block_e, SINGLE=single, num_warps=8,
+    )  # fmt: skip
+    if not single:
+        _claim_kernel[(chunks,)](
+            topk_ids, plan.scratch, plan.rows, plan.slots, pairs, top_k, first_expert, experts, BLOCK=block, num_warps=8
+        )
+    return plan
+
+
+@triton.jit
+def _local_expert(ids_ptr, pair, pairs, first_expert, experts):
+    expert = tl.load(ids_ptr + pair, mask=pair < pairs, other=-1) - first_expert
+    return expert, (pair < pairs) & (expert >= 0) & (expert < experts)
+
+
+@triton.jit
+def _claim(expert, valid, pair, cursors_ptr, rows_ptr, slots_ptr, pairs, top_k):
+    slot = tl.atomic_add(cursors_ptr + expert, 1, mask=valid, sem="relaxed")
+    tl.store(rows_ptr + slot, pair // top_k, mask=valid)
+    tl.store(slots_ptr + pair, tl.where(valid, slot, -1), mask=pair < pairs)
+
+
+@triton.jit
+def _place_kernel(
+    ids_ptr, scratch_ptr, rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr,
+    pairs, top_k, first_expert, experts, max_tiles, chunks,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, SINGLE: tl.constexpr,
+):  # fmt: skip
+    counts_ptr = scratch_ptr
+    cursors_ptr = scratch_ptr + experts
+    arrivals_ptr = scratch_ptr + 2 * experts
+    bins = tl.arange(0, BLOCK_E)
+    lanes = tl.arange(0, BLOCK)
+    counts = tl.zeros([BLOCK_E], tl.int32)
+    for chunk in range(chunks):
+        expert, valid = _local_expert(ids_ptr, (tl.program_id(0) + chunk) * BLOCK + lanes, pairs, first_expert, experts)
+        counts += tl.histogram(tl.where(valid, expert, 0), BLOCK_E, mask=valid)
+    last = True
+    if not SINGLE:
+        tl.atomic_add(counts_ptr + bins, counts, mask=(bins < experts) & (counts > 0), sem="relaxed")
+        tl.debug_barrier()
+        last = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1
+    if last:
+        if not SINGLE:
+            counts = tl.atomic_xchg(counts_ptr + bins, 0, mask=bins < experts, sem="relaxed")
+            counts = tl.where(bins < experts, counts, 0)
+            tl.store(arrivals_ptr, 0)
+        end = tl.cumsum(counts, 0)
+        start = end - counts
+        tl.store(cursors_ptr + bins, start, mask=bins < experts)
+        tiles = (counts + TILE - 1) // TILE
+        first_tile = tl.cumsum(tiles, 0) - tiles
+        tl.store(tile_count_ptr, tl.sum(tiles, 0))
+        for i in range(tl.max(tiles, 0)):
+            entry = tiles_ptr + (first_tile + i) * 4
+            tl.store(entry, bins, mask=i < tiles)
+            tl.store(entry + 1, start + i * TILE, mask=i < tiles)
+            tl.store(entry + 2, end, mask=i < tiles)
+        if SINGLE:
+            tl.debug_barrier()
+            for chunk in range(chunks):
+                pair = chunk * BLOCK + lanes
+                expert, valid = _local_expert(ids_ptr, pair, pairs, first_expert, experts)
+                _claim(expert, valid, pair, cursors_ptr, rows_ptr, slots_ptr, pairs, top_k)
+
+
+@triton.jit
+def _claim_kernel(
+    ids_ptr, scratch_ptr, rows_ptr, slots_ptr, pairs, top_k, first_expert, experts, BLOCK: tl.constexpr
+):
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert, valid = _local_expert(ids_ptr, pair, pairs, first_expert, experts)
+    _claim(expert, valid, pair, scratch_ptr + experts, rows_ptr, slots_ptr, pairs, top_k)
+
+
+def plan_routes_reference(topk_ids: Tensor, experts: int, tile_rows: int, *, first_expert: int = 0) -> RoutePlan:
+    """The same plan in torch, rows of one expert in the order of their pairs."""
+    local = topk_ids.flatten().long() - first_expert
+    key = torch.where((local >= 0) & (local < experts), local, experts)
+    order = torch.argsort(key, stable=True)[: int((key < experts).sum())]
+    slots = torch.full_like(local, -1)
+    slots[order] = torch.arange(len(order), device=order.device)
+    tiles, start = [], 0
+    for expert, count in enumerate(torch.bincount(key, minlength=experts + 1)[:experts].tolist()):
+        tiles += [(expert, row, start + count, 0) for row in range(start, start + count, tile_rows)]
+        start += count
+    return RoutePlan(
+        (order // topk_ids.shape[1]).int(),
+        slots.view(topk_ids.shape).int(),
+        torch.tensor(tiles, dtype=torch.int32, device=topk_ids.device).view(-1, PLAN_FIELDS),
+        torch.tensor([len(tiles)], dtype=torch.int32, device=topk_ids.device),
+        torch.empty(0, dtype=torch.int32, device=topk_ids.device),
+        tile_rows,
+    )

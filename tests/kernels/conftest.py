@@ -1,0 +1,9 @@
+"""Kernels run in Triton's interpreter where there is no GPU; the switch must be set before a kernel is defined."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+torch.set_num_threads(1)
