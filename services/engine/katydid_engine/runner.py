@@ -1,0 +1,165 @@
+"""Carries out plans on one rank: moves pages, runs the model, and on the first rank samples.
+
+    output = runner.run(plan)
+
+All state a rank keeps between steps is what earlier plans said: block tables and, for sampling, seen tokens. The ranks
+of a group carry out the same plans in the same order; that is all they need to agree.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+
+import torch
+from katydid_kernels import kv_pack, kv_unpack
+from torch import Tensor
+
+from katydid_engine.collectives import Collectives
+from katydid_engine.forward_batch import ForwardBatch, TokenRun
+from katydid_engine.models.decoder_lm import DecoderLM
+from katydid_engine.plan import Logprobs, PageCopy, StepOutput, StepPlan, Transfer
+from katydid_engine.sampler import Row, SequenceSampler, sample_rows, token_logprobs
+
+__all__ = ["Runner"]
+
+_PROMPT_LOGPROB_ROWS = 128
+
+
+class Runner:
+    """One rank's model with ``num_pages`` pages.
+
+    Args:
+        objects: uint8 ``[slots, object_bytes]``, the staging buffer shared with the face; None without a cache service.
+        collectives: the TP group.
+    """
+
+    def __init__(
+        self, model: DecoderLM, num_pages: int, *, collectives: Collectives, objects: Tensor | None = None
+    ) -> None:
+        self._model = model
+        self._collectives = collectives
+        self._objects = objects
+        self._kv_cache = model.new_kv_cache(num_pages)
+        self._tables: dict[int, array[int]] = {}
+        self._samplers: dict[int, SequenceSampler] = {}
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Carries out one plan; the output is empty on all ranks but the first.
+
+        Raises:
+            FloatingPointError: the model produced logits that are no numbers.
+        """
+        for sequence in plan.ends:
+            del self._tables[sequence]
+            self._samplers.pop(sequence, None)
+        for start in plan.starts:
+            self._tables[start.sequence] = array("I")
+            self._samplers[start.sequence] = SequenceSampler(start, self._model.config.eos_token_ids)
+        self._move(plan)
+        return self._compute(plan) if plan.runs else StepOutput()
+
+    def _move(self, plan: StepPlan) -> None:
+        if plan.packs:
+            self._transfer(kv_pack, plan.packs)
+        if plan.copies:
+            self._copy(plan.copies)
+        if plan.unpacks:
+            self._transfer(kv_unpack, plan.unpacks)
+        if (plan.packs or plan.unpacks) and self._collectives.size > 1:
+            # Rank 0 tells the face that slots are full or free: every rank must be done with its heads.
+            self._collectives.all_reduce(torch.zeros(1, device=self._model.device))
+
+    def _copy(self, copies: Sequence[PageCopy]) -> None:
+        sources = [copy.source for copy in copies]
+        targets = [copy.target for copy in copies]
+        for pages in (*self._kv_cache.k_pages, *self._kv_cache.v_pages):
+            pages[targets] = pages[sources]
+
+    def _transfer(self, move: Callable[..., None], transfers: Sequence[Transfer]) -> None:
+        assert self._objects is not None
+        device = self._model.device
+        pages = torch.tensor([transfer.page for transfer in transfers], dtype=torch.int32).to(device)
+        slots = torch.tensor([transfer.slot for transfer in transfers], dtype=torch.int32).to(device)
+        heads = self._kv_cache.k_pages[0].shape[1]
+        move(
+            self._kv_cache.k_pages,
+            self._kv_cache.v_pages,
+            pages,
+            self._objects,
+            slots,
+            object_kv_heads=self._model.config.num_kv_heads,
+            first_head=heads * self._collectives.rank,
+        )
+
+    def _compute(self, plan: StepPlan) -> StepOutput:
+        runs = []
+        for run in plan.runs:
+            table = self._tables[run.sequence]
+            table[run.table_from :] = run.pages
+            runs.append(TokenRun(run.tokens, run.start, table))
+        batch = ForwardBatch.pack(runs, num_decodes=plan.num_decodes, device=self._model.device)
+        ends = [0]
+        for run in plan.runs:
+            ends.append(ends[-1] + len(run.tokens))
+        for index, run in enumerate(plan.runs):
+            if not run.writes:
+                batch.slot_mapping[ends[index] : ends[index + 1]] = -1
+        hidden = self._model.forward(batch, self._kv_cache)
+        prompt_logprobs = self._prompt_logprobs(plan, hidden, ends)
+        if not plan.samples:
+            return StepOutput((), {}, prompt_logprobs)
+        sampled = sorted({row.run for row in plan.samples})
+        logits = self._model.logits(hidden[[ends[run + 1] - 1 for run in sampled]])
+        if self._collectives.rank != 0:
+            return StepOutput()
+        return self._sample(plan, logits, sampled, prompt_logprobs)
+
+    def _sample(
+        self, plan: StepPlan, logits: Tensor, sampled: list[int], prompt_logprobs: dict[int, Logprobs]
+    ) -> StepOutput:
+        if not torch.isfinite(logits.amax(dim=-1)).all():
+            raise FloatingPointError(f"step {plan.number}: the model produced logits that are no numbers")
+        row_of = {run: index for index, run in enumerate(sampled)}
+        if len(plan.samples) > len(sampled):
+            logits = logits[[row_of[row.run] for row in plan.samples]]
+        rows = []
+        for sample in plan.samples:
+            run = plan.runs[sample.run]
+            rows.append(Row(self._samplers[run.sequence], sample.choice, run.start + len(run.tokens)))
+        tokens = sample_rows(logits, rows)
+        noted: set[int] = set()
+        for sample, row, token in zip(plan.samples, rows, tokens, strict=True):
+            if sample.run not in noted:
+                row.sequence.note(token)
+                noted.add(sample.run)
+        logprobs = {
+            index: token_logprobs(logits[index : index + 1], [tokens[index]], row.sequence.sampling.logprobs)
+            for index, row in enumerate(rows)
+            if row.sequence.sampling.logprobs is not None
+        }
+        return StepOutput(tuple(tokens), logprobs, prompt_logprobs)
+
+    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor, ends: list[int]) -> dict[int, Logprobs]:
+        """For the runs that ask; in slices, because logits of a whole chunk would be large."""
+        results = {}
+        for index, run in enumerate(plan.runs):
+            parts = []
+            for first in range(0, len(run.prompt_targets), _PROMPT_LOGPROB_ROWS):
+                targets = run.prompt_targets[first : first + _PROMPT_LOGPROB_ROWS]
+                start = ends[index] + run.prompt_row + first
+                logits = self._model.logits(hidden[start : start + len(targets)])
+                parts.append(token_logprobs(logits, targets, run.prompt_top))
+            if parts:
+                results[index] = _join(parts)
+        return results
+
+
+def _join(parts: Sequence[Logprobs]) -> Logprobs:
+    joined = Logprobs(parts[0].top, array("f"))
+    for part in parts:
+        joined.chosen.extend(part.chosen)
+        joined.top_tokens.extend(part.top_tokens)
+        joined.top_logprobs.extend(part.top_logprobs)
+    return joined
