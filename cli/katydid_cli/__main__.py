@@ -1,0 +1,46 @@
+"""Entry point of `katydid`: turns errors into one line and an exit code.
+
+0 done; 1 it did not work; 2 it was asked for wrongly (a bad option, setting, model or address); 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from katydid_runtime.errors import InvalidRequestError, KatydidError, NotFoundError, SettingsError
+from typer.exceptions import Abort, TyperException
+
+__all__ = ["main", "run"]
+
+_ASKED_WRONGLY = (SettingsError, InvalidRequestError, NotFoundError)
+
+
+def main() -> None:
+    """Run the command line of this process and exit."""
+    raise SystemExit(run(sys.argv[1:]))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run `katydid` with the given words; returns the exit code."""
+    from katydid_cli.app import app
+
+    try:
+        code = app(list(argv) or ["--help"], prog_name="katydid", standalone_mode=False)
+    except TyperException as error:
+        return _fail(error.format_message(), error.exit_code)
+    except KatydidError as error:
+        return _fail(str(error), 2 if isinstance(error, _ASKED_WRONGLY) else 1)
+    except (Abort, KeyboardInterrupt):
+        return 130
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    if message:
+        print("katydid: " + " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

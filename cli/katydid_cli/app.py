@@ -1,0 +1,146 @@
+"""The commands and their options; what they do is imported when they are called, so that `katydid --help` is quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from katydid_cli.model_folder import default_cache_dir
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="katydid",
+    help="Serve very large MoE language models: a gateway, engines and a KV-cache service.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+models_app = typer.Typer(help="Models a laptop can get: list, prepare, verify.")
+app.add_typer(models_app, name="models")
+
+CacheDir = Annotated[Path, typer.Option(envvar="KATYDID_CACHE_DIR", help="Where prepared models live.")]
+Address = Annotated[str, typer.Option(help="gRPC address of the gateway.")]
+ApiKey = Annotated[str | None, typer.Option(envvar="KATYDID_API_KEY", help="API key, if the gateway asks for one.")]
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@app.command()
+def up(
+    model: Annotated[str | None, typer.Option(help="Model folder or name; by default the embedded model.")] = None,
+    engines: Annotated[int, typer.Option(help="Number of engines.")] = 1,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    port: Annotated[int, typer.Option(help="Port of the OpenAI HTTP API.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="Port of the gateway's gRPC service.")] = 8001,
+    kv_memory_mb: Annotated[int, typer.Option(help="Host memory for KV blocks, MiB.")] = 1024,
+    kv_disk_dir: Annotated[Path | None, typer.Option(help="Folder of the KV disk tier; unset: no disk tier.")] = None,
+    kv_disk_mb: Annotated[int, typer.Option(help="Disk space for KV blocks, MiB.")] = 8192,
+    trace_file: Annotated[Path | None, typer.Option(help="Write the spans of all processes to this file.")] = None,
+    log_level: Annotated[LogLevel, typer.Option(help="Least severe log line shown.")] = LogLevel.WARNING,
+    drain_timeout_s: Annotated[float, typer.Option(help="Longest wait for running requests at shutdown.")] = 10.0,
+    start_timeout_s: Annotated[float, typer.Option(help="Longest wait for a service to become ready.")] = 600.0,
+    engine_option: Annotated[
+        list[str] | None, typer.Option(help="Passed to every engine, such as --engine-option=--dtype=float32.")
+    ] = None,
+    gateway_option: Annotated[list[str] | None, typer.Option(help="Passed to the gateway.")] = None,
+    cache_dir: CacheDir = default_cache_dir(),
+) -> None:
+    """Run everything on this machine: a KV-cache service, engines and a gateway. Ctrl-C stops it."""
+    from katydid_cli.fleet.plan import FleetOptions
+    from katydid_cli.fleet.up import up as run_fleet
+    from katydid_cli.model_folder import resolve_model
+
+    folder = resolve_model(model, cache_dir)
+    options = FleetOptions(
+        model=folder,
+        model_name=folder.name,
+        engines=engines,
+        device=device,
+        port=port,
+        grpc_port=grpc_port,
+        kv_memory_mb=kv_memory_mb,
+        kv_disk_dir=kv_disk_dir,
+        kv_disk_mb=kv_disk_mb,
+        trace_file=trace_file,
+        drain_timeout_s=drain_timeout_s,
+        engine_arguments=tuple(engine_option or ()),
+        gateway_arguments=tuple(gateway_option or ()),
+    )
+    raise typer.Exit(run_fleet(options, log_level=log_level.value, start_timeout_s=start_timeout_s))
+
+
+def _register_service(service: str, what: str) -> None:
+    """`serve-<service>` hands its words to the service's own entry point: its settings are its options."""
+
+    @app.command(
+        f"serve-{service}",
+        help=f"Run {what}. All its settings are options: katydid serve-{service} --help.",
+        add_help_option=False,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    )
+    def serve(context: typer.Context) -> None:
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", f"katydid_{service}", *context.args])
+
+
+_register_service("gateway", "the gateway: OpenAI HTTP and gRPC in front of engines")
+_register_service("engine", "an engine: token ids in, token ids out")
+_register_service("kvcache", "the KV-cache service: blocks in memory and on disk")
+
+
+@app.command()
+def chat(
+    address: Address = "127.0.0.1:8001",
+    api_key: ApiKey = None,
+    model: Annotated[str, typer.Option(help="Model name; empty when the gateway serves one alone.")] = "",
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; by default the model's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes answers repeatable.")] = None,
+) -> None:
+    """Talk to a model; each answer is followed by its TTFT, TPOT and cached tokens."""
+    from katydid_cli.chat import ChatOptions
+    from katydid_cli.chat import chat as run_chat
+
+    raise typer.Exit(run_chat(ChatOptions(address, api_key, model, system, max_tokens, temperature, seed)))
+
+
+@models_app.command("list")
+def list_models(cache_dir: CacheDir = default_cache_dir()) -> None:
+    """Show the models that can be prepared, and what is there already."""
+    from katydid_cli.models_commands import show_models
+
+    show_models(cache_dir)
+
+
+@models_app.command("prepare")
+def prepare_model(
+    name: Annotated[str, typer.Argument(help="Name from `katydid models list`.")],
+    cache_dir: CacheDir = default_cache_dir(),
+) -> None:
+    """Make a model's folder in the cache directory, and print its path."""
+    from katydid_cli.models_commands import prepare_model as run
+
+    run(name, cache_dir)
+
+
+@models_app.command("verify")
+def verify_model(
+    name: Annotated[str, typer.Argument(help="Name from `katydid models list`.")],
+    cache_dir: CacheDir = default_cache_dir(),
+) -> None:
+    """Check a prepared model's files, and that it answers a question rightly."""
+    from katydid_cli.models_commands import verify_model as run
+
+    run(name, cache_dir)

@@ -1,0 +1,99 @@
+"""Which processes make up a fleet, and what each is told: pure data, made before anything starts."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from katydid_runtime.errors import AddressInUseError
+
+__all__ = ["FleetOptions", "ServicePlan", "check_free", "free_ports", "plan_fleet"]
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOptions:
+    """What `katydid up` was asked for. Sizes in MiB, `port` of the OpenAI API, `grpc_port` of the SDK's."""
+
+    model: Path
+    model_name: str
+    engines: int = 1
+    device: str = "auto"
+    port: int = 8000
+    grpc_port: int = 8001
+    kv_memory_mb: int = 1024
+    kv_disk_dir: Path | None = None
+    kv_disk_mb: int = 8192
+    trace_file: Path | None = None
+    drain_timeout_s: float = 10.0
+    engine_arguments: tuple[str, ...] = ()
+    gateway_arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ServicePlan:
+    """One child: `python -m module arguments`, healthy when `address` says SERVING, started in order of `stage`."""
+
+    name: str
+    module: str
+    arguments: tuple[str, ...]
+    address: str
+    stage: int
+
+
+def plan_fleet(options: FleetOptions, ports: Sequence[int]) -> tuple[ServicePlan, ...]:
+    """The KV-cache service first, then engines and gateway together. `ports` holds one for each but the gateway."""
+    kvcache_address, *engine_addresses = (f"{HOST}:{port}" for port in ports[: options.engines + 1])
+    shared: tuple[str, ...] = ("--drain-timeout-s", f"{options.drain_timeout_s:g}")
+    if options.trace_file is not None:
+        shared += ("--trace-file", str(options.trace_file))
+
+    kvcache = ["--listen", kvcache_address, "--memory-bytes", str(options.kv_memory_mb * 2**20)]
+    if options.kv_disk_dir is not None:
+        kvcache += ["--disk-path", str(options.kv_disk_dir), "--disk-bytes", str(options.kv_disk_mb * 2**20)]
+
+    plans = [ServicePlan("kvcache", "katydid_kvcache", (*kvcache, *shared), kvcache_address, stage=0)]
+    names = [f"engine-{index}" for index in range(options.engines)]
+    for name, address in zip(names, engine_addresses, strict=True):
+        arguments = (
+            *("--listen", address, "--model", str(options.model), "--model-name", options.model_name),
+            *("--device", options.device, "--kvcache-address", kvcache_address),
+            *shared,
+            *options.engine_arguments,
+        )
+        plans.append(ServicePlan(name, "katydid_engine", arguments, address, stage=1))
+    gateway_address = f"{HOST}:{options.grpc_port}"
+    gateway = (
+        *("--listen", gateway_address, "--http-listen", f"{HOST}:{options.port}", "--model", str(options.model)),
+        *("--engines", ",".join(f"{name}={address}" for name, address in zip(names, engine_addresses, strict=True))),
+        *("--kvcache-address", kvcache_address),
+        *shared,
+        *options.gateway_arguments,
+    )
+    plans.append(ServicePlan("gateway", "katydid_gateway", gateway, gateway_address, stage=1))
+    return tuple(plans)
+
+
+def free_ports(count: int) -> list[int]:
+    """Distinct free ports of the loopback interface. They are free now; a child that loses one to a race says so."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for reserved in sockets:
+            reserved.bind((HOST, 0))
+        return [reserved.getsockname()[1] for reserved in sockets]
+
+
+def check_free(port: int) -> None:
+    """Raises AddressInUseError naming the port, before minutes go into loading a model."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError as error:
+            raise AddressInUseError(
+                f"port {port} cannot be used: {error.strerror}", field="port", value=port
+            ) from error

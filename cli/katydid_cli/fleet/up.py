@@ -1,0 +1,94 @@
+"""The command itself: resolve the model, start the fleet, say where it listens, wait for Ctrl-C, take it down."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+from katydid_runtime.errors import KatydidError, SettingsError
+from rich.console import Console
+
+from katydid_cli.fleet.child import ChildExitError
+from katydid_cli.fleet.display import TerminalDisplay
+from katydid_cli.fleet.plan import HOST, FleetOptions, check_free, free_ports, plan_fleet
+from katydid_cli.fleet.supervisor import Supervisor
+
+__all__ = ["check_options", "up"]
+
+
+def check_options(options: FleetOptions) -> None:
+    """Raises SettingsError for what cannot work, before anything is started."""
+    if options.engines < 1:
+        raise SettingsError(f"--engines={options.engines}: at least 1", field="engines", value=options.engines)
+    if options.port == options.grpc_port:
+        raise SettingsError(f"--port and --grpc-port are both {options.port}", field="grpc_port", value=options.port)
+    check_free(options.port)
+    check_free(options.grpc_port)
+    for name, path in (("--kv-disk-dir", options.kv_disk_dir), ("--trace-file", options.trace_file)):
+        if path is not None:
+            _check_writable(name, path if name == "--kv-disk-dir" else path.parent)
+
+
+def up(options: FleetOptions, *, log_level: str = "warning", start_timeout_s: float = 600.0) -> int:
+    """Run the fleet until SIGINT or SIGTERM; returns the exit code.
+
+    0 after a clean stop, 2 when a child refused its settings, 1 when one was lost. A second signal kills.
+    """
+    check_options(options)
+    return asyncio.run(_up(options, log_level, start_timeout_s))
+
+
+async def _up(options: FleetOptions, log_level: str, start_timeout_s: float) -> int:
+    console = Console(highlight=False)
+    display = TerminalDisplay(console, log_level)
+    plans = plan_fleet(options, free_ports(options.engines + 1))
+    supervisor = Supervisor(plans, display, drain_timeout_s=options.drain_timeout_s, start_timeout_s=start_timeout_s)
+    life = asyncio.create_task(_live(supervisor, display, console, options))
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if not life.cancelling():
+            life.cancel()
+        else:
+            supervisor.kill()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    code = 0
+    try:
+        await life
+    except asyncio.CancelledError:
+        pass
+    except KatydidError as error:
+        code = 2 if isinstance(error, ChildExitError) and error.code == 2 else 1
+        display.settle()
+        console.print(f"katydid: {error}", style="bold red", soft_wrap=True, markup=False)
+    finally:
+        display.settle()
+        await supervisor.stop()
+    return code
+
+
+async def _live(supervisor: Supervisor, display: TerminalDisplay, console: Console, options: FleetOptions) -> None:
+    await supervisor.start()
+    display.settle()
+    engines = f"{options.engines} engine{'s' if options.engines > 1 else ''}"
+    console.print(f"[bold green]{options.model_name}[/] is up on {engines}. Ctrl-C stops it.")
+    console.print(f"  OpenAI API   http://{HOST}:{options.port}/v1")
+    console.print(f"  gRPC         {HOST}:{options.grpc_port}")
+    if options.trace_file is not None:
+        console.print(f"  traces       {options.trace_file}")
+    console.print(f"  try          katydid chat --address {HOST}:{options.grpc_port}")
+    await supervisor.run()
+
+
+def _check_writable(option: str, folder: Path) -> None:
+    """Make the folder and a file in it, because permissions alone do not tell (read-only mounts, a file in the way)."""
+    probe = folder / ".katydid-write-test"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise SettingsError(f"{option}: cannot write to {folder}: {error.strerror}", value=str(folder)) from error
