@@ -1,0 +1,61 @@
+"""Results of several configurations as one JSON document and as a table that puts them side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from katydid_cli.evaluation.figures import Figure
+
+FORMAT = "katydid.eval/1"
+
+
+@dataclass(frozen=True)
+class Result:
+    """The figures of one named configuration."""
+
+    configuration: str
+    settings: dict[str, str]
+    figures: list[Figure]
+
+
+def as_json(model: str, results: Sequence[Result]) -> str:
+    """The JSON document of `katydid eval`: format, model, and per configuration its settings and figures."""
+    body: dict[str, Any] = {"format": FORMAT, "model": model, "results": [asdict(r) for r in results]}
+    return json.dumps(body, indent=1) + "\n"
+
+
+def rows(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the table; columns after the first are configurations, a mark says where an interval left the first's.
+
+    `value ±half-width` is the 95 % bootstrap interval's half; `*` marks a value outside the first configuration's interval.
+    """
+    names = list(dict.fromkeys(f.name for r in results for f in r.figures))
+    by_name = [{f.name: f for f in r.figures} for r in results]
+    table = []
+    for name in names:
+        first = by_name[0].get(name)
+        unit = next(f[name].unit for f in by_name if name in f)
+        cells = []
+        for figures in by_name:
+            f = figures.get(name)
+            if f is None:
+                cells.append("-")
+                continue
+            outside = first is not None and f is not first and not first.low <= f.value <= first.high
+            cells.append(f"{f.value:.4f} ±{(f.high - f.low) / 2:.4f}" + (" *" if outside else ""))
+        table.append([name, unit, *cells])
+    return ["figure", "unit", *(r.configuration for r in results)], table
+
+
+def as_table(results: Sequence[Result]) -> str:
+    """The table in Markdown."""
+    header, body = rows(results)
+    widths = [max(len(row[i]) for row in [header, *body]) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)) + " |"
+
+    return "\n".join([line(header), line(["-" * w for w in widths]), *map(line, body)]) + "\n"
