@@ -84,26 +84,25 @@ def qkv_post_reference(
 ) -> Tensor:
     _, kv_heads, page_size, head_dim = k_pages.shape
     heads = qkv.view(qkv.shape[0], -1, head_dim)
-    q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-    q = _norm_and_rotate(q, q_norm_weight, qk_norm, eps, table, positions)
-    k = _norm_and_rotate(k, k_norm_weight, qk_norm, eps, table, positions)
+    q_heads = heads.shape[1] - 2 * kv_heads
+    qk, v = heads.split([q_heads + kv_heads, kv_heads], dim=1)
+    # One weight row per head, so that q and k take the same steps together.
+    norm_weight = None
+    if q_norm_weight is not None and k_norm_weight is not None:
+        norm_weight = torch.cat((q_norm_weight.expand(q_heads, -1), k_norm_weight.expand(kv_heads, -1)))
+    if norm_weight is not None and qk_norm == "before_rope":
+        qk = rms_norm_reference(qk, norm_weight, eps)
+    qk = rope_reference(qk, table, positions)
+    if norm_weight is not None and qk_norm == "after_rope":
+        qk = rms_norm_reference(qk, norm_weight, eps)
+    q, k = qk.split([q_heads, kv_heads], dim=1)
     stored = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[stored].long()
     page, offset = slots // page_size, slots % page_size
     k_pages[page, :, offset, :] = _to_page_dtype(k[stored], k_scale, k_pages.dtype)
     v_pages[page, :, :, offset] = _to_page_dtype(v[stored], v_scale, v_pages.dtype)
-    return q
-
-
-def _norm_and_rotate(
-    x: Tensor, weight: Tensor | None, qk_norm: QkNorm, eps: float, table: Tensor, positions: Tensor
-) -> Tensor:
-    if weight is not None and qk_norm == "before_rope":
-        x = rms_norm_reference(x, weight, eps)
-    x = rope_reference(x, table, positions)
-    if weight is not None and qk_norm == "after_rope":
-        x = rms_norm_reference(x, weight, eps)
-    return x
+    ready: Tensor = q.contiguous()
+    return ready
 
 
 def _to_page_dtype(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

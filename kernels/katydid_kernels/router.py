@@ -61,7 +61,8 @@ def router_reference(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     logits = linear_reference(x.float(), weight.float())
-    scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(dim=-1)
+    # Not torch.sigmoid: it rounds the last few elements of a tensor by another path (see swiglu).
+    scores = 1 / (1 + torch.exp(-logits)) if scoring == "sigmoid" else logits.softmax(dim=-1)
     preference = scores if selection_bias is None else scores + selection_bias
     # A stable sort keeps equal preferences in expert order; topk promises no order among them.
     ids = torch.sort(preference, dim=-1, descending=True, stable=True).indices[:, :top_k]

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-
 from katydid_engine.loader import load_model
 from katydid_engine.models.decoder_lm import DecoderLM
+
 from tests.engine.models.families import FAMILIES, Family, make_family
 
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
-from transformers import HYV3Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
-
 from katydid_engine.forward_batch import ForwardBatch, TokenRun
 from katydid_engine.models.decoder_lm import DecoderLM
+from torch import Tensor
+from transformers import HYV3Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 VOCAB = 320
 SIZES: dict[str, Any] = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
-
 from katydid_engine.forward_batch import ForwardBatch, TokenRun
 from katydid_engine.models.decoder_lm import DecoderLM
+from torch import Tensor
+
 from tests.engine.models.families import VOCAB, Family, forward, greedy, prompt
 
 LENGTHS = (1, 63, 64, 65, 1000)
@@ -35,9 +35,7 @@ def test_chunked_prompt(family: Family, model: DecoderLM, chunk: int) -> None:
     ids = prompt(length)
     cache = model.new_kv_cache(20)
     pages = [(7 * i) % 20 for i in range(-(-length // 64))]
-    parts = [
-        forward(model, cache, ids[start : start + chunk], pages, start=start) for start in range(0, length, chunk)
-    ]
+    parts = [forward(model, cache, ids[start : start + chunk], pages, start=start) for start in range(0, length, chunk)]
     assert_logits(model.logits(torch.cat(parts)), family.reference_logits(ids))
 
 
