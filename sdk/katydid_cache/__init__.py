@@ -7,6 +7,7 @@ got = await cache.get(found.lease, hashes[: 32 * found.blocks], into=buffers)
 await cache.release(found.lease)
 """
 
+from katydid_cache.admin import CacheAdmin, NamespaceInfo, Verification
 from katydid_cache.client import CacheClient
 from katydid_cache.layout import BlockLayout, Span
 from katydid_cache.records import (
@@ -30,11 +31,13 @@ from katydid_cache.records import (
 __all__ = [
     "BlockChange",
     "BlockLayout",
+    "CacheAdmin",
     "CacheClient",
     "CacheStats",
     "Durability",
     "GetResult",
     "LookupResult",
+    "NamespaceInfo",
     "PrefetchResult",
     "PutBlock",
     "PutOutcome",
@@ -45,5 +48,6 @@ __all__ = [
     "TierRun",
     "TierStats",
     "TierTime",
+    "Verification",
     "WatchEvent",
 ]

@@ -7,10 +7,33 @@ are refused with reason "store_unavailable", nothing raises but wrong arguments.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from katydid.kvcache.v1 import kvcache_pb2 as pb
+from katydid.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
+from katydid_runtime.block_hash import HASH_BYTES
+from katydid_runtime.channel import CHANNEL_OPTIONS
+from katydid_runtime.errors import (
+    ConflictError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    KatydidError,
+    UnavailableError,
+)
+from katydid_runtime.rpc_errors import from_rpc_error
+from katydid_runtime.trace_context import TraceContext
+
+from katydid_cache.attachment import Attachment
+from katydid_cache.get_call import GetCall
 from katydid_cache.layout import BlockLayout, Span
+from katydid_cache.put_call import PutCall
 from katydid_cache.records import (
+    BlockChange,
     CacheStats,
     Durability,
     GetResult,
@@ -18,34 +41,87 @@ from katydid_cache.records import (
     PrefetchResult,
     PutBlock,
     PutOutcome,
+    Snapshot,
+    Tier,
+    TierRun,
+    TierStats,
     WatchEvent,
 )
+from katydid_cache.wire import duration
 
-__all__ = ["CacheClient"]
+__all__ = ["CHANNEL", "CacheClient"]
+
+CHANNEL = (
+    *CHANNEL_OPTIONS,
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+"""Options of a channel to the cache service: it is looked for again every second at least."""
+
+_UNREACHABLE = "store_unavailable"
+_SERVICE = pb.DESCRIPTOR.services_by_name["KvCacheService"].full_name
+
+T = TypeVar("T")
 
 
 class CacheClient:
-    """Talks to the cache service at `address` (`host:port` or `unix:/path`); belongs to one event loop."""
+    """Talks to the cache service at `address` (`host:port` or `unix:/path`); belongs to one event loop.
 
-    def __init__(self, address: str, *, name: str = "", degrade: bool = False) -> None: ...
+    `name` shows in the service's logs. See the module's first lines for `degrade`.
+    """
+
+    def __init__(self, address: str, *, name: str = "", degrade: bool = False) -> None:
+        self._address = address
+        self._name = name
+        self._degrade = degrade
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL)
+        self._stub: Any = pb_grpc.KvCacheServiceStub(self._channel)
+        # Without serialisers: frames are encoded by hand.
+        self._get_call: Any = self._channel.stream_stream(f"/{_SERVICE}/Get")
+        self._put_call: Any = self._channel.stream_stream(f"/{_SERVICE}/Put")
+        self._attachment: Attachment | None = None
+        self._keeping: asyncio.Task[None] | None = None
+        self._layout: BlockLayout | None = None
 
     @property
     def attached(self) -> bool:
         """Whether calls have a chance now; False while the service is away and re-attachment is tried."""
-        raise NotImplementedError
+        return self._attachment is not None and self._attachment.usable
 
     @property
     def boot_epoch(self) -> int:
         """Epoch of the service last attached to; leases do not survive a change. 0 before the first attachment."""
-        raise NotImplementedError
+        return 0 if self._attachment is None else self._attachment.boot_epoch
 
     async def attach(self, identity: bytes, layout: BlockLayout, *, timeout_s: float = 5.0) -> bool:
         """Join the namespace of `identity` (32 bytes) and stay joined, re-attaching after the service's death.
 
         Returns whether the service answered within `timeout_s`; without `degrade` raises UnavailableError instead, and
-        in both cases goes on trying. Raises IdentityMismatchError when the identity is known with another layout.
+        in both cases goes on trying. Raises IdentityMismatchError when the identity is known with another layout,
+        ConflictError when the client is attached already.
         """
-        raise NotImplementedError
+        if self._attachment is not None:
+            raise ConflictError("this client is attached already; one client is one namespace")
+        request = pb.AttachRequest(
+            client=self._name,
+            identity=identity,
+            layout=pb.BlockLayout(
+                version=layout.version,
+                layers=layout.layers,
+                kv_heads=layout.kv_heads,
+                head_dim=layout.head_dim,
+                block_tokens=layout.block_tokens,
+                dtype=layout.dtype,
+                block_bytes=layout.block_bytes,
+            ),
+        )
+        self._layout = layout
+        self._attachment = Attachment(self._stub, request, self._address)
+        self._keeping = asyncio.create_task(self._attachment.keep())
+        answered = await self._attachment.first(timeout_s)
+        if not answered and not self._degrade:
+            raise UnavailableError(f"the cache service at {self._address} did not answer within {timeout_s:g} s")
+        return answered
 
     async def lookup(
         self,
@@ -55,9 +131,19 @@ class CacheClient:
         lease_ttl_s: float | None = None,
         heads: Span = Span(),
         timeout_s: float = 1.0,
+        trace: TraceContext | None = None,
     ) -> LookupResult:
         """The longest prefix of the chain `hashes` (packed, 32 bytes a hash, 4,096 hashes at most) that is present."""
-        raise NotImplementedError
+
+        async def call(attachment: int) -> LookupResult:
+            request = pb.LookupRequest(attachment=attachment, hashes=hashes, lease=lease, heads=_head_range(heads))
+            if lease_ttl_s is not None:
+                request.lease_ttl.CopyFrom(duration(lease_ttl_s))
+            response = await self._stub.Lookup(request, timeout=timeout_s, metadata=_metadata(trace))
+            runs = tuple(TierRun(Tier(run.tier), run.blocks, _seconds(run.eta)) for run in response.runs)
+            return LookupResult(response.blocks, runs, response.lease, _seconds(response.duration))
+
+        return await self._answer(call, lambda: LookupResult(reachable=False))
 
     async def get(
         self,
@@ -68,12 +154,30 @@ class CacheClient:
         heads: Span = Span(),
         layers: Span = Span(),
         timeout_s: float = 30.0,
+        trace: TraceContext | None = None,
     ) -> GetResult:
         """Read blocks into the caller's buffers, one of `layout.payload_bytes(heads, layers)` bytes for each hash.
 
-        Buffers may be written partly even when the block ends as a miss. `lease` 0 reads without one.
+        Buffers may be written partly even when the block ends as a miss. `lease` 0 reads without one. Raises
+        InvalidRequestError when the buffers don't fit.
         """
-        raise NotImplementedError
+        buffers = _buffers(into, len(hashes), self._known_layout().payload_bytes(heads, layers))
+        receiving = GetCall(buffers)
+
+        async def call(attachment: int) -> GetResult:
+            start = pb.GetStart(
+                attachment=attachment,
+                lease=lease,
+                hashes=hashes,
+                heads=_head_range(heads),
+                first_layer=layers.first,
+                layers=layers.count,
+            )
+            with _open(self._get_call(timeout=timeout_s, metadata=_metadata(trace))) as stream:
+                await receiving.run(stream, start)
+            return receiving.result("absent")
+
+        return await self._answer(call, lambda: receiving.result(_UNREACHABLE))
 
     async def put(
         self,
@@ -85,25 +189,188 @@ class CacheClient:
         ttl_s: float | None = None,
         hold_s: float | None = None,
         timeout_s: float = 30.0,
+        trace: TraceContext | None = None,
     ) -> list[PutOutcome]:
-        """Write blocks; one outcome each, in order. A payload holds the runs of `heads` in layout order."""
-        raise NotImplementedError
+        """Write blocks; one outcome each, in order. A payload holds the runs of `heads` in layout order.
+
+        Raises InvalidRequestError when a payload has another size.
+        """
+        size = self._known_layout().payload_bytes(heads)
+        for index, block in enumerate(blocks):
+            if memoryview(block.payload).nbytes != size:
+                raise InvalidRequestError(
+                    f"payload {index} has {memoryview(block.payload).nbytes} bytes",
+                    field=f"blocks[{index}].payload",
+                    value=memoryview(block.payload).nbytes,
+                    allowed=f"{size} bytes",
+                )
+        sending = PutCall(blocks, self._attachment.frame_bytes if self._attachment else 0)
+
+        async def call(attachment: int) -> list[PutOutcome]:
+            start = pb.PutStart(
+                attachment=attachment,
+                tenant=tenant,
+                durability=pb.Durability.ValueType(durability),
+                heads=_head_range(heads),
+            )
+            if ttl_s is not None:
+                start.ttl.CopyFrom(duration(ttl_s))
+            if hold_s is not None:
+                start.hold.CopyFrom(duration(hold_s))
+            with _open(self._put_call(timeout=timeout_s, metadata=_metadata(trace))) as stream:
+                await sending.run(stream, start)
+            return sending.outcomes(_UNREACHABLE)
+
+        return await self._answer(call, lambda: sending.outcomes(_UNREACHABLE))
 
     async def release(self, lease: int, *, timeout_s: float = 1.0) -> None:
         """Give a lease back. A lease that ran out, or died with the service, is no error."""
-        raise NotImplementedError
+        if not lease:
+            return
+
+        async def call(attachment: int) -> None:
+            await self._stub.Release(pb.ReleaseRequest(attachment=attachment, lease=lease), timeout=timeout_s)
+
+        await self._answer(call, lambda: None)
 
     async def prefetch(self, hashes: bytes, *, deadline_s: float = 1.0, timeout_s: float = 1.0) -> PrefetchResult:
         """Ask for blocks to be moved up into memory; not worth anything after `deadline_s`."""
-        raise NotImplementedError
+
+        async def call(attachment: int) -> PrefetchResult:
+            request = pb.PrefetchRequest(attachment=attachment, hashes=hashes, deadline=duration(deadline_s))
+            response = await self._stub.Prefetch(request, timeout=timeout_s)
+            return PrefetchResult(response.blocks, _seconds(response.eta))
+
+        return await self._answer(call, lambda: PrefetchResult(0, 0.0))
 
     async def stats(self, *, timeout_s: float = 1.0) -> CacheStats:
-        raise NotImplementedError
+        """Figures of the service since its start. Needs no attachment, and raises whatever `degrade` says."""
+        try:
+            response = await self._stub.Stats(pb.StatsRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        tiers = {
+            Tier(tier.tier): TierStats(
+                blocks=tier.blocks,
+                bytes=tier.bytes,
+                capacity_bytes=tier.capacity_bytes,
+                hits=tier.hits,
+                misses=tier.misses,
+                writes=tier.writes,
+                evictions=tier.evictions,
+                corrupt=tier.corrupt,
+                shed=tier.shed,
+            )
+            for tier in response.tiers
+        }
+        return CacheStats(
+            tiers=tiers,
+            leases=response.leases,
+            reservations=response.reservations,
+            attachments=response.attachments,
+            quarantined=response.quarantined,
+            boot_epoch=response.boot_epoch,
+        )
 
-    def watch(self, identity: bytes) -> AsyncIterator[WatchEvent]:
+    async def watch(self, identity: bytes) -> AsyncIterator[WatchEvent]:
         """Block events of a namespace: a snapshot in parts, then changes. A lost stream ends it with an error."""
-        raise NotImplementedError
+        with _open(self._stub.Watch(pb.WatchRequest(identity=identity))) as call:
+            try:
+                async for event in call:
+                    at = (event.boot_epoch, event.sequence)
+                    if event.WhichOneof("event") == "snapshot":
+                        part = event.snapshot
+                        yield Snapshot(*at, Tier(part.tier), part.hashes, part.last)
+                    else:
+                        delta = event.delta
+                        yield BlockChange(*at, Tier(delta.tier), delta.stored, delta.removed)
+            except grpc.RpcError as error:
+                raise from_rpc_error(error) from error
+        raise UnavailableError(f"the cache service at {self._address} ended the watch")
 
     async def close(self) -> None:
-        """Leave the namespace; the service drops the leases. Calls in flight end with UnavailableError."""
-        raise NotImplementedError
+        """Leave the namespace; the service drops the leases. Calls in flight end with an error."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        await self._channel.close()
+
+    async def __aenter__(self) -> CacheClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _known_layout(self) -> BlockLayout:
+        if self._layout is None:
+            raise ConflictError("attach first: the layout of a block is not known")
+        return self._layout
+
+    async def _answer(self, call: Callable[[int], Awaitable[T]], missed: Callable[[], T]) -> T:
+        """What `call` returns; with `degrade`, what `missed` returns where the service is the reason of failure."""
+        try:
+            return await self._call(call)
+        except InvalidRequestError:
+            raise
+        except KatydidError:
+            if not self._degrade:
+                raise
+            return missed()
+
+    async def _call(self, call: Callable[[int], Awaitable[T]]) -> T:
+        attachment = self._attachment
+        if attachment is None:
+            raise ConflictError("attach first: this client has joined no namespace")
+        try:
+            result = await call(attachment.require())
+        except grpc.RpcError as error:
+            failure = from_rpc_error(error)
+            if isinstance(failure, DeadlineExceededError):
+                attachment.timed_out()
+            if isinstance(failure, ConflictError) and failure.field == "attachment":
+                failure = UnavailableError(f"the cache service at {self._address} is not attached")
+            raise failure from error
+        attachment.succeeded()
+        return result
+
+
+@contextmanager
+def _open(call: Any) -> Iterator[Any]:
+    """A streaming call that does not outlive its block."""
+    try:
+        yield call
+    finally:
+        call.cancel()
+
+
+def _buffers(into: Sequence[memoryview], packed_bytes: int, size: int) -> list[memoryview]:
+    """The caller's buffers as bytes, one a hash."""
+    if packed_bytes != HASH_BYTES * len(into):
+        raise InvalidRequestError(
+            f"{len(into)} buffers for {packed_bytes} bytes of hashes",
+            field="into",
+            value=len(into),
+            allowed=f"one buffer for each {HASH_BYTES} bytes",
+        )
+    buffers = [memoryview(buffer).cast("B") for buffer in into]
+    for index, buffer in enumerate(buffers):
+        if len(buffer) != size or buffer.readonly:
+            raise InvalidRequestError(
+                f"buffer {index} has {len(buffer)} bytes{' and is read-only' if buffer.readonly else ''}",
+                field=f"into[{index}]",
+                value=len(buffer),
+                allowed=f"{size} writable bytes",
+            )
+    return buffers
+
+
+def _head_range(heads: Span) -> pb.HeadRange:
+    return pb.HeadRange(first=heads.first, count=heads.count)
+
+
+def _metadata(trace: TraceContext | None) -> tuple[tuple[str, str], ...] | None:
+    return None if trace is None else trace.headers()
+
+
+def _seconds(value: Duration) -> float:
+    return value.seconds + value.nanos / 1e9

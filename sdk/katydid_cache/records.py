@@ -26,6 +26,7 @@ __all__ = [
     "TierStats",
     "TierTime",
     "WatchEvent",
+    "split_hashes",
 ]
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"

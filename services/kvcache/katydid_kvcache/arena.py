@@ -10,8 +10,6 @@ import ctypes
 import mmap
 import os
 
-from katydid_kvcache.slabs import SlabAllocator, Slot
-
 __all__ = ["Arena"]
 
 _MADV_POPULATE_WRITE = 23
@@ -30,9 +28,9 @@ class Arena:
         self._view = memoryview(self._map)
         self._closing = False
 
-    def view(self, slots: SlabAllocator[object], slot: Slot, size: int) -> memoryview:
-        """The first `size` bytes of a slot, writable."""
-        start = slot.slab * self._slab_bytes + slots.offset(slot)
+    def view(self, slab: int, offset: int, size: int) -> memoryview:
+        """`size` writable bytes from `offset` of a slab."""
+        start = slab * self._slab_bytes + offset
         return self._view[start : start + size]
 
     def prefault(self) -> None:

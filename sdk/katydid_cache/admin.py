@@ -1,0 +1,88 @@
+"""Client of the cache's AdminService: what `katydid cache` and tests ask of a running service."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from katydid.kvcache.v1 import kvcache_pb2 as pb
+from katydid.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
+from katydid_runtime.rpc_errors import from_rpc_error
+
+from katydid_cache.client import CHANNEL
+from katydid_cache.layout import BlockLayout
+
+__all__ = ["CacheAdmin", "NamespaceInfo", "Verification"]
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceInfo:
+    """A model identity, its block layout, and what is kept of it."""
+
+    identity: bytes
+    layout: BlockLayout
+    blocks: int
+    attachments: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """`blocks` were read, `corrupt` of them quarantined."""
+
+    blocks: int
+    corrupt: int
+
+
+class CacheAdmin:
+    """Talks to the AdminService at `address`. Every call raises errors of `katydid_runtime.errors`."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL)
+        self._stub: Any = pb_grpc.AdminServiceStub(self._channel)
+
+    async def evict(self, identity: bytes, hashes: bytes = b"", *, timeout_s: float = 10.0) -> int:
+        """Drop blocks (all of the namespace when none is named); how many went. Leased ones stay."""
+        response = await self._call(self._stub.Evict, pb.EvictRequest(identity=identity, hashes=hashes), timeout_s)
+        return int(response.blocks)
+
+    async def flush(self, *, timeout_s: float = 300.0) -> int:
+        """Wait until everything in memory is on disk; how many blocks had to be written."""
+        return int((await self._call(self._stub.Flush, pb.FlushRequest(), timeout_s)).blocks)
+
+    async def verify(self, *, timeout_s: float = 3600.0) -> Verification:
+        """Have every copy of every block read and checked."""
+        response = await self._call(self._stub.Verify, pb.VerifyRequest(), timeout_s)
+        return Verification(response.blocks, response.corrupt)
+
+    async def namespaces(self, *, timeout_s: float = 10.0) -> list[NamespaceInfo]:
+        response = await self._call(self._stub.List, pb.ListRequest(), timeout_s)
+        return [
+            NamespaceInfo(
+                namespace.identity,
+                BlockLayout(
+                    layers=namespace.layout.layers,
+                    kv_heads=namespace.layout.kv_heads,
+                    head_dim=namespace.layout.head_dim,
+                    dtype=namespace.layout.dtype,
+                ),
+                namespace.blocks,
+                namespace.attachments,
+            )
+            for namespace in response.namespaces
+        ]
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def __aenter__(self) -> CacheAdmin:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _call(self, method: Any, request: Any, timeout_s: float) -> Any:
+        try:
+            return await method(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error

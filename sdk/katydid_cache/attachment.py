@@ -1,0 +1,113 @@
+"""Keeps a client attached: one open Attach stream, opened again after the service's death with bounded back-off.
+
+Whether the service can be called now is known here, without a call: a stream that broke means dead, a notice means
+draining, and deadlines passed several times in a row mean that it hangs. In all three cases calls fail at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from typing import Any
+
+import grpc
+from katydid.kvcache.v1 import kvcache_pb2 as pb
+from katydid_runtime.errors import IdentityMismatchError, InvalidRequestError, KatydidError, UnavailableError
+from katydid_runtime.rpc_errors import from_rpc_error
+
+__all__ = ["Attachment"]
+
+_BACKOFF_S = (0.05, 2.0)
+_TIMEOUTS_TO_SUSPECT = 3
+_SUSPECT_S = (1.0, 8.0)
+
+logger = logging.getLogger(__name__)
+
+
+class Attachment:
+    """The state of one client's attachment; `keep` runs as a task for as long as the client is open."""
+
+    def __init__(self, stub: Any, request: pb.AttachRequest, address: str) -> None:
+        self._stub = stub
+        self._request = request
+        self._address = address
+        self._id = 0
+        self._refusal: KatydidError | None = None
+        self._changed = asyncio.Event()
+        self._timeouts = 0
+        self._suspect_until = 0.0
+        self.boot_epoch = 0
+        self.frame_bytes = 0
+
+    @property
+    def usable(self) -> bool:
+        """Whether a call has a chance now."""
+        return self._id != 0 and time.monotonic() >= self._suspect_until
+
+    def require(self) -> int:
+        """The attachment id for a call. Raises UnavailableError at once when there is none, or the service hangs."""
+        if self._refusal is not None:
+            raise self._refusal
+        if not self.usable:
+            state = "does not answer" if self._id else "is not attached"
+            raise UnavailableError(f"the cache service at {self._address} {state}")
+        return self._id
+
+    def succeeded(self) -> None:
+        """A call was answered."""
+        self._timeouts = 0
+
+    def timed_out(self) -> None:
+        """A call's deadline passed. Several in a row and the service is left alone for a while."""
+        self._timeouts += 1
+        if self._timeouts >= _TIMEOUTS_TO_SUSPECT:
+            pause = _SUSPECT_S[0] * 2 ** (self._timeouts - _TIMEOUTS_TO_SUSPECT)
+            self._suspect_until = time.monotonic() + min(pause, _SUSPECT_S[1])
+
+    async def first(self, timeout_s: float) -> bool:
+        """Wait for the first answer to Attach; False when none came in time. Raises what the service refused with."""
+        deadline = time.monotonic() + timeout_s
+        while not self._id and self._refusal is None:
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
+                    await self._changed.wait()
+            except TimeoutError:
+                return False
+        if self._refusal is not None:
+            raise self._refusal
+        return True
+
+    async def keep(self) -> None:
+        """Attach, stay attached, and attach again, until cancelled or refused for good."""
+        backoff = _BACKOFF_S[0]
+        while True:
+            try:
+                call = self._stub.Attach(self._request)
+                async for response in call:
+                    backoff = _BACKOFF_S[0]
+                    self._take(response)
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error)
+                if isinstance(failure, IdentityMismatchError | InvalidRequestError):
+                    self._refusal = failure
+                    self._changed.set()
+                    return
+                if self._id:
+                    logger.warning("cache service lost: %s", failure, extra={"address": self._address})
+            finally:
+                self._id = 0
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+            backoff = min(2 * backoff, _BACKOFF_S[1])
+
+    def _take(self, response: pb.AttachResponse) -> None:
+        if response.WhichOneof("message") == "attached":
+            self._id = response.attached.attachment
+            self.boot_epoch = response.attached.boot_epoch
+            self.frame_bytes = response.attached.frame_bytes
+            self._timeouts, self._suspect_until = 0, 0.0
+            self._changed.set()
+        elif response.notice.draining:
+            self._id = 0

@@ -1,0 +1,73 @@
+"""Runs the KV-cache service: `python -m katydid_kvcache --help` lists its settings."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from katydid.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
+from katydid_runtime.exposition import Exposition
+from katydid_runtime.metrics import Metrics
+from katydid_runtime.process import run_service
+from katydid_runtime.server import RpcServer
+from katydid_runtime.telemetry import Telemetry
+
+from katydid_kvcache.admin import ADMIN_SERVICE, AdminService
+from katydid_kvcache.cache import Cache
+from katydid_kvcache.figures import Figures
+from katydid_kvcache.service import LONG_LIVED, SERVICE, KvCacheService, rpc_handlers
+from katydid_kvcache.settings import KvCacheSettings
+
+_FIGURES_S = 1.0
+
+
+async def serve(settings: KvCacheSettings, telemetry: Telemetry) -> None:
+    """Run until a signal, then drain, write down what is on its way to disk, and stop."""
+    metrics = Metrics("kvcache")
+    figures = Figures(metrics)
+    cache = await Cache.open(settings)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(cache.close)
+        server = RpcServer(
+            settings.listen,
+            services=[SERVICE] if settings.admin_listen else [SERVICE, ADMIN_SERVICE],
+            long_lived=LONG_LIVED,
+            drain_timeout_s=settings.drain_timeout_s,
+        )
+        server.grpc.add_generic_rpc_handlers((rpc_handlers(KvCacheService(cache, telemetry, figures)),))
+        admin = server
+        if settings.admin_listen:
+            admin = RpcServer(settings.admin_listen, services=[ADMIN_SERVICE], drain_timeout_s=settings.drain_timeout_s)
+        pb_grpc.add_AdminServiceServicer_to_server(AdminService(cache), admin.grpc)
+        if settings.http_listen:
+            exposition = Exposition(metrics, lambda: server.serving)
+            await exposition.start(settings.http_listen)
+            stack.push_async_callback(exposition.stop)
+        for work in (cache.maintain(), _keep_figures(figures, cache)):
+            task = asyncio.create_task(work)
+            stack.callback(task.cancel)
+        if admin is not server:
+            await admin.start()
+            await admin.set_serving(True)
+            stack.push_async_callback(admin.shut_down)
+        await server.start()
+        await server.set_serving(True)
+
+        async def drain() -> None:
+            cache.attachments.draining.set()
+
+        await server.run_until_signal(drain)
+
+
+async def _keep_figures(figures: Figures, cache: Cache) -> None:
+    while True:
+        figures.update(cache)
+        await asyncio.sleep(_FIGURES_S)
+
+
+def main() -> None:
+    run_service("kvcache", KvCacheSettings, serve)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""The cache as one object: tiers, index, leases and events wired together, without a word of gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import lmdb
+from katydid_cache.layout import Span
+from katydid_cache.records import Tier, TierRun
+from katydid_runtime.errors import NotFoundError, OverloadedError
+
+from katydid_kvcache.arena import Arena
+from katydid_kvcache.attachments import Attachment, Attachments
+from katydid_kvcache.blocks import Block, Namespace
+from katydid_kvcache.disk.recovery import GENERATION_BITS, DiskFolder, lock_folder, open_folder
+from katydid_kvcache.disk.slot_header import HEADER_BYTES
+from katydid_kvcache.disk.tier import DiskTier
+from katydid_kvcache.events import EventHub
+from katydid_kvcache.leases import LeaseTable
+from katydid_kvcache.memory import MemoryTier
+from katydid_kvcache.reading import Reader
+from katydid_kvcache.settings import KvCacheSettings
+from katydid_kvcache.slabs import SlabAllocator
+from katydid_kvcache.store import Change, Store
+from katydid_kvcache.writing import Writer
+
+__all__ = ["Cache", "Found", "Verified"]
+
+_MAINTENANCE_S = 1.0
+_REGROW_S = 60.0
+_SERVICE_OWNER = 0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Outcome of a lookup: the prefix, by tier in runs, and the lease over it (0: none)."""
+
+    blocks: int
+    runs: tuple[TierRun, ...]
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    blocks: int
+    corrupt: int
+
+
+class Cache:
+    """All state of one service; made by `Cache.open`, ended by `close`. Belongs to one event loop."""
+
+    def __init__(self, settings: KvCacheSettings, folder: DiskFolder | None, lock: int | None) -> None:
+        self.settings = settings
+        self.boot_epoch = time.time_ns()
+        self.attachments = Attachments()
+        self._lock = lock
+        memory_slabs = settings.memory_bytes // settings.slab_bytes
+        memory_slots: SlabAllocator[Block] = SlabAllocator(memory_slabs, settings.slab_bytes)
+        self._arena = Arena(memory_slabs, settings.slab_bytes)
+        disk_slots: SlabAllocator[Block] | None = None
+        self._disk: DiskTier | None = None
+        if folder is not None:
+            disk_slots = SlabAllocator(
+                settings.disk_bytes // settings.slab_bytes,
+                settings.slab_bytes,
+                first_generation=folder.boot << GENERATION_BITS,
+            )
+            self._disk = DiskTier(
+                folder.segments,
+                folder.catalog,
+                known=folder.namespaces,
+                threads=settings.disk_threads,
+                sync=settings.disk_sync,
+                loop=asyncio.get_running_loop(),
+            )
+        self.store = Store(
+            memory_slots, disk_slots, disk_header_bytes=HEADER_BYTES, changed=self._changed, now=time.time
+        )
+        self.events = EventHub(self.store, self.boot_epoch)
+        self.memory = MemoryTier(self._arena, memory_slots)
+        self.reader = Reader(self.store, self.memory, self._disk)
+        self.writer = Writer(
+            self.store,
+            self.memory,
+            self._disk,
+            queue_bytes=settings.disk_queue_bytes,
+            block_ttl_s=settings.block_ttl_s,
+            now=time.time,
+        )
+        self.leases: LeaseTable[Block] = LeaseTable()
+        self._prefetches: set[asyncio.Task[None]] = set()
+        self._prefault = threading.Thread(target=self._arena.prefault, name="prefault", daemon=True)
+        if folder is not None:
+            self._restore(folder)
+
+    @classmethod
+    async def open(cls, settings: KvCacheSettings) -> Cache:
+        """A cache with what its disk folder holds. Raises SettingsError when the folder is not to be had.
+
+        A disk that fails beyond that leaves the service without a disk tier, which is logged.
+        """
+        lock, folder = None, None
+        if settings.disk_path and settings.disk_bytes:
+            path = Path(settings.disk_path)
+            lock = lock_folder(path)
+            try:
+                folder = await asyncio.to_thread(
+                    open_folder,
+                    path,
+                    slabs=settings.disk_bytes // settings.slab_bytes,
+                    slab_bytes=settings.slab_bytes,
+                    direct=settings.disk_direct_io,
+                    map_bytes=settings.index_map_bytes,
+                )
+            except (OSError, lmdb.Error) as error:
+                logger.error("no disk tier: %s", error, extra={"disk_path": settings.disk_path})
+        cache = cls(settings, folder, lock)
+        cache._prefault.start()
+        return cache
+
+    async def close(self) -> None:
+        """Write down what is on its way to disk and give everything back."""
+        for task in self._prefetches:
+            task.cancel()
+        if self._disk is not None:
+            await self._disk.flush()
+            await asyncio.to_thread(self._disk.close)
+        self._arena.close()
+        if self._lock is not None:
+            os.close(self._lock)
+
+    async def maintain(self) -> None:
+        """End leases and blocks whose time is up, for ever."""
+        regrow_at = time.monotonic() + _REGROW_S
+        while True:
+            await asyncio.sleep(_MAINTENANCE_S)
+            self.store.unpin(self.leases.expire(time.monotonic()))
+            self.store.expire()
+            if self.store.disk is not None and time.monotonic() >= regrow_at:
+                self.store.disk.slots.resume_growing()
+                regrow_at = time.monotonic() + _REGROW_S
+
+    def detach(self, attachment: Attachment) -> None:
+        """A client has gone: its leases go too. Its unfinished writes end with their own streams."""
+        self.attachments.leave(attachment)
+        self.store.unpin(self.leases.drop_owner(attachment.id))
+
+    def lookup(self, attachment: Attachment, hashes: Sequence[bytes], heads: Span, lease_ttl_s: float | None) -> Found:
+        """The longest prefix of a chain that is present, leased for `lease_ttl_s` unless that is None."""
+        namespace = attachment.namespace
+        found = self.store.prefix(namespace, hashes, namespace.mask(heads))
+        lease = 0
+        if found and lease_ttl_s is not None:
+            self.store.pin(found)
+            lease = self.leases.grant(attachment.id, found, time.monotonic() + lease_ttl_s)
+        asyncio.get_running_loop().call_soon(self.store.touch, found)
+        return Found(len(found), tuple(self._runs(namespace, found)), lease)
+
+    def release(self, attachment: Attachment, lease: int) -> None:
+        self.store.unpin(self.leases.release(attachment.id, lease))
+
+    def hold(self, block: Block, hold_s: float) -> None:
+        """Keep a block for a hand-off, whoever comes for it."""
+        self.store.pin([block])
+        self.leases.grant(_SERVICE_OWNER, [block], time.monotonic() + hold_s)
+
+    def prefetch(self, namespace: Namespace, hashes: Sequence[bytes], deadline_s: float) -> tuple[int, float]:
+        """Start to bring blocks into memory, in order, until `deadline_s` has passed; how many, and by when."""
+        found = [self.store.find(namespace, block_hash, namespace.all_heads) for block_hash in hashes]
+        wanted = [block for block in found if block is not None]
+        below = [block for block in wanted if block.memory is None]
+        if below:
+            task = asyncio.create_task(self._promote_all(below, deadline_s))
+            self._prefetches.add(task)
+            task.add_done_callback(self._prefetches.discard)
+        return len(wanted), self._read_s(len(below) * namespace.slot_bytes)
+
+    def evict(self, identity: bytes, hashes: Sequence[bytes]) -> int:
+        """Drop blocks (all of the namespace when none is named), from disk beyond recovery; leased ones stay."""
+        namespace = self.store.namespaces.get(identity)
+        if namespace is None:
+            raise NotFoundError(
+                f"no namespace of identity {identity.hex()[:16]}", field="identity", value=identity.hex()
+            )
+        named = [namespace.blocks.get(block_hash) for block_hash in hashes] if hashes else [*namespace.blocks.values()]
+        dropped = 0
+        for block in named:
+            if block is None or block.pins:
+                continue
+            slot = block.disk
+            self.store.drop(block)
+            if slot is not None and self._disk is not None and self.store.disk is not None:
+                self._disk.erase(slot, self.store.disk.slot_bytes(block))
+            dropped += 1
+        return dropped
+
+    async def flush(self) -> int:
+        """Write every complete block in memory through to disk; how many were not there before.
+
+        Raises OverloadedError naming how many could not be written.
+        """
+        blocks = [
+            block
+            for namespace in self.store.namespaces.values()
+            for block in namespace.blocks.values()
+            if block.complete and block.memory is not None and block.disk is None
+        ]
+        written, failures = 0, dict[str, int]()
+        for block in blocks:
+            if block.memory is None or block.disk is not None:
+                continue
+            reason = await asyncio.shield(self.writer.write_through(block, must=True))
+            if reason:
+                failures[reason] = failures.get(reason, 0) + 1
+            else:
+                written += 1
+        if failures:
+            told = ", ".join(f"{count} {reason}" for reason, count in failures.items())
+            raise OverloadedError(f"{sum(failures.values())} blocks were not written: {told}")
+        return written
+
+    async def verify(self) -> Verified:
+        """Read every copy of every block and quarantine those whose checksum is wrong."""
+        checked, corrupt = 0, 0
+        for namespace in list(self.store.namespaces.values()):
+            scratch = memoryview(mmap.mmap(-1, namespace.slot_bytes))
+            for block in list(namespace.blocks.values()):
+                if not block.present or not block.complete:
+                    continue
+                self.store.pin([block])
+                try:
+                    good = block.memory is None or self.memory.intact(block, namespace.all_heads)
+                    if not good:
+                        self.store.leave(self.store.memory, block, corrupt=True)
+                    good = await self.reader.check_disk(block, scratch) and good
+                finally:
+                    self.store.unpin([block])
+                checked += 1
+                corrupt += not good
+                await asyncio.sleep(0)
+        return Verified(checked, corrupt)
+
+    @property
+    def quarantined(self) -> int:
+        return sum(books.slots.withdrawn for books in self.store.tiers)
+
+    def _changed(self, change: Change) -> None:
+        if change.tier is Tier.DISK and not change.stored and self._disk is not None:
+            self._disk.delete(change.block.namespace.identity, change.block.hash)
+        self.events.publish(change)
+
+    def _read_s(self, size: int) -> float:
+        return self._disk.read_s(size) if self._disk is not None else 0.0
+
+    def _runs(self, namespace: Namespace, blocks: Sequence[Block]) -> list[TierRun]:
+        runs: list[TierRun] = []
+        below = 0
+        for block in blocks:
+            tier = Tier.DISK if block.memory is None else Tier.MEMORY
+            below += block.memory is None
+            eta_s = self._read_s(below * namespace.slot_bytes) if tier is Tier.DISK else 0.0
+            if runs and runs[-1].tier is tier:
+                runs[-1] = TierRun(tier, runs[-1].blocks + 1, eta_s)
+            else:
+                runs.append(TierRun(tier, 1, eta_s))
+        return runs
+
+    async def _promote_all(self, blocks: Sequence[Block], deadline_s: float) -> None:
+        deadline = time.monotonic() + deadline_s
+        for block in blocks:
+            if time.monotonic() >= deadline:
+                return
+            if block.present:
+                await self.reader.promote(block)
+
+    def _restore(self, folder: DiskFolder) -> None:
+        """Fill the index with what the folder holds, without telling the disk of it."""
+        store = self.store
+        assert store.disk is not None
+        for identity, layout in folder.namespaces.items():
+            store.namespaces[identity] = Namespace(identity, layout)
+        by_slab: dict[int, dict[int, tuple[int, Block]]] = {}
+        restored: list[Block] = []
+        now = time.time()
+        for row in folder.rows:
+            if row.expires_at and row.expires_at <= now:
+                continue
+            block = Block(store.namespaces[row.identity], row.hash, row.parent)
+            block.checksum, block.expires_at, block.disk = row.checksum, row.expires_at, row.slot
+            by_slab.setdefault(row.slot.slab, {})[row.slot.index] = (row.slot.generation, block)
+            restored.append(block)
+        for slab, owners in by_slab.items():
+            store.disk.slots.restore(slab, folder.slot_bytes[slab], owners)
+        for block in restored:
+            assert block.disk is not None
+            store.restore(block, block.disk)
+        logger.info("disk tier ready", extra={"blocks": len(restored), "boot": folder.boot})

@@ -1,0 +1,57 @@
+"""Prometheus metrics of the cache: latencies and bytes as they happen, the books of the tiers once a second."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from katydid_runtime.metrics import STEP_SECONDS, Metrics
+
+from katydid_kvcache.cache import Cache
+
+__all__ = ["Figures"]
+
+_COUNTED = {
+    "hits": ("hit_blocks", "Blocks looked up and found in the tier"),
+    "misses": ("missed_blocks", "Blocks looked up and found neither in the tier nor in a higher one"),
+    "writes": ("written_blocks", "Blocks that entered the tier"),
+    "evictions": ("evicted_blocks", "Blocks evicted from the tier for room"),
+    "corrupt": ("corrupt_blocks", "Blocks of the tier whose checksum was wrong"),
+    "shed": ("shed_blocks", "Writes to the tier given up because it was full, slow or failing"),
+}
+
+
+class Figures:
+    """The metrics of one cache service; `update` copies the tiers' books."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.lookup_seconds = metrics.histogram("lookup_seconds", "Time of a Lookup", bounds=STEP_SECONDS)
+        self.get_seconds = metrics.histogram("get_seconds", "Time of a Get", bounds=STEP_SECONDS)
+        self.put_seconds = metrics.histogram("put_seconds", "Time of a Put", bounds=STEP_SECONDS)
+        self.sent_bytes = metrics.counter("sent_bytes", "Payload bytes sent by Get")
+        self.received_bytes = metrics.counter("received_bytes", "Payload bytes received by Put")
+        self._counters = {
+            field: metrics.counter(name, help_text, ["tier"]) for field, (name, help_text) in _COUNTED.items()
+        }
+        self._kept = metrics.gauge("kept_blocks", "Blocks in the tier", ["tier"])
+        self._kept_bytes = metrics.gauge("kept_bytes", "Payload bytes in the tier", ["tier"])
+        self._capacity = metrics.gauge("capacity_bytes", "Bytes the tier may hold", ["tier"])
+        self._leased = metrics.gauge("leases_info", "Leases held now")
+        self._attached = metrics.gauge("attachments_info", "Clients attached now")
+        self._quarantined = metrics.gauge("quarantined_blocks", "Slots taken out of use because of wrong bytes")
+        self._queued = metrics.gauge("disk_queue_bytes", "Bytes on their way to disk")
+        self._seen: dict[tuple[str, str], int] = {}
+
+    def update(self, cache: Cache) -> None:
+        """Bring counters and gauges up to the cache's books."""
+        for books in cache.store.tiers:
+            tier = books.tier.name.lower()
+            for field, value in asdict(books.counters).items():
+                self._counters[field].labels(tier).inc(value - self._seen.get((field, tier), 0))
+                self._seen[field, tier] = value
+            self._kept.labels(tier).set(books.blocks)
+            self._kept_bytes.labels(tier).set(books.bytes)
+            self._capacity.labels(tier).set(books.slots.capacity_bytes)
+        self._leased.set(len(cache.leases))
+        self._attached.set(len(cache.attachments))
+        self._quarantined.set(cache.quarantined)
+        self._queued.set(cache.writer.bytes_in_flight)

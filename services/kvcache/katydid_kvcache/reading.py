@@ -1,0 +1,121 @@
+"""The way from a hash to checked bytes in memory, whatever tier the block is in."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from katydid_cache.records import Tier
+from katydid_runtime.errors import DataCorruptError, NotFoundError
+
+from katydid_kvcache.blocks import Block, Namespace
+from katydid_kvcache.disk.catalog import Row
+from katydid_kvcache.disk.tier import DiskTier
+from katydid_kvcache.memory import MemoryTier
+from katydid_kvcache.slabs import Slot
+from katydid_kvcache.store import Store
+
+__all__ = ["Reader", "Reading"]
+
+ABSENT, CORRUPT, STORE_UNAVAILABLE = "absent", "corrupt", "store_unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A block open for reading: its object, checked; where it was; pinned until `Reader.close`."""
+
+    block: Block
+    view: memoryview
+    tier: Tier
+
+
+class Reader:
+    """Opens blocks. Concurrent readers of a block on disk share one disk read."""
+
+    def __init__(self, store: Store, memory: MemoryTier, disk: DiskTier | None) -> None:
+        self._store = store
+        self._memory = memory
+        self._disk = disk
+        self._promotions: dict[Block, asyncio.Task[str]] = {}
+
+    async def open(self, namespace: Namespace, block_hash: bytes, mask: int) -> Reading | str:
+        """The block with these heads committed, checked, or why not: "absent", "corrupt", "store_unavailable"."""
+        block = self._store.find(namespace, block_hash, mask)
+        if block is None:
+            return ABSENT
+        self._store.pin([block])
+        opened: Reading | str = STORE_UNAVAILABLE
+        try:
+            opened = await self._checked(block, mask)
+            return opened
+        finally:
+            if isinstance(opened, str):
+                self._store.unpin([block])
+
+    def close(self, reading: Reading) -> None:
+        self._store.unpin([reading.block])
+
+    async def promote(self, block: Block) -> str:
+        """Bring a block on disk into memory; "" or why not. Not ended by the caller's cancellation."""
+        if block.memory is not None:
+            return ""
+        task = self._promotions.get(block)
+        if task is None:
+            task = self._promotions[block] = asyncio.create_task(self._promote(block))
+            task.add_done_callback(lambda _: self._promotions.pop(block, None))
+        return await asyncio.shield(task)
+
+    async def check_disk(self, block: Block, scratch: memoryview) -> bool:
+        """Read a block's disk slot into `scratch` (page-aligned, large enough); False when it was quarantined."""
+        if block.disk is None:
+            return True
+        return await self._read_disk(block, block.disk, scratch[: block.namespace.slot_bytes]) != CORRUPT
+
+    async def _checked(self, block: Block, mask: int) -> Reading | str:
+        """The checked block; a copy in memory that went bad is quarantined and a good one on disk takes its place."""
+        store = self._store
+        tier = Tier.MEMORY
+        if block.memory is not None and not self._memory.intact(block, mask):
+            store.leave(store.memory, block, corrupt=True)
+            if block.disk is None:
+                return CORRUPT
+        if block.memory is None:
+            tier = Tier.DISK
+            if reason := await self.promote(block):
+                return reason
+        return Reading(block, self._memory.view(block), tier)
+
+    async def _promote(self, block: Block) -> str:
+        store = self._store
+        store.pin([block])
+        try:
+            slot = store.room(store.memory, block)
+            if slot is None or block.disk is None:
+                return STORE_UNAVAILABLE
+            reason = await self._read_disk(block, block.disk, self._memory.pages(block, slot))
+            if reason:
+                store.memory.slots.free(slot)
+            else:
+                store.place(store.memory, block, slot)
+            return reason
+        finally:
+            store.unpin([block])
+
+    async def _read_disk(self, block: Block, slot: Slot, into: memoryview) -> str:
+        store, namespace = self._store, block.namespace
+        assert self._disk is not None
+        assert store.disk is not None
+        row = Row(namespace.identity, block.hash, block.parent, slot, block.checksum, block.expires_at)
+        try:
+            await self._disk.read(row, store.disk.slot_bytes(block), into, namespace.layout.block_bytes)
+        except DataCorruptError:
+            if block.disk == slot:
+                store.leave(store.disk, block, corrupt=True)
+            return CORRUPT
+        except NotFoundError:
+            if block.disk == slot:
+                store.leave(store.disk, block)
+            return ABSENT
+        except OSError:
+            return STORE_UNAVAILABLE
+        return ""

@@ -1,0 +1,83 @@
+"""Checks of what clients send: every field that can be wrong is named with its value and what is allowed."""
+
+from __future__ import annotations
+
+from google.protobuf.duration_pb2 import Duration
+from katydid.kvcache.v1 import kvcache_pb2 as pb
+from katydid_cache.layout import BlockLayout, Span
+from katydid_cache.records import Durability, split_hashes
+from katydid_runtime.block_hash import HASH_BYTES
+from katydid_runtime.errors import InvalidRequestError
+
+__all__ = ["FRAME_BYTES", "HASH_LIMIT", "durability", "exact_bytes", "hash_list", "layout", "seconds", "span"]
+
+FRAME_BYTES = 1024 * 1024
+HASH_LIMIT = 4096
+
+
+def exact_bytes(value: bytes, sizes: tuple[int, ...], field: str) -> bytes:
+    """`value` if it has one of the sizes."""
+    if len(value) not in sizes:
+        raise InvalidRequestError(
+            f"{field} has {len(value)} bytes",
+            field=field,
+            value=value.hex(),
+            allowed=" or ".join(f"{size} bytes" for size in sizes),
+        )
+    return value
+
+
+def hash_list(packed: bytes, *, limit: int = HASH_LIMIT) -> list[bytes]:
+    """The hashes in a packed list of at most `limit`."""
+    if len(packed) % HASH_BYTES or len(packed) > limit * HASH_BYTES:
+        raise InvalidRequestError(
+            f"hashes has {len(packed)} bytes",
+            field="hashes",
+            value=len(packed),
+            allowed=f"{HASH_BYTES} bytes a hash, at most {limit} hashes",
+        )
+    return split_hashes(packed)
+
+
+def span(heads: pb.HeadRange) -> Span:
+    return Span(heads.first, heads.count)
+
+
+def layout(message: pb.BlockLayout) -> BlockLayout:
+    """The layout, whose `block_bytes` must be what the other fields give."""
+    parsed = BlockLayout(
+        layers=message.layers,
+        kv_heads=message.kv_heads,
+        head_dim=message.head_dim,
+        dtype=message.dtype,
+        block_tokens=message.block_tokens,
+        version=message.version,
+    )
+    if message.block_bytes != parsed.block_bytes:
+        raise InvalidRequestError(
+            f"layout.block_bytes is {message.block_bytes}, its other fields give {parsed.block_bytes}",
+            field="layout.block_bytes",
+            value=message.block_bytes,
+            allowed=str(parsed.block_bytes),
+        )
+    return parsed
+
+
+def durability(value: int) -> Durability:
+    """The durability; unspecified is MEMORY."""
+    try:
+        return Durability(value or Durability.MEMORY)
+    except ValueError:
+        raise InvalidRequestError(
+            f"durability {value} is unknown", field="durability", value=value, allowed="MEMORY or DISK"
+        ) from None
+
+
+def seconds(duration: Duration, field: str, *, limit: float) -> float:
+    """A duration in seconds, from 0 to `limit`."""
+    value = duration.seconds + duration.nanos / 1e9
+    if not 0 <= value <= limit:
+        raise InvalidRequestError(
+            f"{field} is {value:g} s", field=field, value=f"{value:g}", allowed=f"0 to {limit:g} s"
+        )
+    return value

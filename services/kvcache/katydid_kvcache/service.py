@@ -1,0 +1,191 @@
+"""KvCacheService over gRPC: translates between the protocol and the cache, and nothing more."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message_factory import GetMessageClass
+from katydid.kvcache.v1 import kvcache_pb2 as pb
+from katydid_cache.records import Snapshot
+from katydid_cache.wire import duration
+from katydid_runtime.errors import UnsupportedError
+from katydid_runtime.telemetry import Span, Telemetry
+from katydid_runtime.trace_context import TraceContext
+
+from katydid_kvcache import requests
+from katydid_kvcache.cache import Cache
+from katydid_kvcache.figures import Figures
+from katydid_kvcache.get_stream import GetStream
+from katydid_kvcache.put_stream import PutStream
+
+__all__ = ["LONG_LIVED", "SERVICE", "KvCacheService", "rpc_handlers"]
+
+_DESCRIPTOR = pb.DESCRIPTOR.services_by_name["KvCacheService"]
+SERVICE = _DESCRIPTOR.full_name
+LONG_LIVED = (f"/{SERVICE}/Attach", f"/{SERVICE}/Watch")
+_RAW = frozenset({"Get", "Put"})
+_IDENTITY_BYTES = 32
+_PREFETCH_LIMIT_S = 600.0
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class KvCacheService:
+    """The RPCs of KvCacheService; see the protocol for what each one means."""
+
+    def __init__(self, cache: Cache, telemetry: Telemetry, figures: Figures) -> None:
+        self._cache = cache
+        self._telemetry = telemetry
+        self._figures = figures
+        self._delays = cache.settings.fault_delays
+
+    async def Attach(self, request: pb.AttachRequest, _context: Context) -> AsyncIterator[pb.AttachResponse]:
+        cache = self._cache
+        identity = requests.exact_bytes(request.identity, (_IDENTITY_BYTES,), "identity")
+        namespace = cache.store.namespace(identity, requests.layout(request.layout))
+        attachment = cache.attachments.join(namespace, request.client)
+        try:
+            attached = pb.Attached(
+                attachment=attachment.id, boot_epoch=cache.boot_epoch, frame_bytes=requests.FRAME_BYTES
+            )
+            yield pb.AttachResponse(attached=attached)
+            await cache.attachments.draining.wait()
+            yield pb.AttachResponse(notice=pb.Notice(draining=True))
+            await asyncio.Event().wait()
+        finally:
+            cache.detach(attachment)
+
+    async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
+        started = time.monotonic()
+        with self._span("kvcache.service.lookup", context) as span:
+            attachment = self._cache.attachments.find(request.attachment)
+            hashes = requests.hash_list(request.hashes)
+            longest_s = self._cache.settings.lease_ttl_s
+            ttl_s = longest_s
+            if request.HasField("lease_ttl"):
+                ttl_s = requests.seconds(request.lease_ttl, "lease_ttl", limit=longest_s)
+            await self._delay("lookup")
+            found = self._cache.lookup(
+                attachment, hashes, requests.span(request.heads), ttl_s if request.lease else None
+            )
+            span.set_all({"kvcache.blocks.asked": len(hashes), "kvcache.blocks.found": found.blocks})
+        elapsed_s = time.monotonic() - started
+        self._figures.lookup_seconds.observe(elapsed_s)
+        return pb.LookupResponse(
+            blocks=found.blocks,
+            runs=[
+                pb.TierRun(tier=pb.Tier.ValueType(run.tier), blocks=run.blocks, eta=duration(run.eta_s))
+                for run in found.runs
+            ],
+            lease=found.lease,
+            boot_epoch=self._cache.boot_epoch,
+            duration=duration(elapsed_s),
+        )
+
+    async def Get(self, messages: AsyncIterator[bytes], context: Context) -> None:
+        started = time.monotonic()
+        with self._span("kvcache.service.get", context) as span:
+            await self._delay("get")
+            stream = GetStream(self._cache, messages, context.write)
+            try:
+                await stream.run()
+            finally:
+                span.set_all(
+                    {
+                        "kvcache.blocks.sent": stream.sent,
+                        "kvcache.blocks.missed": stream.missed,
+                        "kvcache.bytes": stream.bytes,
+                    }
+                )
+                self._figures.sent_bytes.inc(stream.bytes)
+        self._figures.get_seconds.observe(time.monotonic() - started)
+
+    async def Put(self, messages: AsyncIterator[bytes], context: Context) -> None:
+        started = time.monotonic()
+        with self._span("kvcache.service.put", context) as span:
+            stream = PutStream(self._cache, messages, context.write)
+            try:
+                await stream.run()
+            finally:
+                span.set_all({"kvcache.blocks.stored": stream.stored, "kvcache.bytes": stream.bytes})
+                self._figures.received_bytes.inc(stream.bytes)
+        self._figures.put_seconds.observe(time.monotonic() - started)
+
+    async def Reserve(self, _request: pb.ReserveRequest, _context: Context) -> pb.ReserveResponse:
+        raise UnsupportedError("this service offers no arena; write through Put", field="want_arena", allowed="false")
+
+    async def Commit(self, _request: pb.CommitRequest, _context: Context) -> pb.CommitResponse:
+        raise UnsupportedError("this service offers no arena; write through Put", field="want_arena", allowed="false")
+
+    async def Prefetch(self, request: pb.PrefetchRequest, _context: Context) -> pb.PrefetchResponse:
+        attachment = self._cache.attachments.find(request.attachment)
+        deadline_s = requests.seconds(request.deadline, "deadline", limit=_PREFETCH_LIMIT_S)
+        blocks, eta_s = self._cache.prefetch(attachment.namespace, requests.hash_list(request.hashes), deadline_s)
+        return pb.PrefetchResponse(blocks=blocks, eta=duration(eta_s))
+
+    async def Release(self, request: pb.ReleaseRequest, _context: Context) -> pb.ReleaseResponse:
+        self._cache.release(self._cache.attachments.find(request.attachment), request.lease)
+        return pb.ReleaseResponse()
+
+    async def Stats(self, _request: pb.StatsRequest, _context: Context) -> pb.StatsResponse:
+        cache = self._cache
+        tiers = []
+        for books in cache.store.tiers:
+            counters = books.counters
+            tiers.append(
+                pb.TierStats(
+                    tier=pb.Tier.ValueType(books.tier),
+                    blocks=books.blocks,
+                    bytes=books.bytes,
+                    capacity_bytes=books.slots.capacity_bytes,
+                    hits=counters.hits,
+                    misses=counters.misses,
+                    writes=counters.writes,
+                    evictions=counters.evictions,
+                    corrupt=counters.corrupt,
+                    shed=counters.shed,
+                )
+            )
+        return pb.StatsResponse(
+            tiers=tiers,
+            leases=len(cache.leases),
+            attachments=len(cache.attachments),
+            quarantined=cache.quarantined,
+            boot_epoch=cache.boot_epoch,
+        )
+
+    async def Watch(self, request: pb.WatchRequest, _context: Context) -> AsyncIterator[pb.WatchResponse]:
+        identity = requests.exact_bytes(request.identity, (_IDENTITY_BYTES,), "identity")
+        async for event in self._cache.events.watch(identity):
+            response = pb.WatchResponse(boot_epoch=event.boot_epoch, sequence=event.sequence)
+            tier = pb.Tier.ValueType(event.tier)
+            if isinstance(event, Snapshot):
+                response.snapshot.CopyFrom(pb.BlockSnapshot(tier=tier, hashes=event.hashes, last=event.last))
+            else:
+                response.delta.CopyFrom(pb.BlockDelta(tier=tier, stored=event.stored, removed=event.removed))
+            yield response
+
+    def _span(self, name: str, context: Context) -> Span:
+        return self._telemetry.start(name, TraceContext.from_headers(context.invocation_metadata() or ()))
+
+    async def _delay(self, point: str) -> None:
+        if (seconds := self._delays.get(point, 0.0)) > 0:
+            await asyncio.sleep(seconds)
+
+
+def rpc_handlers(service: KvCacheService) -> grpc.GenericRpcHandler:
+    """The service for `Server.add_generic_rpc_handlers`. Get and Put pass serialised messages as they are."""
+    handlers = {}
+    for method in _DESCRIPTOR.methods:
+        kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
+        raw = method.name in _RAW
+        handlers[method.name] = getattr(grpc, f"{kind}_rpc_method_handler")(
+            getattr(service, method.name),
+            request_deserializer=None if raw else GetMessageClass(method.input_type).FromString,
+            response_serializer=None if raw else GetMessageClass(method.output_type).SerializeToString,
+        )
+    return grpc.method_handlers_generic_handler(SERVICE, handlers)

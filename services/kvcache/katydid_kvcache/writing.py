@@ -1,0 +1,193 @@
+"""The end of a write: check what arrived, make it visible, and carry it through to disk.
+
+Writing through is bounded: a write that may be lost is shed when the disk is behind, a write that asked for the disk
+waits. Neither ever holds up another block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import Callable
+
+from katydid_cache.records import PutOutcome, PutStatus
+
+from katydid_kvcache.blocks import Block
+from katydid_kvcache.checksums import payload_checksum
+from katydid_kvcache.disk.slot_header import SlotHeader
+from katydid_kvcache.disk.tier import DiskTier
+from katydid_kvcache.memory import MemoryTier
+from katydid_kvcache.slabs import Slot
+from katydid_kvcache.store import Store, Write
+
+__all__ = ["Writer"]
+
+
+def _refused(reason: str) -> PutOutcome:
+    return PutOutcome(PutStatus.REFUSED, reason)
+
+
+class Writer:
+    """Finishes writes into `memory` and writes blocks through to `disk`, at most `queue_bytes` at a time.
+
+    Reasons of refusal: "checksum" (the bytes are not what the client announced), "corrupt" (another rank's part went
+    bad meanwhile), and, for a write that must reach the disk, "no_disk", "disk_failing", "disk_full".
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        memory: MemoryTier,
+        disk: DiskTier | None,
+        *,
+        queue_bytes: int,
+        block_ttl_s: float,
+        now: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._memory = memory
+        self._disk = disk
+        self._queue_bytes = queue_bytes
+        self._block_ttl_s = block_ttl_s
+        self._now = now
+        self._in_flight: dict[Block, asyncio.Future[str]] = {}
+        self._bytes_in_flight = 0
+        self._room_made = asyncio.Event()
+        self._completions: dict[Block, set[asyncio.Future[None]]] = {}
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes on their way to disk."""
+        return self._bytes_in_flight
+
+    def finish(self, write: Write, claimed: bytes, ttl_s: float | None) -> PutOutcome:
+        """All bytes of `write` are in its slot; `claimed` is the checksum the client sent for them.
+
+        A block that has all its heads now is visible, and on its way to disk if the disk keeps up.
+        """
+        store, block = self._store, write.block
+        if block.memory is None:
+            store.abort_write(write)
+            return _refused("corrupt")
+        computed = payload_checksum(self._memory.view(block), block.namespace.layout.runs(write.heads))
+        if computed != claimed:
+            store.abort_write(write)
+            return _refused("checksum")
+        try:
+            if store.finish_write(write, computed):
+                checksum = self._memory.join(block)
+                if checksum is None:
+                    store.leave(store.memory, block, corrupt=True)
+                    return _refused("corrupt")
+                ttl_s = self._block_ttl_s if ttl_s is None else ttl_s
+                store.complete(write, checksum, self._now() + ttl_s if ttl_s else 0.0)
+                self.write_through(block)
+                for waiting in self._completions.pop(block, ()):
+                    if not waiting.done():
+                        waiting.set_result(None)
+            return PutOutcome(PutStatus.STORED)
+        finally:
+            store.unpin([block])
+
+    def reach_disk(self, block: Block, outcome: PutOutcome) -> asyncio.Task[PutOutcome]:
+        """Wait until a block has all its heads and is on disk; `outcome` then, or why it can't be.
+
+        The block stays pinned meanwhile. The task may be cancelled by whoever asked.
+        """
+        self._store.pin([block])
+        task = asyncio.create_task(self._reach_disk(block, outcome))
+        task.add_done_callback(lambda _: self._store.unpin([block]))
+        return task
+
+    async def _reach_disk(self, block: Block, outcome: PutOutcome) -> PutOutcome:
+        if not block.complete:
+            await self._completion(block)
+        while block not in self._in_flight and self._bytes_in_flight >= self._queue_bytes:
+            self._room_made.clear()
+            await self._room_made.wait()
+        reason = await asyncio.shield(self.write_through(block, must=True))
+        return _refused(reason) if reason else outcome
+
+    async def _completion(self, block: Block) -> None:
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._completions.setdefault(block, set()).add(waiting)
+        try:
+            await waiting
+        finally:
+            if (others := self._completions.get(block)) is not None:
+                others.discard(waiting)
+                if not others:
+                    del self._completions[block]
+
+    def write_through(self, block: Block, *, must: bool = False) -> asyncio.Future[str]:
+        """Send a complete block to disk if it isn't there. The result is "" once it is durable, else why not."""
+        if (in_flight := self._in_flight.get(block)) is not None:
+            return in_flight
+        result: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        store, disk = self._store, self._disk
+        if block.disk is not None:
+            result.set_result("")
+            return result
+        if disk is None or store.disk is None:
+            result.set_result("no_disk")
+            return result
+        slot = None
+        if not disk.healthy:
+            reason = "disk_failing"
+        elif not must and self._bytes_in_flight + block.namespace.slot_bytes > self._queue_bytes:
+            reason = "disk_behind"
+        elif block.memory is None or (slot := store.room(store.disk, block)) is None:
+            reason = "disk_full"
+        if slot is None:
+            store.disk.counters.shed += 1
+            result.set_result(reason)
+            return result
+        self._start(disk, block, slot, result)
+        return result
+
+    def _start(self, disk: DiskTier, block: Block, slot: Slot, result: asyncio.Future[str]) -> None:
+        namespace = block.namespace
+        assert block.memory is not None
+        assert self._store.disk is not None
+        header = SlotHeader(
+            namespace.identity,
+            block.hash,
+            block.parent,
+            slot.generation,
+            block.checksum,
+            block.expires_at,
+            namespace.layout,
+        )
+        self._store.pin([block])
+        self._in_flight[block] = result
+        self._bytes_in_flight += namespace.slot_bytes
+        disk.write(
+            header,
+            slot,
+            self._store.disk.slot_bytes(block),
+            self._memory.pages(block, block.memory),
+            lambda error: self._written(block, slot, error),
+        )
+
+    def _written(self, block: Block, slot: Slot, error: OSError | None) -> None:
+        store = self._store
+        assert store.disk is not None
+        assert self._disk is not None
+        reason = ""
+        if error is not None:
+            reason = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "disk_failing"
+            store.disk.counters.shed += 1
+            store.disk.slots.free(slot)
+            if reason == "disk_full":
+                store.disk.slots.stop_growing()
+        elif block.namespace.blocks.get(block.hash) is block:
+            store.place(store.disk, block, slot)
+        else:
+            # Its memory slot turned out corrupt while it was written: nobody may find it again.
+            reason = "corrupt"
+            store.disk.slots.free(slot)
+            self._disk.delete(block.namespace.identity, block.hash)
+        self._bytes_in_flight -= block.namespace.slot_bytes
+        self._room_made.set()
+        self._in_flight.pop(block).set_result(reason)
+        store.unpin([block])
