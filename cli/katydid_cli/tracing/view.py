@@ -1,0 +1,104 @@
+"""The `katydid trace` command: the tree with bars on a common time axis, then the TTFT by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from katydid_runtime.errors import NotFoundError, SettingsError
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from katydid_cli.tracing.attribution import Attribution, attribute
+from katydid_cli.tracing.spans import Node, Span, choose_trace, read_spans, tree
+
+__all__ = ["trace"]
+
+_BAR_WIDTH = 32
+_COLOURS = {"gateway": "cyan", "engine": "green", "kvcache": "magenta"}
+_SHOWN_ATTRIBUTES = 4
+
+
+def trace(paths: Sequence[Path], wanted: str | None, console: Console | None = None) -> None:
+    """Print the trace `wanted`, or of the request that ended last, out of files or folders of *.jsonl files.
+
+    Raises SettingsError for unreadable paths, NotFoundError when the trace is not among them.
+    """
+    console = console or Console(highlight=False)
+    spans, broken = read_spans(_files(paths))
+    chosen = choose_trace(spans, wanted)
+    services = sorted({span.service for span in chosen})
+    console.print(f"trace {chosen[0].trace_id}: {len(chosen)} spans of {', '.join(services)}", soft_wrap=True)
+    console.print(_tree_table(chosen))
+    if broken:
+        console.print(f"{broken} lines were no spans", style="yellow")
+    try:
+        attribution = attribute(chosen)
+    except NotFoundError as error:
+        console.print(str(error), style="yellow", soft_wrap=True)
+        return
+    console.print(_attribution_table(attribution))
+    if attribution.waited_for:
+        names = ", ".join(f"{span.name} ({span.duration_s * 1e3:.1f} ms)" for span in attribution.waited_for)
+        console.print(f"the first token waited for {names}", soft_wrap=True)
+    if attribution.tpot_s is not None:
+        console.print(f"TPOT {attribution.tpot_s * 1e3:.1f} ms")
+
+
+def _files(paths: Sequence[Path]) -> list[Path]:
+    files: list[Path] = []
+    for path in paths:
+        found = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        if not found:
+            raise SettingsError(f"{path} holds no *.jsonl files", value=str(path))
+        files += found
+    return files
+
+
+def _tree_table(spans: Sequence[Span]) -> Table:
+    table = Table("span", "ms", "", "", box=None, pad_edge=False)
+    table.columns[1].justify = "right"
+    begin = min(span.start_ns for span in spans)
+    length = max(1, max(span.end_ns for span in spans) - begin)
+
+    def add(node: Node, indent: str, branch: str) -> None:
+        span = node.span
+        colour = _COLOURS.get(span.service, "white")
+        name = Text(indent + branch, "dim").append(span.name, colour)
+        if span.error:
+            name.append(" ✗", "bold red")
+        bar = Text(_bar(span, begin, length), colour)
+        table.add_row(
+            name, f"{span.duration_s * 1e3:.1f}", bar, Text(_note(span), "dim", overflow="ellipsis", no_wrap=True)
+        )
+        below = indent + {"": "", "├─ ": "│  ", "└─ ": "   "}[branch]
+        for child in node.children:
+            add(child, below, "└─ " if child is node.children[-1] else "├─ ")
+
+    for root in tree(spans):
+        add(root, "", "")
+    return table
+
+
+def _bar(span: Span, begin: int, length: int) -> str:
+    left = int((span.start_ns - begin) / length * _BAR_WIDTH)
+    width = max(1, round((span.end_ns - span.start_ns) / length * _BAR_WIDTH))
+    return (" " * min(left, _BAR_WIDTH - 1) + "█" * width)[:_BAR_WIDTH].ljust(_BAR_WIDTH)
+
+
+def _note(span: Span) -> str:
+    if span.error:
+        return span.error
+    shown = [(key, value) for key, value in span.attributes.items() if not key.startswith("ttft")]
+    return " ".join(f"{key}={value}" for key, value in shown[:_SHOWN_ATTRIBUTES])
+
+
+def _attribution_table(attribution: Attribution) -> Table:
+    table = Table(f"TTFT {attribution.ttft_s * 1e3:.1f} ms", "ms", "share", "", box=None, pad_edge=False)
+    table.columns[1].justify = table.columns[2].justify = "right"
+    for name, seconds in attribution.phases_s.items():
+        share = seconds / attribution.ttft_s if attribution.ttft_s > 0 else 0.0
+        bar = "█" * max(0, round(share * _BAR_WIDTH))
+        table.add_row(name, f"{seconds * 1e3:.2f}", f"{share:.1%}", Text(bar, "blue"))
+    return table
