@@ -8,6 +8,7 @@ await cache.release(found.lease)
 """
 
 from katydid_cache.admin import CacheAdmin, NamespaceInfo, Verification
+from katydid_cache.allocation import keep_buffers_mapped
 from katydid_cache.client import CacheClient
 from katydid_cache.layout import BlockLayout, Span
 from katydid_cache.records import (
@@ -50,4 +51,5 @@ __all__ = [
     "TierTime",
     "Verification",
     "WatchEvent",
+    "keep_buffers_mapped",
 ]

@@ -55,6 +55,7 @@ class GetCall:
             elif kind == "summary":
                 self._times = tuple(_tier_time(time) for time in response.summary.times)
                 await call.done_writing()
+                await call.read()
                 return
 
     def result(self, unanswered: str) -> GetResult:

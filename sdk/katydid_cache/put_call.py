@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 from katydid.kvcache.v1 import kvcache_pb2 as pb
+from katydid_runtime.errors import UnavailableError
 from xxhash import xxh3_128_digest
 
 from katydid_cache.records import PutBlock, PutOutcome, PutStatus
@@ -37,9 +38,10 @@ class PutCall:
             else:
                 await call.done_writing()
             await receiving
-        except asyncio.InvalidStateError:
-            # The service ended the call while it was written to; the receiving side knows why.
+        except (asyncio.InvalidStateError, grpc.RpcError) as error:
+            # The service ended the call while it was written to: if anyone knows why, it is the receiving side.
             await receiving
+            raise UnavailableError("the cache service ended a Put early") from error
         finally:
             receiving.cancel()
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 
 from katydid.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
+from katydid_cache.allocation import keep_buffers_mapped
 from katydid_runtime.exposition import Exposition
 from katydid_runtime.metrics import Metrics
 from katydid_runtime.process import run_service
@@ -66,6 +67,7 @@ async def _keep_figures(figures: Figures, cache: Cache) -> None:
 
 
 def main() -> None:
+    keep_buffers_mapped()
     run_service("kvcache", KvCacheSettings, serve)
 
 

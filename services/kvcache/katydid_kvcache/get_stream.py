@@ -76,6 +76,8 @@ class GetStream:
                     self._cache.reader.close(reading)
                 ahead.popleft()
             await self._send(pb.GetResponse(summary=self._summary()).SerializeToString())
+            # The client may be about to send credit: to end the call under its pen would look like a failure to it.
+            await asyncio.wait([crediting], timeout=self._stall_s)
         finally:
             crediting.cancel()
             for task in ahead:

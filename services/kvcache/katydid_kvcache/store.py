@@ -173,9 +173,10 @@ class Store:
     def prefix(self, namespace: Namespace, hashes: Sequence[bytes], mask: int) -> list[Block]:
         """The longest prefix of the chain that is present, counted as hits and the first miss."""
         found: list[Block] = []
+        blocks, now = namespace.blocks, self._now()
         for block_hash in hashes:
-            block = self.find(namespace, block_hash, mask)
-            if block is None:
+            block = blocks.get(block_hash)
+            if block is None or block.heads & mask != mask or 0 < block.expires_at <= now:
                 break
             found.append(block)
         missed = len(hashes) - len(found)
@@ -188,11 +189,12 @@ class Store:
         return found
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """Mark a prefix as just used; its deep end is made the colder, so that suffixes go before prefixes."""
-        for block in reversed(blocks):
-            for books, slot in self._places(block):
-                if slot is not None:
-                    books.order(block).touch(block)
+        """Mark a prefix of one namespace as just used; its deep end is made the colder, so that suffixes go before prefixes."""
+        if blocks:
+            for books in self.tiers:
+                order = books.order(blocks[0])
+                for block in reversed(blocks):
+                    order.touch(block)
 
     def pin(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
