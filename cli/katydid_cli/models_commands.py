@@ -27,7 +27,8 @@ def show_models(cache_dir: Path) -> None:
 
 def prepare_model(name: str, cache_dir: Path) -> None:
     """Prepare with a progress bar on stderr; the folder's path goes to stdout."""
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("preparing", total=1.0)
         folder = prepare(
             name, cache_dir, progress=lambda what, share: bar.update(task, description=what, completed=share)

@@ -119,7 +119,7 @@ async def _run(options: BenchOptions, sessions: Sequence[Session], console: Cons
         pool = (await client.tokenize(_POOL_TEXT, model=options.model)).ids
         source = TokenSource(sorted(set(pool)), options.seed)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task("requests", total=total)
             return await run_workload(
                 client,

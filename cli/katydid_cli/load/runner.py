@@ -63,8 +63,9 @@ async def run_workload(
 
     async def session(plan: Session) -> None:
         history: list[int] = []
-        due_s = plan.start_s
+        ready_s = plan.start_s
         for turn in plan.turns:
+            due_s = ready_s + turn.think_s
             await asyncio.sleep(start + due_s - time.monotonic())
             prompt = history + tokens.ids(turn.pieces)
             outcome, completion = await _ask(client, prompt, turn, start, due_s, model, ignore_eos)
@@ -73,7 +74,7 @@ async def run_workload(
             if completion is None:
                 return
             history = [*prompt, *completion.choices[0].token_ids]
-            due_s = time.monotonic() - start + turn.think_s
+            ready_s = time.monotonic() - start
 
     async with asyncio.TaskGroup() as group:
         for plan in sessions:

@@ -1,0 +1,87 @@
+"""The command line itself: exit codes, one line for what was asked wrongly, quick start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from katydid_cli.__main__ import run
+from katydid_cli.model_folder import FALLBACK, resolve_model
+from katydid_runtime.errors import ModelFolderError, SettingsError, UnknownModelError
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["fly"], "No such command 'fly'"),
+        (["up", "--wings", "2"], "No such option: --wings"),
+        (["up", "--engines", "many"], "Invalid value for '--engines'"),
+        (["up", "--model", "gpt-17"], "model 'gpt-17' is neither a folder nor one of"),
+        (["models", "prepare", "gpt-17"], "gpt-17"),
+        (["models", "verify", FALLBACK, "--cache-dir", "/no/such/folder"], "not a prepared model"),
+        (["trace", "/no/such/file"], "cannot read trace file /no/such/file"),
+        (["bench", "--rate", "0"], "--rate=0.0: must be more than 0"),
+        (["bench", "--workload", "replay"], "--workload=replay needs --replay FILE"),
+        (["bench", "--workload", "dance"], "Invalid value for '--workload'"),
+    ],
+)
+def test_what_was_asked_wrongly_is_one_line_and_exit_code_2(argv, complaint, capsys):
+    assert run(argv) == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("katydid: ")
+    assert complaint in line
+
+
+@pytest.mark.parametrize("argv", [["chat"], ["bench"]])
+def test_no_gateway_is_one_line_and_exit_code_1(argv, capsys):
+    assert run([*argv, "--address", "127.0.0.1:1"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "failed to connect" in line
+
+
+def test_help(capsys):
+    assert run([]) == 0
+    commands = capsys.readouterr().out
+    for command in ("up", "serve-gateway", "serve-engine", "serve-kvcache", "chat", "bench", "trace", "models"):
+        assert command in commands
+    assert run(["up", "--help"]) == 0
+    assert "--kv-disk-dir" in capsys.readouterr().out
+
+
+def test_help_imports_nothing_heavy():
+    code = """
+import sys
+from katydid_cli.__main__ import run
+run(["--help"])
+heavy = {"grpc", "torch", "numpy", "gguf", "tokenizers", "opentelemetry", "pydantic"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+def test_an_embedded_or_named_folder_is_found(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("katydid_cli.model_folder.embedded_folder", lambda: tmp_path)
+    assert resolve_model(None, tmp_path / "cache") == tmp_path
+    assert resolve_model("hy3-tiny", tmp_path / "cache") == tmp_path
+    assert resolve_model(str(tmp_path), tmp_path / "cache") == tmp_path.resolve()
+
+
+def test_a_folder_without_a_model_is_named(tmp_path):
+    with pytest.raises(ModelFolderError, match="no model folder: it has no config"):
+        resolve_model(str(tmp_path), tmp_path)
+
+
+def test_the_embedded_model_is_unknown_where_it_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr("katydid_cli.model_folder.embedded_folder", lambda: None)
+    with pytest.raises(UnknownModelError, match="neither a folder nor one of SmolLM2"):
+        resolve_model("hy3-tiny", tmp_path)
+
+
+def test_an_unwritable_cache_directory_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("katydid_cli.model_folder.embedded_folder", lambda: None)
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingsError, match="file"):
+        resolve_model(None, tmp_path / "file")
