@@ -1,12 +1,19 @@
 """Decode on Hopper: one warp streams pages through TMA across piece borders, one warpgroup computes behind it.
 
 The loading warp walks the plan on its own and never waits for a combine, so memory stays busy while a piece ends and the
-next begins.  Operands are swapped as in the split kernel: tokens and head_dim take the tensor cores' 64-row side.
+next begins.  Operands are swapped, `S^T = K Q^T` and `O^T = V^T P^T`: tokens and head_dim take the tensor cores' fixed
+64-row side, the few query rows of a kv head the narrow one.  In fp8 every output product goes to a fresh tile that is
+added in fp32, because the tensor cores keep about 22 bits of their own accumulators.
+
+Launched with programmatic overlap, a CTA may start while the preceding kernel still runs: it then streams the pages that
+hold no new token, and only the queries, the newest pages and the scratch wait for that kernel's end.
+
+Partial results go to one of the CTA's two slots.  The last piece of a group of `FAN` sums the group; the last group sums
+the groups: no CTA ever reads more than `FAN` (or pieces / FAN) partials one after the other.
 """
 
 from __future__ import annotations
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -16,126 +23,195 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["decode_hopper_kernel"]
+__all__ = ["FAN", "decode_hopper_kernel"]
 
 LOG2E = gl.constexpr(1.4426950408889634)
+FAN = gl.constexpr(16)
 
 
 @gluon.jit
-def _tiles(length, q_len, window):
-    first = gl.where(window > 0, gl.maximum(length - q_len - window + 1, 0) // 64, 0)
-    return first, gl.maximum((length + 63) // 64 - first, 1)
+def _first_piece(plan_ptr, lens_ptr, batch):
+    record = plan_ptr + gl.program_id(0) * 8
+    row = gl.load(record)
+    length = gl.load(lens_ptr + row, mask=row < batch, other=0)
+    return (
+        row,
+        gl.load(record + 1),
+        gl.load(record + 2),
+        gl.load(record + 3),
+        gl.load(record + 4),
+        gl.load(record + 5),
+        gl.load(record + 6),
+        gl.load(record + 7),
+        length,
+    )
 
 
 @gluon.jit
-def _next_piece(row, head, left, interval, batch, kv_heads, lens_ptr, q_len, window, piece_cost):
+def _next_piece(row, head, left, interval, batch, kv_heads, lens_ptr, window, piece_cost, Q_LEN: gl.constexpr):
+    """The following item from its first visible tile on, as far as the CTA's interval reaches; row = batch when done."""
     row += ((head + 1) == kv_heads).to(gl.int32)
     head = gl.where(head + 1 == kv_heads, 0, head + 1)
     left -= piece_cost
     row = gl.where(left > 0, row, batch)
     length = gl.load(lens_ptr + row, mask=row < batch, other=0)
-    base, tiles = _tiles(length, q_len, window)
+    stored = (length + 63) // 64
+    first = gl.where(window > 0, gl.maximum(length - Q_LEN - window + 1, 0) // 64, 0)
+    tiles = gl.maximum(stored - first, 1)
     take = gl.minimum(tiles, left)
     count = 1 + (tiles - take + interval - 1) // interval
-    return row, head, left - take, length, base, gl.minimum(base + take, (length + 63) // 64), count
+    return row, head, first, gl.minimum(first + take, stored), count, left - take, length
 
 
 @gluon.jit
 def _stream_pages(
     k_desc, v_desc, k_smem, v_smem, full, empty, table_ptr, lens_ptr, plan_ptr, batch, kv_heads, table_stride, window,
-    piece_cost, Q_LEN: gl.constexpr, D: gl.constexpr, DB: gl.constexpr, PAGES: gl.constexpr, STAGES: gl.constexpr,
+    piece_cost, Q_LEN: gl.constexpr, D: gl.constexpr, BOX: gl.constexpr, PAGES: gl.constexpr, STAGES: gl.constexpr,
 ):
-    KB: gl.constexpr = D // DB
     page_bytes: gl.constexpr = 2 * 64 * D * k_desc.dtype.primitive_bitwidth // 8
-    record = plan_ptr + gl.program_id(0) * 8
-    row = gl.load(record)
-    head = gl.load(record + 1)
-    first = gl.load(record + 2)
-    last = gl.load(record + 3)
-    left = gl.load(record + 6)
-    interval = gl.load(record + 7)
-    length = gl.load(lens_ptr + row, mask=row < batch, other=0)
-    i = 0
+    row, head, first, last, index, count, left, interval, length = _first_piece(plan_ptr, lens_ptr, batch)
+    waited = row < 0
+    step = 0
     while row < batch:
         table = table_ptr + row.to(gl.int64) * table_stride
-        end = last
-        for tile in range(first, end, PAGES):
-            stage = i % STAGES
-            mbarrier.wait(empty.index(stage), ((i // STAGES) & 1) ^ 1)
-            pages = gl.minimum(end - tile, PAGES)
+        for tile in range(first, last, PAGES):
+            if not waited and (tile + PAGES) * 64 > length - Q_LEN:
+                gdc_wait()
+                waited = True
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            pages = gl.minimum(last - tile, PAGES)
             for n in gl.static_range(1, PAGES + 1):
                 mbarrier.expect(full.index(stage), page_bytes * n, pred=pages == n)
             for p in gl.static_range(PAGES):
                 page = gl.load(table + tile + p, mask=p < pages, other=0)
-                for c in gl.static_range(KB):
+                for c in gl.static_range(D // BOX):
                     tma.async_copy_global_to_shared(
-                        k_desc, [(page * kv_heads + head) * 64, c * DB], full.index(stage),
+                        k_desc, [(page * kv_heads + head) * 64, c * BOX], full.index(stage),
                         k_smem.index(stage).slice((c * PAGES + p) * 64, 64), pred=p < pages,
                     )
                 tma.async_copy_global_to_shared(
                     v_desc, [(page * kv_heads + head) * D, 0], full.index(stage),
                     v_smem.index(stage).slice(p * D, D), pred=p < pages,
                 )
-            i += 1
-        row, head, left, length, first, last, count = _next_piece(
-            row, head, left, interval, batch, kv_heads, lens_ptr, Q_LEN, window, piece_cost
+            step += 1
+        row, head, first, last, count, left, length = _next_piece(
+            row, head, left, interval, batch, kv_heads, lens_ptr, window, piece_cost, Q_LEN
         )
+
+
+@gluon.jit
+def _arrive(counter, expected):
+    """Count up; true in the arrival that completes `expected`, which also clears the counter for the next launch."""
+    gl.thread_barrier()
+    last = gl.atomic_add(counter, 1, sem="acq_rel") == expected - 1
+    if last:
+        gl.store(counter, 0)
+    return last
+
+
+@gluon.jit
+def _slot(first_cta, piece):
+    """Where piece `piece` of an item that begins in `first_cta` leaves its partial result."""
+    return (2 * (first_cta + piece) + gl.where(piece == 0, 1, 0)).to(gl.int64)
+
+
+@gluon.jit
+def _sum_partials(partial_ptr, stats_ptr, first_cta, begin, stride, count, D: gl.constexpr, ROWS: gl.constexpr,
+                  layout: gl.constexpr, UNROLL: gl.constexpr):
+    """Combine the partials of pieces `begin`, `begin + stride`, ... (`count` of them) into (maximum, total, output)."""
+    n = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
+    d = gl.arange(0, D, gl.SliceLayout(1, layout))
+    maximum = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
+    total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(0, layout))
+    acc = gl.zeros([D, ROWS], gl.float32, layout)
+    for j in range(0, count, UNROLL):
+        new_maximum = maximum
+        for c in gl.static_range(UNROLL):
+            slot = _slot(first_cta, begin + gl.minimum(j + c, count - 1) * stride)
+            m = gl.load(stats_ptr + slot * (2 * ROWS) + n, cache_modifier=".cg")
+            new_maximum = gl.maximum(new_maximum, m)
+        finite = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        keep = gl.exp2(maximum - finite)
+        total = total * keep
+        acc = acc * keep[None, :]
+        for c in gl.static_range(UNROLL):
+            slot = _slot(first_cta, begin + gl.minimum(j + c, count - 1) * stride)
+            m = gl.load(stats_ptr + slot * (2 * ROWS) + n, cache_modifier=".cg")
+            t = gl.load(stats_ptr + slot * (2 * ROWS) + ROWS + n, cache_modifier=".cg")
+            part = gl.load(partial_ptr + slot * (ROWS * D) + d[:, None] * ROWS + n[None, :], cache_modifier=".cg")
+            weight = gl.where(j + c < count, gl.exp2(m - finite), 0.0)
+            total += t * weight
+            acc += part * weight[None, :]
+        maximum = new_maximum
+    return maximum, total, acc
+
+
+@gluon.jit
+def _store_partial(partial_ptr, stats_ptr, slot, maximum, total, acc, D: gl.constexpr, ROWS: gl.constexpr,
+                   layout: gl.constexpr):
+    n = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
+    d = gl.arange(0, D, gl.SliceLayout(1, layout))
+    gl.store(partial_ptr + slot * (ROWS * D) + d[:, None] * ROWS + n[None, :], acc)
+    gl.store(stats_ptr + slot * (2 * ROWS) + n, maximum)
+    gl.store(stats_ptr + slot * (2 * ROWS) + ROWS + n, total)
+
+
+@gluon.jit
+def _clear_unwritten(v_smem, stage, tokens, D: gl.constexpr, PAGES: gl.constexpr, layout: gl.constexpr):
+    """Zero the value columns from `tokens` on: a weight of zero does not silence a NaN."""
+    for p in gl.static_range(PAGES):
+        if tokens < (p + 1) * 64:
+            page = v_smem.index(stage).slice(p * D, D)
+            column = gl.arange(0, 64, gl.SliceLayout(0, layout)) + p * 64
+            values = page.load(layout)
+            page.store(gl.where((column < tokens)[None, :], values, gl.zeros_like(values)))
+    fence_async_shared()
 
 
 @gluon.jit
 def _attend(
     q_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, q_smem, k_smem, v_smem, p_smem, full, empty, lens_ptr, plan_ptr,
     partial_ptr, stats_ptr, counter_ptr, out_ptr, lse_ptr, batch, kv_heads, scale, soft_cap, window, piece_cost,
-    HAS_Q_SCALE: gl.constexpr, HAS_KV_SCALE: gl.constexpr, K_PER_HEAD: gl.constexpr, SOFT_CAP: gl.constexpr,
+    HAS_Q_SCALE: gl.constexpr, HAS_KV_SCALE: gl.constexpr, PER_HEAD: gl.constexpr, SOFT_CAP: gl.constexpr,
     Q_LEN: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, PAGES: gl.constexpr,
-    STAGES: gl.constexpr, COMBINE: gl.constexpr,
+    STAGES: gl.constexpr, UNROLL: gl.constexpr,
 ):
     dtype: gl.constexpr = k_smem.dtype
     bits: gl.constexpr = dtype.primitive_bitwidth
     SHIFT: gl.constexpr = 8.0 if bits == 8 else 0.0
     TOKENS: gl.constexpr = PAGES * 64
+    vec: gl.constexpr = 128 // bits
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 256 // bits])
     n_layout: gl.constexpr = gl.SliceLayout(0, mma)
     m_layout: gl.constexpr = gl.SliceLayout(1, mma)
-    vec: gl.constexpr = 128 // bits
     q_layout: gl.constexpr = gl.BlockedLayout([1, vec], [32 * vec // D, D // vec], [4, 1], [1, 0])
-    v_fix: gl.constexpr = gl.BlockedLayout([1, vec], [32 * vec // 64, 64 // vec], [4, 1], [1, 0])
-    k_layout: gl.constexpr = gl.NVMMASharedLayout(128, bits, 2)
+    v_layout: gl.constexpr = gl.BlockedLayout([1, vec], [32 * vec // 64, 64 // vec], [4, 1], [1, 0])
+    k_layout: gl.constexpr = gl.NVMMASharedLayout(min(128, D * bits // 8), bits, 2)
 
     cta = gl.program_id(0)
-    record = plan_ptr + cta * 8
-    row = gl.load(record)
-    head = gl.load(record + 1)
-    first = gl.load(record + 2)
-    last = gl.load(record + 3)
-    index = gl.load(record + 4)
-    count = gl.load(record + 5)
-    left = gl.load(record + 6)
-    interval = gl.load(record + 7)
-    length = gl.load(lens_ptr + row, mask=row < batch, other=0)
-
+    heads = kv_heads * GROUP
     n = gl.arange(0, ROWS, n_layout)
     live = n < Q_LEN * GROUP
-    heads = kv_heads * GROUP
     token = gl.arange(0, TOKENS, m_layout)
     d = gl.arange(0, D, m_layout)
     qn = gl.arange(0, ROWS, gl.SliceLayout(1, q_layout))
     qd = gl.arange(0, D, gl.SliceLayout(0, q_layout))
-    zero_s = gl.zeros([TOKENS, ROWS], gl.float32, mma)
-    zero_o = gl.zeros([D, ROWS], gl.float32, mma)
-    i = 0
+    row, head, first, last, index, count, left, interval, length = _first_piece(plan_ptr, lens_ptr, batch)
+    gdc_wait()
+    gdc_launch_dependents()
+    step = 0
     while row < batch:
         out_row = ((row * Q_LEN + n // GROUP) * heads + head * GROUP + n % GROUP).to(gl.int64)
         q_row = ((row * Q_LEN + qn // GROUP) * heads + head * GROUP + qn % GROUP).to(gl.int64)
-        q = gl.load(
-            q_ptr + q_row[:, None] * D + qd[None, :], mask=(qn < Q_LEN * GROUP)[:, None] & (qd < D)[None, :], other=0.0
-        )
+        q = gl.load(q_ptr + q_row[:, None] * D + qd[None, :], mask=(qn < Q_LEN * GROUP)[:, None], other=0.0)
         factor = gl.full([ROWS], scale, gl.float32, n_layout)
         if HAS_Q_SCALE:
             factor *= gl.load(q_scale_ptr + out_row, mask=live, other=0.0)
         if HAS_KV_SCALE:
-            factor *= gl.load(k_scale_ptr + head * K_PER_HEAD)
+            factor *= gl.load(k_scale_ptr + head * PER_HEAD)
         if not SOFT_CAP:
             factor *= LOG2E
         q_smem.store(q)
@@ -144,98 +220,78 @@ def _attend(
         position = gl.where(live, length - Q_LEN + n // GROUP, -1)
         oldest = gl.where(window > 0, position - window, -1)
         maximum = gl.full([ROWS], float("-inf"), gl.float32, n_layout)
-        total = gl.full([ROWS], 0.0, gl.float32, n_layout)
+        weights = gl.zeros([TOKENS, ROWS], gl.float32, mma)
         acc = gl.zeros([D, ROWS], gl.float32, mma)
-        end = last
-        for tile in range(first, end, PAGES):
-            stage = i % STAGES
-            mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+        for tile in range(first, last, PAGES):
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             k = k_smem.index(stage)._reinterpret(dtype, [TOKENS, D], k_layout)
-            s = warpgroup_mma(k, q_smem.permute((1, 0)), zero_s, use_acc=False, is_async=True)
+            s = warpgroup_mma(
+                k, q_smem.permute((1, 0)), gl.zeros([TOKENS, ROWS], gl.float32, mma), use_acc=False, is_async=True
+            )
             s = warpgroup_mma_wait(0, deps=[s])
             s = s * factor[None, :]
             if SOFT_CAP:
-                s = soft_cap * LOG2E * (2.0 / (1.0 + gl.exp2(-2.0 * LOG2E * s / soft_cap)) - 1.0)
-            at = tile * 64 + token
-            edge = ((tile + PAGES) * 64 > length - Q_LEN) | (tile + PAGES > end) | (window > 0)
-            if edge:
-                visible = (at[:, None] <= position[None, :]) & (at[:, None] > oldest[None, :])
-                visible = visible & (at < end * 64)[:, None]
+                s = soft_cap * LOG2E * (1.0 - 2.0 / (1.0 + gl.exp2(s * (2.0 * LOG2E / soft_cap))))
+            end = gl.minimum(last * 64, length)
+            if ((tile + PAGES) * 64 > gl.minimum(end, length - Q_LEN)) | (window > 0):
+                at = tile * 64 + token
+                visible = (at[:, None] <= position[None, :]) & (at[:, None] > oldest[None, :]) & (at < end)[:, None]
                 s = gl.where(visible, s, float("-inf"))
-                for p in gl.static_range(PAGES):
-                    valid = gl.minimum(length, end * 64) - (tile + p) * 64
-                    if valid < 64:
-                        v_page = v_smem.index(stage).slice(p * D, D)
-                        column = gl.arange(0, 64, gl.SliceLayout(0, v_fix))
-                        v = v_page.load(v_fix)
-                        v_page.store(gl.where((column < valid)[None, :], v, gl.zeros_like(v)))
-                fence_async_shared()
+                _clear_unwritten(v_smem, stage, end - tile * 64, D, PAGES, v_layout)
             new_maximum = gl.maximum(maximum, gl.max(s, 0))
             finite = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) - SHIFT
             p = gl.exp2(s - finite[None, :])
             keep = gl.exp2(maximum - SHIFT - finite)
-            total = total * keep + gl.sum(p, 0)
             maximum = new_maximum
             p_smem.permute((1, 0)).store(p.to(dtype))
             fence_async_shared()
             gl.thread_barrier()
-            o = zero_o
-            for p in gl.static_range(PAGES):
+            o = gl.zeros([D, ROWS], gl.float32, mma)
+            for page in gl.static_range(PAGES):
                 o = warpgroup_mma(
-                    v_smem.index(stage).slice(p * D, D), p_smem.slice(p * 64, 64, dim=1).permute((1, 0)), o,
-                    use_acc=p > 0, is_async=True,
+                    v_smem.index(stage).slice(page * D, D), p_smem.slice(page * 64, 64, dim=1).permute((1, 0)), o,
+                    use_acc=page > 0, is_async=True,
                 )
+            weights = weights * keep[None, :] + p
+            acc = acc * keep[None, :]
             o = warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(empty.index(stage))
-            acc = acc * keep[None, :] + o
-            i += 1
+            acc = acc + o
+            step += 1
 
+        total = gl.sum(weights, 0)
         done = count == 1
         if count > 1:
-            slot = (2 * cta + (index == 0).to(gl.int32)).to(gl.int64)
-            gl.store(partial_ptr + slot * (ROWS * D) + d[:, None] * ROWS + n[None, :], acc)
-            gl.store(stats_ptr + slot * (2 * ROWS) + n, maximum)
-            gl.store(stats_ptr + slot * (2 * ROWS) + ROWS + n, total)
-            gl.thread_barrier()
-            counter = counter_ptr + row * kv_heads + head
-            done = gl.atomic_add(counter, 1, sem="acq_rel") == count - 1
+            first_cta = cta - index
+            _store_partial(partial_ptr, stats_ptr, _slot(first_cta, index), maximum, total, acc, D, ROWS, mma)
+            group = index // FAN * FAN
+            members = gl.minimum(count - group, FAN)
+            done = _arrive(counter_ptr + _slot(first_cta, group), members)
             if done:
-                gl.store(counter, 0)
-                maximum = gl.full([ROWS], float("-inf"), gl.float32, n_layout)
-                total = gl.full([ROWS], 0.0, gl.float32, n_layout)
-                acc = gl.zeros([D, ROWS], gl.float32, mma)
-                for j in range(0, count, COMBINE):
-                    new_maximum = maximum
-                    for c in gl.static_range(COMBINE):
-                        piece = gl.minimum(j + c, count - 1)
-                        slot = (2 * (cta - index + piece) + (piece == 0).to(gl.int32)).to(gl.int64)
-                        m = gl.load(stats_ptr + slot * (2 * ROWS) + n, cache_modifier=".cg")
-                        new_maximum = gl.maximum(new_maximum, m)
-                    finite = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-                    keep = gl.exp2(maximum - finite)
-                    total = total * keep
-                    acc = acc * keep[None, :]
-                    for c in gl.static_range(COMBINE):
-                        piece = gl.minimum(j + c, count - 1)
-                        slot = (2 * (cta - index + piece) + (piece == 0).to(gl.int32)).to(gl.int64)
-                        m = gl.load(stats_ptr + slot * (2 * ROWS) + n, cache_modifier=".cg")
-                        t = gl.load(stats_ptr + slot * (2 * ROWS) + ROWS + n, cache_modifier=".cg")
-                        weight = gl.where(j + c < count, gl.exp2(m - finite), 0.0)
-                        part = gl.load(
-                            partial_ptr + slot * (ROWS * D) + d[:, None] * ROWS + n[None, :], cache_modifier=".cg"
+                maximum, total, acc = _sum_partials(
+                    partial_ptr, stats_ptr, first_cta, group, 1, members, D, ROWS, mma, UNROLL
+                )
+                if count > FAN:
+                    gl.thread_barrier()
+                    _store_partial(partial_ptr, stats_ptr, _slot(first_cta, group), maximum, total, acc, D, ROWS, mma)
+                    groups = (count + FAN - 1) // FAN
+                    done = _arrive(counter_ptr + 2 * (gl.num_programs(0) + first_cta) + 1, groups)
+                    if done:
+                        maximum, total, acc = _sum_partials(
+                            partial_ptr, stats_ptr, first_cta, 0, FAN, groups, D, ROWS, mma, UNROLL
                         )
-                        total += t * weight
-                        acc += part * weight[None, :]
-                    maximum = new_maximum
         if done:
-            inverse = 1.0 / gl.where(total == 0.0, 1.0, total)
+            empty_row = total == 0.0
+            inverse = 1.0 / gl.where(empty_row, 1.0, total)
+            log_sum = gl.where(empty_row, float("-inf"), (maximum + gl.log2(total) - SHIFT) / LOG2E)
             if HAS_KV_SCALE:
-                inverse *= gl.load(v_scale_ptr + head * K_PER_HEAD)
+                inverse *= gl.load(v_scale_ptr + head * PER_HEAD)
             result = (acc * inverse[None, :]).to(out_ptr.dtype.element_ty)
             gl.store(out_ptr + out_row[None, :] * D + d[:, None], result, mask=live[None, :])
-            gl.store(lse_ptr + out_row, (maximum + gl.log2(total) - SHIFT) / LOG2E, mask=live)
-        row, head, left, length, first, last, count = _next_piece(
-            row, head, left, interval, batch, kv_heads, lens_ptr, Q_LEN, window, piece_cost
+            gl.store(lse_ptr + out_row, log_sum, mask=live)
+        row, head, first, last, count, left, length = _next_piece(
+            row, head, left, interval, batch, kv_heads, lens_ptr, window, piece_cost, Q_LEN
         )
         index = 0
 
@@ -244,18 +300,17 @@ def _attend(
 def decode_hopper_kernel(
     q_ptr, q_scale_ptr, k_desc, v_desc, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, plan_ptr, partial_ptr, stats_ptr,
     counter_ptr, out_ptr, lse_ptr, batch, kv_heads, scale, soft_cap, window, piece_cost, table_stride,
-    HAS_Q_SCALE: gl.constexpr, HAS_KV_SCALE: gl.constexpr, K_PER_HEAD: gl.constexpr, SOFT_CAP: gl.constexpr,
-    Q_LEN: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, DB: gl.constexpr,
-    PAGES: gl.constexpr, STAGES: gl.constexpr, COMBINE: gl.constexpr,
+    HAS_Q_SCALE: gl.constexpr, HAS_KV_SCALE: gl.constexpr, PER_HEAD: gl.constexpr, SOFT_CAP: gl.constexpr,
+    Q_LEN: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, BOX: gl.constexpr,
+    PAGES: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
 ):
     dtype: gl.constexpr = k_desc.dtype
     bits: gl.constexpr = dtype.primitive_bitwidth
-    KB: gl.constexpr = D // DB
-    k_layout: gl.constexpr = gl.NVMMASharedLayout(128, bits, 2)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout(BOX * bits // 8, bits, 2)
     v_layout: gl.constexpr = gl.NVMMASharedLayout(64 * bits // 8, bits, 2)
     q_smem = gl.allocate_shared_memory(dtype, [ROWS, D], k_layout)
     p_smem = gl.allocate_shared_memory(dtype, [ROWS, PAGES * 64], v_layout)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES, PAGES * KB * 64, DB], k_layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, PAGES * (D // BOX) * 64, BOX], k_layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, PAGES * D, 64], v_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -267,10 +322,10 @@ def decode_hopper_kernel(
         [
             (_attend, (q_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, q_smem, k_smem, v_smem, p_smem, full, empty,
                        lens_ptr, plan_ptr, partial_ptr, stats_ptr, counter_ptr, out_ptr, lse_ptr, batch, kv_heads,
-                       scale, soft_cap, window, piece_cost, HAS_Q_SCALE, HAS_KV_SCALE, K_PER_HEAD, SOFT_CAP, Q_LEN,
-                       GROUP, ROWS, D, PAGES, STAGES, COMBINE)),
+                       scale, soft_cap, window, piece_cost, HAS_Q_SCALE, HAS_KV_SCALE, PER_HEAD, SOFT_CAP, Q_LEN,
+                       GROUP, ROWS, D, PAGES, STAGES, UNROLL)),
             (_stream_pages, (k_desc, v_desc, k_smem, v_smem, full, empty, table_ptr, lens_ptr, plan_ptr, batch, kv_heads,
-                             table_stride, window, piece_cost, Q_LEN, D, DB, PAGES, STAGES)),
+                             table_stride, window, piece_cost, Q_LEN, D, BOX, PAGES, STAGES)),
         ],
         [1],
         [40],

@@ -1,4 +1,4 @@
-"""Launches the decode kernels: scratch memory that lives as long as its owner, and the choice of shapes."""
+"""Launches the decode kernels: the scratch they share, and the shapes chosen for a problem."""
 
 from __future__ import annotations
 
@@ -14,84 +14,171 @@ from katydid_kernels.decode_attention.hopper_kernel import decode_hopper_kernel
 from katydid_kernels.decode_attention.split_kernel import decode_split_kernel
 from katydid_kernels.decode_plan import PIECE_COST
 
-__all__ = ["DecodeScratch", "launch_hopper", "launch_split", "padded_rows"]
+__all__ = ["DecodeProblem", "DecodeScratch", "decode_ctas", "launch_hopper", "launch_split"]
+
+CTAS_PER_SM = 2
+STAGE_BYTES = 32768
 
 
 @dataclass(frozen=True)
 class DecodeScratch:
-    """Partial results and arrival counters of one stream: two slots a CTA, one counter a (row, kv head), zero between calls."""
+    """Partial results of one stream's decode calls, two slots a CTA, and arrival counters, zero between calls.
+
+    Calls that may run at the same time need a scratch each.
+    """
 
     partial: Tensor
     stats: Tensor
     counters: Tensor
 
     @staticmethod
-    def allocate(ctas: int, items: int, rows: int, head_dim: int, device: torch.device) -> DecodeScratch:
-        """Scratch for `ctas` CTAs, `items` = batch * kv_heads and `rows` padded query rows per kv head."""
+    def allocate(ctas: int, q_len: int, group: int, head_dim: int, device: torch.device) -> DecodeScratch:
+        """Scratch for plans of `ctas` CTAs and up to `q_len` new tokens of `group` query heads per kv head."""
+        rows = padded_rows(q_len, group, 16)
         return DecodeScratch(
-            torch.empty(2 * ctas, rows, head_dim, device=device),
-            torch.empty(2 * ctas, 2, rows, device=device),
-            torch.zeros(items, dtype=torch.int32, device=device),
+            torch.empty(2 * ctas * rows * head_dim, device=device),
+            torch.empty(2 * ctas * 2 * rows, device=device),
+            torch.zeros(4 * ctas, dtype=torch.int32, device=device),
         )
 
 
-def padded_rows(q_len: int, group: int) -> int:
+@dataclass(frozen=True)
+class DecodeProblem:
+    """The tensors and scalars of one decode call, checked; shapes as in `decode_attention`."""
+
+    q: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    block_table: Tensor
+    context_lens: Tensor
+    out: Tensor
+    lse: Tensor
+    scale: float
+    soft_cap: float | None = None
+    window: int | None = None
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+def decode_ctas(device: torch.device) -> int:
+    """CTAs that a plan for this device should deal to."""
+    return CTAS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def padded_rows(q_len: int, group: int, least: int) -> int:
     """Query rows of one kv head, padded to a size the tensor cores take."""
-    return max(16, triton.next_power_of_2(q_len * group))
+    return max(least, triton.next_power_of_2(q_len * group))
 
 
-def launch_split(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_table: Tensor,
-    context_lens: Tensor,
+def launch_hopper(
+    problem: DecodeProblem,
     plan: Tensor,
     scratch: DecodeScratch,
-    out: Tensor,
-    lse: Tensor,
     *,
-    scale: float,
-    soft_cap: float | None = None,
-    window: int | None = None,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    step: int = 64,
-    stages: int = 4,
-    warps: int = 4,
+    overlap: bool = False,
+    pages: int | None = None,
+    stages: int | None = None,
+    registers: int | None = None,
     piece_cost: int = PIECE_COST,
 ) -> None:
+    """Run the Gluon kernel; `pages` a stage, `stages` and `registers` are tuning knobs."""
+    q, k_pages = problem.q, problem.k_pages
     batch, q_len, heads, head_dim = q.shape
-    kv_heads = k_pages.shape[1]
-    rows = padded_rows(q_len, heads // kv_heads)
-    decode_split_kernel[(len(plan),)](
+    num_pages, kv_heads = k_pages.shape[:2]
+    group = heads // kv_heads
+    bits = 8 * k_pages.element_size()
+    rows = padded_rows(q_len, group, 8)
+    box = min(head_dim, 1024 // bits)
+    k_layout = gl.NVMMASharedLayout(box * bits // 8, bits, 2)
+    v_layout = gl.NVMMASharedLayout(64 * bits // 8, bits, 2)
+    page_bytes = 16 * head_dim * bits
+    pages = pages or max(1, min(STAGE_BYTES // page_bytes, 64 // rows))
+    stages = stages or (3 if page_bytes <= STAGE_BYTES else 2)
+    scratch_rows = 2 * len(plan) * rows
+    if scratch.partial.numel() < scratch_rows * head_dim or scratch.counters.numel() < 4 * len(plan):
+        raise ValueError(f"scratch must hold {scratch_rows} rows of {head_dim} and {4 * len(plan)} counters")
+    decode_hopper_kernel[(len(plan),)](
         q,
-        q_scale,
-        k_pages,
-        v_pages,
-        k_scale,
-        v_scale,
-        block_table,
-        context_lens,
+        problem.q_scale,
+        TensorDescriptor(k_pages, [num_pages * kv_heads * 64, head_dim], [head_dim, 1], [64, box], k_layout),
+        TensorDescriptor(problem.v_pages, [num_pages * kv_heads * head_dim, 64], [64, 1], [head_dim, 64], v_layout),
+        problem.k_scale,
+        problem.v_scale,
+        problem.block_table,
+        problem.context_lens,
         plan,
         scratch.partial,
         scratch.stats,
         scratch.counters,
-        out,
-        lse,
+        problem.out,
+        problem.lse,
         batch,
         kv_heads,
-        scale,
-        soft_cap or 0.0,
-        window or 0,
+        problem.scale,
+        problem.soft_cap or 0.0,
+        problem.window or 0,
         piece_cost,
-        block_table.stride(0),
+        problem.block_table.stride(0),
+        HAS_Q_SCALE=problem.q_scale is not None,
+        HAS_KV_SCALE=problem.k_scale is not None,
+        PER_HEAD=int(problem.k_scale is not None and problem.k_scale.numel() > 1),
+        SOFT_CAP=problem.soft_cap is not None,
+        Q_LEN=q_len,
+        GROUP=group,
+        ROWS=rows,
+        D=head_dim,
+        BOX=box,
+        PAGES=pages,
+        STAGES=stages,
+        UNROLL=max(1, 8192 // (rows * head_dim)),
+        num_warps=4,
+        maxnreg=registers or (168 if rows * head_dim <= 4096 else 255),
+        launch_pdl=overlap,
+    )
+
+
+def launch_split(
+    problem: DecodeProblem,
+    plan: Tensor,
+    scratch: DecodeScratch,
+    *,
+    step: int = 64,
+    stages: int = 4,
+    piece_cost: int = PIECE_COST,
+) -> None:
+    """Run the plain-Triton kernel, the fallback and oracle of the Gluon one."""
+    q, k_pages = problem.q, problem.k_pages
+    batch, q_len, heads, head_dim = q.shape
+    kv_heads = k_pages.shape[1]
+    rows = padded_rows(q_len, heads // kv_heads, 16)
+    decode_split_kernel[(len(plan),)](
+        q,
+        problem.q_scale,
+        k_pages,
+        problem.v_pages,
+        problem.k_scale,
+        problem.v_scale,
+        problem.block_table,
+        problem.context_lens,
+        plan,
+        scratch.partial,
+        scratch.stats,
+        scratch.counters,
+        problem.out,
+        problem.lse,
+        batch,
+        kv_heads,
+        problem.scale,
+        problem.soft_cap or 0.0,
+        problem.window or 0,
+        piece_cost,
+        problem.block_table.stride(0),
         k_pages.stride(0),
-        HAS_Q_SCALE=q_scale is not None,
-        K_PER_HEAD=int(k_scale is not None and k_scale.numel() > 1),
-        HAS_KV_SCALE=k_scale is not None,
-        SOFT_CAP=soft_cap is not None,
+        HAS_Q_SCALE=problem.q_scale is not None,
+        PER_HEAD=int(problem.k_scale is not None and problem.k_scale.numel() > 1),
+        HAS_KV_SCALE=problem.k_scale is not None,
+        SOFT_CAP=problem.soft_cap is not None,
         Q_LEN=q_len,
         GROUP=heads // kv_heads,
         ROWS=rows,
@@ -99,73 +186,5 @@ def launch_split(
         STEP=step,
         COMBINE=max(1, min(8, 8192 // (rows * head_dim))),
         STAGES=stages,
-        num_warps=warps,
-    )
-
-
-def launch_hopper(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    block_table: Tensor,
-    context_lens: Tensor,
-    plan: Tensor,
-    scratch: DecodeScratch,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    scale: float,
-    soft_cap: float | None = None,
-    window: int | None = None,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    pages: int = 2,
-    stages: int = 3,
-    combine: int = 4,
-    registers: int = 168,
-    piece_cost: int = PIECE_COST,
-) -> None:
-    batch, q_len, heads, head_dim = q.shape
-    num_pages, kv_heads = k_pages.shape[:2]
-    bits = 8 * k_pages.element_size()
-    box = min(head_dim, 1024 // bits)
-    k_layout = gl.NVMMASharedLayout(box * bits // 8, bits, 2)
-    v_layout = gl.NVMMASharedLayout(64 * bits // 8, bits, 2)
-    decode_hopper_kernel[(len(plan),)](
-        q,
-        q_scale,
-        TensorDescriptor(k_pages, [num_pages * kv_heads * 64, head_dim], [head_dim, 1], [64, box], k_layout),
-        TensorDescriptor(v_pages, [num_pages * kv_heads * head_dim, 64], [64, 1], [head_dim, 64], v_layout),
-        k_scale,
-        v_scale,
-        block_table,
-        context_lens,
-        plan,
-        scratch.partial,
-        scratch.stats,
-        scratch.counters,
-        out,
-        lse,
-        batch,
-        kv_heads,
-        scale,
-        soft_cap or 0.0,
-        window or 0,
-        piece_cost,
-        block_table.stride(0),
-        HAS_Q_SCALE=q_scale is not None,
-        HAS_KV_SCALE=k_scale is not None,
-        K_PER_HEAD=int(k_scale is not None and k_scale.numel() > 1),
-        SOFT_CAP=soft_cap is not None,
-        Q_LEN=q_len,
-        GROUP=heads // kv_heads,
-        ROWS=padded_rows(q_len, heads // kv_heads),
-        D=head_dim,
-        DB=box,
-        PAGES=pages,
-        STAGES=stages,
-        COMBINE=combine,
         num_warps=4,
-        maxnreg=registers,
     )

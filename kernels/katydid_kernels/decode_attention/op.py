@@ -5,8 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from katydid_kernels.decode_attention.launch import (
+    DecodeProblem,
+    DecodeScratch,
+    decode_ctas,
+    launch_hopper,
+    launch_split,
+)
 from katydid_kernels.decode_attention.reference import decode_attention_reference
-from katydid_kernels.prefill_attention.op import check_pages
+from katydid_kernels.decode_plan import decode_plan
+from katydid_kernels.prefill_attention.op import check_pages, result_dtype, runs_on_hopper
 
 __all__ = ["MAX_Q_LEN", "decode_attention"]
 
@@ -26,44 +34,72 @@ def decode_attention(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    plan: Tensor | None = None,
+    scratch: DecodeScratch | None = None,
+    overlap: bool = False,
     out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend the newest `q_len` tokens of every request to its paged context.
 
     Args:
-        q: `[batch, q_len, heads, head_dim]`, q_len 1..8; fp32, fp16, bf16, or e4m3 when the pages are e4m3.
-        k_pages: `[pages, kv_heads, 64, head_dim]`, v_pages: `[pages, kv_heads, head_dim, 64]`, one dtype.
+        q: `[batch, q_len, heads, head_dim]`, q_len 1..8, contiguous; on a GPU of the pages' dtype (bf16, fp16, e4m3).
+        k_pages: `[pages, kv_heads, 64, head_dim]`, v_pages: `[pages, kv_heads, head_dim, 64]`, one dtype, contiguous.
         block_table: int32 `[batch, max_pages]`; entries past a row's last page are never read.
         context_lens: int32 `[batch]`, tokens in the row's pages **with** the new ones; slots past it may hold anything.
         scale: factor on q.k, by default `head_dim ** -0.5`.
         soft_cap: when given, scores become `soft_cap * tanh(score / soft_cap)`.
         window: when given, a token sees itself and the `window - 1` tokens before it.
-        q_scale: fp32 `[batch, q_len, heads]`; k_scale, v_scale: fp32 `[1]` or `[kv_heads]`; multiply the stored values.
-        out: where to write, of q's shape, bf16 for e4m3 queries and q's dtype otherwise.
+        q_scale: fp32 `[batch, q_len, heads]`; k_scale, v_scale: fp32 `[1]` or `[kv_heads]`, both or neither; multiply
+            the stored values.
+        plan: from `decode_plan` for the same lengths, q_len and window, made once a step; made here when None.
+        scratch: of this stream, for the plan's CTAs; allocated here when None, so pass one inside captured graphs.
+        overlap: let the kernel start before the preceding one ends (programmatic dependent launch).  Then plan,
+            block_table, context_lens and every page without a new token must be older than the preceding kernel.
+        out, lse: where to write, q's shape (bf16 for e4m3 queries, else q's dtype) and fp32 `[batch, q_len, heads]`.
 
-    Returns the output and the natural-log sum of exponentials, fp32 `[batch, q_len, heads]`.  A token with nothing to
-    see (a row of length zero) gives zeros and -inf.
+    Returns the output and the natural-log sum of exponentials.  A token with nothing to see (a row of length zero) gives
+    zeros and -inf.
 
     Raises ValueError naming the argument that does not fit.
     """
     if q.ndim != 4 or not 1 <= q.shape[1] <= MAX_Q_LEN:
         raise ValueError(f"q must be [batch, q_len, heads, head_dim] with q_len 1..{MAX_Q_LEN}, got {list(q.shape)}")
-    check_pages(q, k_pages, v_pages, block_table, context_lens)
-    if len(q) != len(context_lens):
-        raise ValueError(f"q must have context_lens' batch {len(context_lens)}, got {len(q)}")
-    result, lse = decode_attention_reference(
-        q,
-        k_pages,
-        v_pages,
-        block_table,
-        context_lens,
-        scale=scale,
-        soft_cap=soft_cap,
-        window=window,
-        q_scale=q_scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
+    check_pages(q, k_pages, v_pages, block_table, context_lens, k_scale, v_scale)
+    batch, q_len, heads, head_dim = q.shape
+    if batch != len(context_lens):
+        raise ValueError(f"q must have context_lens' batch {len(context_lens)}, got {batch}")
+    scale = head_dim**-0.5 if scale is None else scale
+    out = torch.empty_like(q, dtype=result_dtype(q)) if out is None else out
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse is None else lse
+    if batch == 0:
+        return out, lse
+    if not q.is_cuda:
+        result, log_sum = decode_attention_reference(
+            q,
+            k_pages,
+            v_pages,
+            block_table,
+            context_lens,
+            scale=scale,
+            soft_cap=soft_cap,
+            window=window,
+            q_scale=q_scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+        return out.copy_(result), lse.copy_(log_sum)
+
+    problem = DecodeProblem(
+        q, k_pages, v_pages, block_table, context_lens, out, lse, scale, soft_cap, window, q_scale, k_scale, v_scale
     )
-    if out is None:
-        return result.to(torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype), lse
-    return out.copy_(result), lse
+    kv_heads = k_pages.shape[1]
+    if plan is None:
+        plan = decode_plan(context_lens, kv_heads, ctas=decode_ctas(q.device), q_len=q_len, window=window)
+    if scratch is None:
+        scratch = DecodeScratch.allocate(len(plan), q_len, heads // kv_heads, head_dim, q.device)
+    if runs_on_hopper(q, k_pages):
+        launch_hopper(problem, plan, scratch, overlap=overlap)
+    else:
+        launch_split(problem, plan, scratch)
+    return out, lse

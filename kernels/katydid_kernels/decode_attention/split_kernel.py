@@ -5,7 +5,7 @@ Operands are swapped: keys are the left side of the first product and values of 
 interpreter and is the fallback and the oracle beside the Gluon kernel.
 
 Pieces that cover only part of their item leave (output, maximum, sum) in one of their CTA's two slots (at most the first
-and the last piece of a CTA's interval are partial) and count up their item's counter; the last one to arrive
+and the last piece of a CTA's interval are partial) and count up their item's counter (that of its first CTA); the last one to arrive
 adds the partials up and clears the counter, so nothing needs resetting between graph replays.
 """
 
@@ -47,7 +47,7 @@ def decode_split_kernel(
     table_stride,
     page_stride,
     HAS_Q_SCALE: tl.constexpr,
-    K_PER_HEAD: tl.constexpr,
+    PER_HEAD: tl.constexpr,
     HAS_KV_SCALE: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     Q_LEN: tl.constexpr,
@@ -86,7 +86,7 @@ def decode_split_kernel(
         if HAS_Q_SCALE:
             factor *= tl.load(q_scale_ptr + out_row, mask=live, other=0.0)
         if HAS_KV_SCALE:
-            factor *= tl.load(k_scale_ptr + head * K_PER_HEAD)
+            factor *= tl.load(k_scale_ptr + head * PER_HEAD)
         if not SOFT_CAP:
             factor *= LOG2E
         position = tl.where(live, length - Q_LEN + query, -1)
@@ -127,7 +127,7 @@ def decode_split_kernel(
             tl.store(stats_ptr + slot * (2 * ROWS) + n, maximum)
             tl.store(stats_ptr + slot * (2 * ROWS) + ROWS + n, total)
             tl.debug_barrier()
-            counter = counter_ptr + row * kv_heads + head
+            counter = counter_ptr + 2 * (cta - index)
             arrived = tl.atomic_add(counter, 1, sem="acq_rel")
             done = arrived == count - 1
             if done:
@@ -160,14 +160,14 @@ def decode_split_kernel(
         if done:
             inverse = 1.0 / tl.where(total == 0.0, 1.0, total)
             if HAS_KV_SCALE:
-                inverse *= tl.load(v_scale_ptr + head * K_PER_HEAD)
+                inverse *= tl.load(v_scale_ptr + head * PER_HEAD)
             result = acc * inverse[None, :]
             tl.store(
                 out_ptr + out_row[None, :] * HEAD_DIM + d[:, None],
                 result.to(out_ptr.dtype.element_ty),
                 mask=live[None, :],
             )
-            log_sum = (maximum + tl.log2(total) - (P_SHIFT if fp8 else 0.0)) / LOG2E
+            log_sum = (maximum + tl.log2(tl.where(total == 0.0, 1.0, total)) - (P_SHIFT if fp8 else 0.0)) / LOG2E
             tl.store(lse_ptr + out_row, log_sum, mask=live)
 
         row += ((head + 1) == kv_heads).to(tl.int32)

@@ -11,6 +11,7 @@ cores take.  Bound by the tensor cores: 4 * head_dim operations per (query, visi
 from __future__ import annotations
 
 from katydid_kernels.prefill_attention.op import prefill_attention
+from katydid_kernels.prefill_attention.plan import prefill_plan
 from katydid_kernels.prefill_attention.reference import prefill_attention_reference
 
-__all__ = ["prefill_attention", "prefill_attention_reference"]
+__all__ = ["prefill_attention", "prefill_attention_reference", "prefill_plan"]

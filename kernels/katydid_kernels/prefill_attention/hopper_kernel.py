@@ -1,7 +1,14 @@
 """Prefill on Hopper: one warp feeds pages through TMA, two warpgroups each own 64 queries and overlap both products.
 
-A consumer issues the scores of the next tile and the output product of the current one together, then does the softmax of
-the next tile while the output product still runs, so the tensor cores do not wait for the exponentials.
+Persistent: a CTA walks its share of the plan, heaviest tiles first, and the loading warp runs ahead across tile borders.
+A consumer issues the scores of the next KV tile and the output product of the current one together and does the softmax of
+the next while the output product still runs; the two consumers take turns at issuing (ping-pong), so one's softmax
+falls into the other's products.
+
+fp8: each output product goes to a fresh tile that is then added to the output in fp32 (the tensor cores keep about 22 bits
+of their accumulators, and `output * keep + tile` costs what the rescaling alone would).  The probabilities must enter as
+the left operand, whose fp8 register order differs from the order scores come out in; instead of shuffling them, the TMA
+box of K walks its tokens in the permuted order, so the scores come out where the operand wants them.
 """
 
 from __future__ import annotations
@@ -13,182 +20,307 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
 __all__ = ["prefill_hopper_kernel"]
 
 LOG2E = gl.constexpr(1.4426950408889634)
+BLOCK_M = gl.constexpr(128)
+
+
+@gluon.jit
+def _item(plan_ptr, turn, items, heads, window, N: gl.constexpr):
+    """Row, first query, head and KV tile range of this CTA's `turn`-th tile, dealt back and forth over the sorted plan."""
+    ctas = gl.num_programs(0)
+    cta = gl.program_id(0)
+    place = turn * ctas + gl.where(turn % 2 == 0, cta, ctas - 1 - cta)
+    valid = place < items * heads
+    record = plan_ptr + 8 + (place // heads) * 8
+    row = gl.load(record, mask=valid, other=0)
+    q_first = gl.load(record + 1, mask=valid, other=0)
+    q_end = gl.load(record + 2, mask=valid, other=0)
+    position = gl.load(record + 3, mask=valid, other=0)
+    length = gl.load(record + 4, mask=valid, other=0)
+    first = gl.where(window > 0, gl.maximum(position - window + 1, 0) // N, 0)
+    last = gl.maximum((gl.minimum(position + BLOCK_M, length) + N - 1) // N, first + 1)
+    return valid, row, place % heads, q_first, q_end, position, first, last, length
 
 
 @gluon.jit
 def _load_tiles(
-    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, table, q_row, head, kv_head, kv_heads, n_tiles,
-    STAGES: gl.constexpr, D: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr, DB: gl.constexpr,
+    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, plan_ptr, table_ptr, table_stride, heads, kv_heads,
+    window, STAGES: gl.constexpr, D: gl.constexpr, N: gl.constexpr, PERMUTE: gl.constexpr,
 ):
-    q_bar, k_full, k_empty, v_full, v_empty = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    bits: gl.constexpr = k_desc.dtype.primitive_bitwidth
+    DB: gl.constexpr = min(D, 1024 // bits)
     PAGES: gl.constexpr = N // 64
     KB: gl.constexpr = D // DB
-    mbarrier.expect(q_bar, BLOCK_M * D * q_desc.dtype.primitive_bitwidth // 8)
-    for w in gl.static_range(BLOCK_M // 64):
-        for c in gl.static_range(KB):
-            tma.async_copy_global_to_shared(
-                q_desc, [q_row + 64 * w, head * D + c * DB], q_bar, q_smem.index(w).slice(c * 64, 64)
-            )
-    for i in range(n_tiles):
-        tile = n_tiles - 1 - i
-        stage = i % STAGES
-        phase = ((i // STAGES) & 1) ^ 1
-        mbarrier.wait(k_empty.index(stage), phase)
-        mbarrier.expect(k_full.index(stage), N * D * k_desc.dtype.primitive_bitwidth // 8)
-        for p in gl.static_range(PAGES):
-            page = gl.load(table + tile * PAGES + p)
+    items = gl.load(plan_ptr)
+    turn = 0
+    i = 0
+    valid, row, head, q_first, q_end, position, first, last, length = _item(plan_ptr, turn, items, heads, window, N)
+    while valid:
+        table = table_ptr + row.to(gl.int64) * table_stride
+        final_page = gl.maximum((length + 63) // 64 - 1, 0)
+        kv_head = head // (heads // kv_heads)
+        mbarrier.wait(q_empty, (turn & 1) ^ 1)
+        mbarrier.expect(q_full, BLOCK_M * D * bits // 8)
+        for w in gl.static_range(BLOCK_M // 64):
             for c in gl.static_range(KB):
                 tma.async_copy_global_to_shared(
-                    k_desc, [(page * kv_heads + kv_head) * 64, c * DB], k_full.index(stage),
-                    k_smem.index(stage).slice((c * PAGES + p) * 64, 64),
+                    q_desc, [q_first + 64 * w, head * D + c * DB], q_full, q_smem.index(w).slice(c * 64, 64)
                 )
-        mbarrier.wait(v_empty.index(stage), phase)
-        mbarrier.expect(v_full.index(stage), N * D * k_desc.dtype.primitive_bitwidth // 8)
-        for p in gl.static_range(PAGES):
-            page = gl.load(table + tile * PAGES + p)
-            tma.async_copy_global_to_shared(
-                v_desc, [(page * kv_heads + kv_head) * D, 0], v_full.index(stage), v_smem.index(stage).slice(p * D, D)
-            )
+        for back in range(last - first):
+            tile = last - 1 - back
+            stage = i % STAGES
+            phase = ((i // STAGES) & 1) ^ 1
+            mbarrier.wait(k_empty.index(stage), phase)
+            mbarrier.expect(k_full.index(stage), N * D * bits // 8)
+            for p in gl.static_range(PAGES):
+                page = gl.load(table + gl.minimum(tile * PAGES + p, final_page))
+                for c in gl.static_range(KB):
+                    block = k_smem.index(stage).slice((c * PAGES + p) * 64, 64)
+                    if PERMUTE:
+                        tma.async_copy_global_to_shared(
+                            k_desc, [(page * kv_heads + kv_head) * 4, 0, 0, 0, c * DB], k_full.index(stage),
+                            block._reinterpret(k_desc.dtype, [4, 2, 4, 2, DB], k_desc.layout),
+                        )
+                    else:
+                        tma.async_copy_global_to_shared(
+                            k_desc, [(page * kv_heads + kv_head) * 64, c * DB], k_full.index(stage), block
+                        )
+            mbarrier.wait(v_empty.index(stage), phase)
+            mbarrier.expect(v_full.index(stage), N * D * bits // 8)
+            for p in gl.static_range(PAGES):
+                page = gl.load(table + gl.minimum(tile * PAGES + p, final_page))
+                tma.async_copy_global_to_shared(
+                    v_desc, [(page * kv_heads + kv_head) * D, 0], v_full.index(stage),
+                    v_smem.index(stage).slice(p * D, D),
+                )
+            i += 1
+        turn += 1
+        valid, row, head, q_first, q_end, position, first, last, length = _item(plan_ptr, turn, items, heads, window, N)
+
+
+@gluon.jit
+def _scores(q, k_smem, k_full, stage, phase, D: gl.constexpr, N: gl.constexpr, s_layout: gl.constexpr):
+    bits: gl.constexpr = q.dtype.primitive_bitwidth
+    mbarrier.wait(k_full.index(stage), phase)
+    k = k_smem.index(stage)._reinterpret(q.dtype, [N, D], gl.NVMMASharedLayout(min(128, D * bits // 8), bits, 2))
+    zero = gl.zeros([64, N], gl.float32, s_layout)
+    return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _mask(s, tile, at, token, window, N: gl.constexpr):
+    seen = (tile * N + token)[None, :]
+    visible = seen <= at[:, None]
+    visible = visible & ((seen > (at - window)[:, None]) | (window == 0))
+    return gl.where(visible, s, float("-inf"))
+
+
+@gluon.jit
+def _cap(s, soft_cap):
+    """soft_cap * tanh(s / soft_cap), in units of log 2."""
+    return soft_cap * LOG2E * (1.0 - 2.0 / (1.0 + gl.exp2(s * (2.0 * LOG2E / soft_cap))))
 
 
 @gluon.jit
 def _attend(
-    which: gl.constexpr, q_smem, k_smem, v_smem, bars, out_ptr, lse_ptr, q_first, q_end, position, head, heads, n_tiles,
-    scale, STAGES: gl.constexpr, D: gl.constexpr, N: gl.constexpr, DB: gl.constexpr,
+    which: gl.constexpr, q_smem, k_smem, v_smem, bars, turn_bars, plan_ptr, out_ptr, lse_ptr, q_scale_ptr, k_scale_ptr,
+    v_scale_ptr, heads, kv_heads, scale, soft_cap, window, HAS_Q_SCALE: gl.constexpr, HAS_KV_SCALE: gl.constexpr,
+    PER_HEAD: gl.constexpr, SOFT_CAP: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
+    PERMUTE: gl.constexpr, PING_PONG: gl.constexpr,
 ):
-    q_bar, k_full, k_empty, v_full, v_empty = bars
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     dtype: gl.constexpr = q_smem.dtype
     bits: gl.constexpr = dtype.primitive_bitwidth
-    PAGES: gl.constexpr = N // 64
-    KB: gl.constexpr = D // DB
+    FP8: gl.constexpr = bits == 8
+    SHIFT: gl.constexpr = 8.0 if FP8 else 0.0
+    vec: gl.constexpr = 128 // bits
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 256 // bits])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 256 // bits])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 32 // bits)
-    kq_layout: gl.constexpr = gl.NVMMASharedLayout(128, bits, 2)
+    q_layout: gl.constexpr = gl.NVMMASharedLayout(min(128, D * bits // 8), bits, 2)
     v_layout: gl.constexpr = gl.NVMMASharedLayout(64 * bits // 8, bits, 2)
+    v_fix: gl.constexpr = gl.BlockedLayout([1, vec], [32 * vec // 64, 64 // vec], [4, 1], [1, 0])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_row: gl.constexpr = gl.SliceLayout(1, o_layout)
 
-    q = q_smem.index(which)._reinterpret(dtype, [64, D], kq_layout)
     rows = gl.arange(0, 64, row_layout) + which * 64
-    at = position + rows
-    columns = gl.arange(0, N, gl.SliceLayout(0, s_layout))
-    maximum = gl.full([64], float("-inf"), gl.float32, row_layout)
-    total = gl.full([64], 0.0, gl.float32, row_layout)
-    acc = gl.zeros([64, D], gl.float32, o_layout)
-    zero = gl.zeros([64, N], gl.float32, s_layout)
-    factor = scale * LOG2E
+    o_rows = gl.arange(0, 64, o_row) + which * 64
+    d = gl.arange(0, D, gl.SliceLayout(0, o_layout))
+    n = gl.arange(0, N, gl.SliceLayout(0, s_layout))
+    if PERMUTE:
+        token = n // 16 * 16 + n % 8 // 2 * 4 + n // 8 % 2 * 2 + n % 2
+    else:
+        token = n
+    q = q_smem.index(which)._reinterpret(dtype, [64, D], q_layout)
 
-    mbarrier.wait(q_bar, 0)
-    mbarrier.wait(k_full.index(0), 0)
-    k = k_smem.index(0)._reinterpret(dtype, [N, D], kq_layout)
-    s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, deps=[s])
-    mbarrier.arrive(k_empty.index(0))
-    token = (n_tiles - 1) * N + columns
-    s = gl.where(token[None, :] <= at[:, None], s, float("-inf"))
-    maximum = gl.max(s, 1) * factor
-    maximum = gl.where(maximum == float("-inf"), 0.0, maximum)
-    p = gl.exp2(s * factor - maximum[:, None])
-    total = gl.sum(p, 1)
-    p = gl.convert_layout(p.to(dtype), p_layout)
-    for i in range(1, n_tiles):
-        stage = i % STAGES
-        mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
-        k = k_smem.index(stage)._reinterpret(dtype, [N, D], kq_layout)
-        s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    items = gl.load(plan_ptr)
+    turn = 0
+    rounds = 0
+    i = 0
+    valid, row, head, q_first, q_end, position, first, last, length = _item(plan_ptr, turn, items, heads, window, N)
+    while valid:
+        at = position + rows
+        factor = gl.full([64], scale, gl.float32, row_layout)
+        if HAS_Q_SCALE:
+            factor *= gl.load(q_scale_ptr + (q_first + rows) * heads + head, mask=q_first + rows < q_end, other=0.0)
+        kv_head = head // (heads // kv_heads)
+        if HAS_KV_SCALE:
+            factor *= gl.load(k_scale_ptr + kv_head * PER_HEAD)
+        factor = gl.maximum(factor, 1e-30)
+        if SOFT_CAP:
+            unit = gl.full([64], 1.0, gl.float32, row_layout)
+        else:
+            unit = factor * LOG2E
+        acc = gl.zeros([64, D], gl.float32, o_layout)
+
+        mbarrier.wait(q_full, turn & 1)
+        s = _scores(q, k_smem, k_full, i % STAGES, (i // STAGES) & 1, D, N, s_layout)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(k_empty.index(i % STAGES))
+        if SOFT_CAP:
+            s = _cap(s * factor[:, None], soft_cap)
+        s = _mask(s, last - 1, at, token, window, N)
+        maximum = gl.maximum(gl.max(s, 1) * unit, -1e30)
+        p32 = gl.exp2(s * unit[:, None] - (maximum - SHIFT)[:, None])
+        keep = gl.full([64], 0.0, gl.float32, o_row)
+        total = gl.sum(p32, 1)
+        p = _operand(p32, dtype, N, p_layout, PERMUTE)
+        valid_tokens = length - (last - 1) * N
+        if valid_tokens < N:
+            mbarrier.wait(v_full.index(i % STAGES), (i // STAGES) & 1)
+            for pg in gl.static_range(N // 64):
+                v_page = v_smem.index(i % STAGES).slice(pg * D, D)
+                column = gl.arange(0, 64, gl.SliceLayout(0, v_fix)) + pg * 64
+                v = v_page.load(v_fix)
+                v_page.store(gl.where((column < valid_tokens)[None, :], v, gl.zeros_like(v)))
+            fence_async_shared()
+            gl.thread_barrier()
+        i += 1
+        for back in range(1, last - first):
+            tile = last - 1 - back
+            before = (i - 1) % STAGES
+            if PING_PONG:
+                mbarrier.wait(turn_bars.index(which), (rounds & 1) ^ (1 - which))
+            s = _scores(q, k_smem, k_full, i % STAGES, (i // STAGES) & 1, D, N, s_layout)
+            mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
+            v = v_smem.index(before)._reinterpret(dtype, [D, N], v_layout).permute((1, 0))
+            if FP8:
+                o = warpgroup_mma(p, v, gl.zeros([64, D], gl.float32, o_layout), use_acc=False, is_async=True)
+            else:
+                acc = warpgroup_mma(p, v, acc, is_async=True)
+            if PING_PONG:
+                mbarrier.arrive(turn_bars.index(1 - which))
+                rounds += 1
+            s = warpgroup_mma_wait(1, deps=[s])
+            mbarrier.arrive(k_empty.index(i % STAGES))
+            if SOFT_CAP:
+                s = _cap(s * factor[:, None], soft_cap)
+            if (tile * N + N > position + 1) | ((window > 0) & (tile * N <= position + 127 - window)):
+                s = _mask(s, tile, at, token, window, N)
+            new_maximum = gl.maximum(maximum, gl.max(s, 1) * unit)
+            p32 = gl.exp2(s * unit[:, None] - (new_maximum - SHIFT)[:, None])
+            shrink = gl.exp2(maximum - new_maximum)
+            total = total * shrink + gl.sum(p32, 1)
+            maximum = new_maximum
+            shrink = gl.convert_layout(shrink, o_row)
+            if FP8:
+                o = warpgroup_mma_wait(0, deps=[o])
+                mbarrier.arrive(v_empty.index(before))
+                acc = acc * keep[:, None] + o
+                keep = shrink
+            else:
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                mbarrier.arrive(v_empty.index(before))
+                acc = acc * shrink[:, None]
+            p = _operand(p32, dtype, N, p_layout, PERMUTE)
+            i += 1
+        mbarrier.arrive(q_empty)
         before = (i - 1) % STAGES
         mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
-        v = v_smem.index(before)._reinterpret(dtype, [D, N], v_layout)
-        acc = warpgroup_mma(p, v.permute((1, 0)), acc, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s])
-        mbarrier.arrive(k_empty.index(stage))
-        if i < 2:
-            token = (n_tiles - 1 - i) * N + columns
-            s = gl.where(token[None, :] <= at[:, None], s, float("-inf"))
-        new_maximum = gl.maximum(maximum, gl.max(s, 1) * factor)
-        p32 = gl.exp2(s * factor - new_maximum[:, None])
-        keep = gl.exp2(maximum - new_maximum)
-        total = total * keep + gl.sum(p32, 1)
-        maximum = new_maximum
-        acc = warpgroup_mma_wait(0, deps=[acc])
+        v = v_smem.index(before)._reinterpret(dtype, [D, N], v_layout).permute((1, 0))
+        if FP8:
+            o = warpgroup_mma(p, v, gl.zeros([64, D], gl.float32, o_layout), use_acc=False, is_async=True)
+            o = warpgroup_mma_wait(0, deps=[o])
+            acc = acc * keep[:, None] + o
+        else:
+            acc = warpgroup_mma(p, v, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(before))
-        acc = acc * gl.convert_layout(keep, o_row)[:, None]
-        p = gl.convert_layout(p32.to(dtype), p_layout)
-    before = (n_tiles - 1) % STAGES
-    mbarrier.wait(v_full.index(before), ((n_tiles - 1) // STAGES) & 1)
-    v = v_smem.index(before)._reinterpret(dtype, [D, N], v_layout)
-    acc = warpgroup_mma(p, v.permute((1, 0)), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    inverse = 1.0 / gl.where(total == 0.0, 1.0, total)
-    acc = acc * gl.convert_layout(inverse, o_row)[:, None]
-    o_rows = q_first + which * 64 + gl.arange(0, 64, o_row)
-    d = gl.arange(0, D, gl.SliceLayout(0, o_layout))
-    offset = (o_rows.to(gl.int64) * heads + head) * D
-    gl.store(out_ptr + offset[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=(o_rows < q_end)[:, None])
-    gl.store(
-        lse_ptr + (q_first + rows) * heads + head, (maximum + gl.log2(total)) / LOG2E, mask=q_first + rows < q_end
-    )
+        inverse = 1.0 / gl.where(total == 0.0, 1.0, total)
+        if HAS_KV_SCALE:
+            inverse *= gl.load(v_scale_ptr + kv_head * PER_HEAD)
+        acc = acc * gl.convert_layout(inverse, o_row)[:, None]
+        offset = ((q_first + o_rows).to(gl.int64) * heads + head) * D
+        gl.store(
+            out_ptr + offset[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty),
+            mask=(q_first + o_rows < q_end)[:, None],
+        )
+        log_sum = gl.where(total == 0.0, float("-inf"), (maximum + gl.log2(total) - SHIFT) / LOG2E)
+        gl.store(lse_ptr + (q_first + rows) * heads + head, log_sum, mask=q_first + rows < q_end)
+        turn += 1
+        valid, row, head, q_first, q_end, position, first, last, length = _item(plan_ptr, turn, items, heads, window, N)
+
+
+@gluon.jit
+def _operand(p, dtype: gl.constexpr, N: gl.constexpr, layout: gl.constexpr, PERMUTE: gl.constexpr):
+    """The probabilities as the left operand of the output product, tokens in page order."""
+    p = p.to(dtype)
+    if PERMUTE:
+        p = p.reshape([64, N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, N])
+    return gl.convert_layout(p, layout)
 
 
 @gluon.jit
 def prefill_hopper_kernel(
-    q_desc, k_desc, v_desc, table_ptr, lens_ptr, cu_ptr, out_ptr, lse_ptr, heads, kv_heads, table_stride, scale,
-    STAGES: gl.constexpr, D: gl.constexpr, N: gl.constexpr, DB: gl.constexpr,
+    q_desc, k_desc, v_desc, plan_ptr, table_ptr, out_ptr, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, heads,
+    kv_heads, table_stride, scale, soft_cap, window, HAS_Q_SCALE: gl.constexpr, HAS_KV_SCALE: gl.constexpr,
+    PER_HEAD: gl.constexpr, SOFT_CAP: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
+    PERMUTE: gl.constexpr, PING_PONG: gl.constexpr, REGISTERS: gl.constexpr,
 ):
-    BLOCK_M: gl.constexpr = 128
-    bits: gl.constexpr = q_desc.dtype.primitive_bitwidth
     dtype: gl.constexpr = q_desc.dtype
-    PAGES: gl.constexpr = N // 64
-    KB: gl.constexpr = D // DB
-    row = gl.program_id(2)
-    head = gl.program_id(1)
-    q_begin = gl.load(cu_ptr + row)
-    q_end = gl.load(cu_ptr + row + 1)
-    tile = gl.num_programs(0) - 1 - gl.program_id(0)
-    q_first = q_begin + tile * BLOCK_M
-    if q_first < q_end:
-        length = gl.load(lens_ptr + row)
-        position = length - (q_end - q_first)
-        n_tiles = (gl.minimum(position + BLOCK_M, length) + N - 1) // N
-        kq_layout: gl.constexpr = gl.NVMMASharedLayout(128, bits, 2)
-        v_layout: gl.constexpr = gl.NVMMASharedLayout(64 * bits // 8, bits, 2)
-        q_smem = gl.allocate_shared_memory(dtype, [2, KB * 64, DB], gl.NVMMASharedLayout(128, bits, 2))
-        k_smem = gl.allocate_shared_memory(dtype, [STAGES, PAGES * KB * 64, DB], gl.NVMMASharedLayout(128, bits, 2))
-        v_smem = gl.allocate_shared_memory(
-            dtype, [STAGES, PAGES * D, 64], gl.NVMMASharedLayout(64 * bits // 8, bits, 2)
-        )
-        q_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(q_bar, count=1)
-        for s in gl.static_range(STAGES):
-            mbarrier.init(k_full.index(s), count=1)
-            mbarrier.init(k_empty.index(s), count=2)
-            mbarrier.init(v_full.index(s), count=1)
-            mbarrier.init(v_empty.index(s), count=2)
-        fence_async_shared()
-        bars = (q_bar, k_full, k_empty, v_full, v_empty)
-        table = table_ptr + row.to(gl.int64) * table_stride
-        kv_head = head // (heads // kv_heads)
-        gl.warp_specialize(
-            [
-                (_attend, (gl.constexpr(0), q_smem, k_smem, v_smem, bars, out_ptr, lse_ptr, q_first, q_end, position, head,
-                           heads, n_tiles, scale, STAGES, D, N, DB)),
-                (_attend, (gl.constexpr(1), q_smem, k_smem, v_smem, bars, out_ptr, lse_ptr, q_first, q_end, position, head,
-                           heads, n_tiles, scale, STAGES, D, N, DB)),
-                (_load_tiles, (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, table, q_first, head, kv_head,
-                               kv_heads, n_tiles, STAGES, D, N, BLOCK_M, DB)),
-            ],
-            [4, 4],
-            [240, 24],
-        )
+    bits: gl.constexpr = dtype.primitive_bitwidth
+    DB: gl.constexpr = min(D, 1024 // bits)
+    row_bytes: gl.constexpr = min(128, D * bits // 8)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout(row_bytes, bits, 2)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout(64 * bits // 8, bits, 2)
+    q_smem = gl.allocate_shared_memory(dtype, [2, D // DB * 64, DB], k_layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, D // DB * N, DB], k_layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, N // 64 * D, 64], v_layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=2)
+    for s in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(s), count=1)
+        mbarrier.init(k_empty.index(s), count=2)
+        mbarrier.init(v_full.index(s), count=1)
+        mbarrier.init(v_empty.index(s), count=2)
+    for w in gl.static_range(2):
+        mbarrier.init(turn_bars.index(w), count=1)
+    fence_async_shared()
+    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    gl.warp_specialize(
+        [
+            (_attend, (gl.constexpr(0), q_smem, k_smem, v_smem, bars, turn_bars, plan_ptr, out_ptr, lse_ptr, q_scale_ptr,
+                       k_scale_ptr, v_scale_ptr, heads, kv_heads, scale, soft_cap, window, HAS_Q_SCALE, HAS_KV_SCALE,
+                       PER_HEAD, SOFT_CAP, STAGES, D, N, PERMUTE, PING_PONG)),
+            (_attend, (gl.constexpr(1), q_smem, k_smem, v_smem, bars, turn_bars, plan_ptr, out_ptr, lse_ptr, q_scale_ptr,
+                       k_scale_ptr, v_scale_ptr, heads, kv_heads, scale, soft_cap, window, HAS_Q_SCALE, HAS_KV_SCALE,
+                       PER_HEAD, SOFT_CAP, STAGES, D, N, PERMUTE, PING_PONG)),
+            (_load_tiles, (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, plan_ptr, table_ptr, table_stride, heads,
+                           kv_heads, window, STAGES, D, N, PERMUTE)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )

@@ -5,9 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from katydid_kernels.prefill_attention.launch import PrefillProblem, launch_hopper
+from katydid_kernels.prefill_attention.plan import prefill_plan
 from katydid_kernels.prefill_attention.reference import PAGE, prefill_attention_reference
 
-__all__ = ["check_pages", "prefill_attention"]
+__all__ = ["check_pages", "prefill_attention", "result_dtype", "runs_on_hopper"]
+
+_HOPPER_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+_HOPPER_HEAD_DIMS = (64, 128, 256)
 
 
 def prefill_attention(
@@ -24,32 +29,49 @@ def prefill_attention(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    plan: Tensor | None = None,
     out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend a ragged batch of new tokens to their paged context.
 
     Args:
-        q: `[tokens, heads, head_dim]`, rows concatenated; fp32, fp16, bf16, or e4m3 when the pages are e4m3.
-        k_pages: `[pages, kv_heads, 64, head_dim]`, v_pages: `[pages, kv_heads, head_dim, 64]`, one dtype.
+        q: `[tokens, heads, head_dim]`, rows concatenated, contiguous; on a GPU of the pages' dtype (bf16, fp16, e4m3).
+        k_pages: `[pages, kv_heads, 64, head_dim]`, v_pages: `[pages, kv_heads, head_dim, 64]`, one dtype, contiguous.
         block_table: int32 `[batch, max_pages]`; entries past a row's last page are never read.
         context_lens: int32 `[batch]`, tokens in the row's pages **with** the new ones; slots past it may hold anything.
         cu_q_lens: int32 `[batch + 1]`, where each row's new tokens begin in `q`; they are the last of its context.
         scale: factor on q.k, by default `head_dim ** -0.5`.
         soft_cap: when given, scores become `soft_cap * tanh(score / soft_cap)`.
         window: when given, a token sees itself and the `window - 1` tokens before it.
-        q_scale: fp32 `[tokens, heads]`; k_scale, v_scale: fp32 `[1]` or `[kv_heads]`; multiply the stored values.
-        out: where to write, `[tokens, heads, head_dim]`, bf16 for e4m3 queries and q's dtype otherwise.
+        q_scale: fp32 `[tokens, heads]`; k_scale, v_scale: fp32 `[1]` or `[kv_heads]`, both or neither; multiply the
+            stored values.
+        plan: from `prefill_plan` for the same lengths, made once a step; made here when None.
+        out, lse: where to write, q's shape (bf16 for e4m3 queries, else q's dtype) and fp32 `[tokens, heads]`.
 
-    Returns the output and the natural-log sum of exponentials, fp32 `[tokens, heads]` (-inf where nothing is visible).
+    Returns the output and the natural-log sum of exponentials; zeros and -inf for a token with nothing to see.
 
     Raises ValueError naming the argument that does not fit.
     """
-    check_pages(q, k_pages, v_pages, block_table, context_lens)
+    check_pages(q, k_pages, v_pages, block_table, context_lens, k_scale, v_scale)
     if cu_q_lens.dtype != torch.int32 or cu_q_lens.shape != (len(context_lens) + 1,):
         raise ValueError(
             f"cu_q_lens must be int32 [{len(context_lens) + 1}], got {cu_q_lens.dtype} {list(cu_q_lens.shape)}"
         )
-    result, lse = prefill_attention_reference(
+    tokens, _, head_dim = q.shape
+    scale = head_dim**-0.5 if scale is None else scale
+    out = torch.empty_like(q, dtype=result_dtype(q)) if out is None else out
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
+    if tokens == 0:
+        return out, lse
+    if runs_on_hopper(q, k_pages):
+        plan = prefill_plan(context_lens, cu_q_lens, tokens) if plan is None else plan
+        problem = PrefillProblem(
+            q, k_pages, v_pages, block_table, out, lse, scale, soft_cap, window, q_scale, k_scale, v_scale
+        )
+        launch_hopper(problem, plan)
+        return out, lse
+    result, log_sum = prefill_attention_reference(
         q,
         k_pages,
         v_pages,
@@ -63,13 +85,35 @@ def prefill_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    if out is None:
-        return result.to(torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype), lse
-    return out.copy_(result), lse
+    return out.copy_(result), lse.copy_(log_sum)
 
 
-def check_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, context_lens: Tensor) -> None:
-    """Raise ValueError where queries (`[..., heads, head_dim]`), pages, table and lengths do not fit together."""
+def result_dtype(q: Tensor) -> torch.dtype:
+    """The dtype attention returns for these queries."""
+    return torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+
+
+def runs_on_hopper(q: Tensor, k_pages: Tensor) -> bool:
+    """Whether the Gluon kernels take this problem: Hopper, one 8- or 16-bit dtype, head_dim 64, 128 or 256."""
+    return (
+        q.is_cuda
+        and torch.cuda.get_device_capability(q.device)[0] == 9
+        and q.dtype == k_pages.dtype
+        and q.dtype in _HOPPER_DTYPES
+        and q.shape[-1] in _HOPPER_HEAD_DIMS
+    )
+
+
+def check_pages(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    """Raise ValueError where queries (`[..., heads, head_dim]`), pages, table, lengths and scales do not fit together."""
     heads, head_dim = q.shape[-2:]
     if k_pages.ndim != 4 or k_pages.shape[2:] != (PAGE, head_dim):
         raise ValueError(f"k_pages must be [pages, kv_heads, {PAGE}, {head_dim}], got {list(k_pages.shape)}")
@@ -80,6 +124,9 @@ def check_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor
         raise ValueError(f"v_pages must have k_pages' dtype {k_pages.dtype}, got {v_pages.dtype}")
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"q's heads must be a multiple of kv_heads {kv_heads}, got {heads}")
+    for name, tensor in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
     if context_lens.dtype != torch.int32 or context_lens.ndim != 1:
         raise ValueError(f"context_lens must be int32 [batch], got {context_lens.dtype} {list(context_lens.shape)}")
     batch = len(context_lens)
@@ -87,3 +134,8 @@ def check_pages(q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor
         raise ValueError(
             f"block_table must be int32 [{batch}, max_pages], got {block_table.dtype} {list(block_table.shape)}"
         )
+    if (k_scale is None) != (v_scale is None):
+        raise ValueError("k_scale and v_scale must be given together")
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None and scale.numel() not in (1, kv_heads):
+            raise ValueError(f"{name} must have 1 or {kv_heads} elements, got {scale.numel()}")

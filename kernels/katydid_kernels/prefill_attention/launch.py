@@ -1,0 +1,93 @@
+"""Launches the Hopper prefill kernel: tensor maps and tile shapes for a problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from katydid_kernels.prefill_attention.hopper_kernel import prefill_hopper_kernel
+
+__all__ = ["PrefillProblem", "launch_hopper"]
+
+
+@dataclass(frozen=True)
+class PrefillProblem:
+    """The tensors and scalars of one prefill call, checked; shapes as in `prefill_attention`."""
+
+    q: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    block_table: Tensor
+    out: Tensor
+    lse: Tensor
+    scale: float
+    soft_cap: float | None = None
+    window: int | None = None
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+def launch_hopper(
+    problem: PrefillProblem,
+    plan: Tensor,
+    *,
+    kv_tile: int = 128,
+    stages: int = 2,
+    permute: bool | None = None,
+    ping_pong: bool = True,
+    registers: int = 240,
+) -> None:
+    """Run the Gluon kernel over a plan of `prefill_plan`; the keywords are tuning knobs."""
+    q, k_pages = problem.q, problem.k_pages
+    tokens, heads, head_dim = q.shape
+    num_pages, kv_heads = k_pages.shape[:2]
+    bits = 8 * q.element_size()
+    permute = bits == 8 if permute is None else permute
+    box = min(head_dim, 1024 // bits)
+    q_layout = gl.NVMMASharedLayout(box * bits // 8, bits, 2)
+    v_layout = gl.NVMMASharedLayout(64 * bits // 8, bits, 2)
+    if permute:
+        k_desc = TensorDescriptor(
+            k_pages,
+            [num_pages * kv_heads * 4, 2, 4, 2, head_dim],
+            [16 * head_dim, 2 * head_dim, 4 * head_dim, head_dim, 1],
+            [4, 2, 4, 2, box],
+            gl.NVMMASharedLayout(box * bits // 8, bits, 5),
+        )
+    else:
+        k_desc = TensorDescriptor(k_pages, [num_pages * kv_heads * 64, head_dim], [head_dim, 1], [64, box], q_layout)
+    ctas = torch.cuda.get_device_properties(q.device).multi_processor_count
+    prefill_hopper_kernel[(ctas,)](
+        TensorDescriptor(q, [tokens, heads * head_dim], [heads * head_dim, 1], [64, box], q_layout),
+        k_desc,
+        TensorDescriptor(problem.v_pages, [num_pages * kv_heads * head_dim, 64], [64, 1], [head_dim, 64], v_layout),
+        plan,
+        problem.block_table,
+        problem.out,
+        problem.lse,
+        problem.q_scale,
+        problem.k_scale,
+        problem.v_scale,
+        heads,
+        kv_heads,
+        problem.block_table.stride(0),
+        problem.scale,
+        problem.soft_cap or 0.0,
+        problem.window or 0,
+        HAS_Q_SCALE=problem.q_scale is not None,
+        HAS_KV_SCALE=problem.k_scale is not None,
+        PER_HEAD=int(problem.k_scale is not None and problem.k_scale.numel() > 1),
+        SOFT_CAP=problem.soft_cap is not None,
+        STAGES=stages,
+        D=head_dim,
+        N=kv_tile,
+        PERMUTE=permute,
+        PING_PONG=ping_pong,
+        REGISTERS=registers,
+        num_warps=4,
+    )
