@@ -1,0 +1,107 @@
+"""What the expert kernels share: tiles of D^T = W X^T, with the weights as wgmma's rows and tokens as its columns.
+
+A few tokens then waste nothing: wgmma's columns go down to 8, its rows are always 64. The token rows are read through an
+index, 16 bytes a thread by cp.async, which counts into the same mbarrier as the TMA of the weights.
+
+Gate and up rows are interleaved eight by eight as TMA fetches them from ``w13[E, 2 * I, K]`` (a view with the halves as
+an inner dimension), so a thread's accumulator holds the gate and the up of one (expert column, token) side by side and
+SwiGLU moves nothing.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from katydid_kernels.gemm.ring import advance, before
+
+__all__ = ["copy_rows", "gather", "multiply", "row_layout", "scaled_swiglu", "store_columns"]
+
+
+@gluon.constexpr_function
+def row_layout(block_k, bits):
+    """How a warpgroup copies rows of `block_k` elements: 16 bytes a thread, a row on as few lanes as it needs."""
+    vector = 128 // bits
+    lanes = block_k // vector
+    return gl.BlockedLayout([1, vector], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@gluon.jit
+def gather(base, rows, stride, cols):
+    """Addresses of `cols` of the given rows."""
+    return base + rows.to(gl.int64)[:, None] * stride + cols[None, :]
+
+
+@gluon.jit
+def copy_rows(buffer, source, barrier):
+    """Copy token rows into a stage; each of the 128 threads arrives at its barrier when its own copies have landed."""
+    async_copy.async_copy_global_to_shared(buffer, source)
+    async_copy.mbarrier_arrive(barrier, increment_count=False)
+
+
+@gluon.jit
+def multiply(
+    WHO: gl.constexpr, x_bufs, w_bufs, full, empty, stage, phase, steps, layout: gl.constexpr,
+    STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr,
+):  # fmt: skip
+    """The product of `steps` stages, ``[64 or 128 weight rows, tokens]``, and the place in the ring after them."""
+    TOKENS: gl.constexpr = x_bufs.type.shape[1]
+    BLOCK_K: gl.constexpr = x_bufs.type.shape[2]
+    ROWS: gl.constexpr = w_bufs.type.shape[2] * 16
+    acc = gl.zeros([ROWS, TOKENS], gl.float32, layout)
+    for k in range(steps):
+        mbarrier.wait(full.index(stage), phase)
+        # cp.async writes through the generic proxy, wgmma reads through the async one.
+        fence_async_shared()
+        w = w_bufs.index(stage * WGS + WHO).reshape([ROWS, BLOCK_K])
+        x = x_bufs.index(stage).permute((1, 0))
+        if PROMOTE:
+            part = gl.zeros([ROWS, TOKENS], gl.float32, layout)
+            part = warpgroup_mma(w, x, part, use_acc=False, is_async=True)
+            part = warpgroup_mma_wait(0, deps=(part,))
+            mbarrier.arrive(empty.index(stage), count=1)
+            acc += part
+        else:
+            acc = warpgroup_mma(w, x, acc, use_acc=k > 0, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            mbarrier.arrive(empty.index(before(stage, STAGES)), count=1, pred=k > 0)
+        stage, phase = advance(stage, phase, STAGES)
+    if not PROMOTE:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
+    return acc, stage, phase
+
+
+@gluon.jit
+def scaled_swiglu(acc, expert, row, end, up_scale_ptr, inverse_scale, token_scale_ptr, rows_ptr):
+    """``silu(gate) * up * inverse_scale`` of an interleaved accumulator, ``[ROWS / 2, TOKENS]`` in registers as it lies.
+
+    up_scale_ptr: fp32 ``[E, 2]`` for gate and up; token_scale_ptr: fp32 ``[T]`` or None.
+    """
+    GROUPS: gl.constexpr = acc.shape[0] // 16
+    TOKENS: gl.constexpr = acc.shape[1]
+    if token_scale_ptr is not None:
+        columns: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
+        token = gl.load(rows_ptr + gl.minimum(row + gl.arange(0, TOKENS, columns), end - 1))
+        acc *= gl.load(token_scale_ptr + token)[None, :]
+    gate, up = acc.reshape([GROUPS, 2, 8, TOKENS]).permute((0, 2, 3, 1)).split()
+    gate *= gl.load(up_scale_ptr + expert * 2)
+    h = gate / (1.0 + gl.exp(-gate)) * (up * (gl.load(up_scale_ptr + expert * 2 + 1) * inverse_scale))
+    return h.reshape([GROUPS * 8, TOKENS])
+
+
+@gluon.jit
+def store_columns(value, ptr, stride, row, end, col, layout: gl.constexpr):
+    """Store ``value[n, TOKENS]`` transposed, token by token, to ``ptr[row:, col:]`` up to row `end`."""
+    if ptr.dtype.element_ty == gl.float8e4nv:
+        # e4m3 has no infinity: what exceeds its range must be clamped or it becomes NaN.
+        value = gl.minimum(gl.maximum(value, -448.0), 448.0)
+    value = gl.convert_layout(value.to(ptr.dtype.element_ty), layout)
+    rows = row + gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
+    cols = col + gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))
+    gl.store(ptr + rows.to(gl.int64)[None, :] * stride + cols[:, None], value, mask=(rows < end)[None, :])

@@ -1,0 +1,160 @@
+"""Routed experts on the Gluon kernels: plan, gate-up with SwiGLU, down, weighted sum, in buffers made once.
+
+Few tokens an expert go through one persistent launch after the plan (`experts_decode_kernel`), many through the grouped
+GEMMs: gate-up with the weights as wgmma's rows, down by the wide kernel, then `combine`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from katydid_kernels.gemm.combine import combine
+from katydid_kernels.gemm.dense import GLUON_TYPE, REGISTERS, launch_wide, sm_count
+from katydid_kernels.gemm.experts_decode_kernel import experts_decode_kernel
+from katydid_kernels.gemm.experts_up_kernel import experts_up_kernel
+from katydid_kernels.gemm.plan import RoutePlan, plan_routes
+from katydid_kernels.gemm.tuning import DecodeTile, UpTile, WideTile, decode_tile, down_tile, up_tile
+
+__all__ = ["ExpertScales", "ExpertWorkspace", "run_experts"]
+
+_K_BYTES = 128
+
+
+@dataclass(frozen=True)
+class ExpertScales:
+    """fp32 factors that turn quantised products into values; all ones for bf16.
+
+    up: ``[E, 2]``, weight scale of gate and of up times the scale of x, unless that is per token.
+    down: ``[E]``, weight scale times the scale of h.
+    inverse_h: ``[1]``, one over the scale of h.
+    token: ``[T]``, the scale of each row of x, or None.
+    """
+
+    up: Tensor
+    down: Tensor
+    inverse_h: Tensor
+    token: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ExpertWorkspace:
+    """Scratch of one batch size: nothing is allocated while a batch runs, so the launches can be captured."""
+
+    plan: RoutePlan
+    h: Tensor
+    y: Tensor
+    ready: Tensor
+    sync: Tensor
+    tile: DecodeTile | UpTile
+
+    @staticmethod
+    def allocate(
+        tokens: int, top_k: int, w13: Tensor, w2: Tensor, tile: DecodeTile | UpTile | None = None
+    ) -> ExpertWorkspace:
+        """Scratch for batches of `tokens` rows through these weights, on the way `tile` takes (tuned when None)."""
+        experts, hidden, intermediate = w2.shape
+        pairs = tokens * top_k
+        tile = tile or choose_tile(pairs, experts, intermediate, w2.dtype)
+        plan = RoutePlan.allocate(tokens, top_k, experts, tile.tokens, w2.device)
+        block_k = _K_BYTES // w2.element_size()
+        padded = -(-intermediate // block_k) * block_k
+        return ExpertWorkspace(
+            plan,
+            # Zeros, because what pads a row up to a whole stage is multiplied (by zeros, but NaN would stay NaN).
+            torch.zeros(pairs, padded, dtype=torch.uint8 if w2.element_size() == 1 else w2.dtype, device=w2.device).view(w2.dtype),
+            torch.empty(pairs, hidden, dtype=torch.bfloat16, device=w2.device),
+            torch.zeros(len(plan.tiles), dtype=torch.int32, device=w2.device),
+            torch.zeros(2, dtype=torch.int32, device=w2.device),
+            tile,
+        )  # fmt: skip
+
+
+def choose_tile(pairs: int, experts: int, intermediate: int, dtype: torch.dtype) -> DecodeTile | UpTile:
+    """The tuned tile: decode's as long as an expert sees few rows."""
+    return decode_tile(pairs, experts, intermediate, dtype) or up_tile(intermediate, dtype)
+
+
+def run_experts(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    out: Tensor,
+    scales: ExpertScales,
+    workspace: ExpertWorkspace,
+    *,
+    first_expert: int = 0,
+    shared: Tensor | None = None,
+    down: WideTile | None = None,
+) -> Tensor:
+    """``out[T, H] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``; arguments as `fused_moe`'s."""
+    plan = plan_routes(ids, workspace.plan, len(w2), first_expert=first_expert)
+    if isinstance(workspace.tile, DecodeTile):
+        _launch_decode(x, w13, w2, weights, shared, out, scales, workspace, workspace.tile)
+    else:
+        _launch_up(x, w13, scales, workspace, workspace.tile)
+        launch_wide(
+            workspace.h, w2, workspace.y, down or down_tile(w2.dtype), col_scale=scales.down,
+            tiles=plan.tiles, tile_count=plan.tile_count,
+        )  # fmt: skip
+        combine(workspace.y, plan.slots, weights, out, shared=shared)
+    return out
+
+
+def _weight_descriptor(view: Tensor, box: list[int]) -> TensorDescriptor:
+    """A descriptor over weights seen with their rows in eights, which is how the swizzle repeats."""
+    layout = gl.NVMMASharedLayout(128, GLUON_TYPE[view.dtype].primitive_bitwidth, rank=view.ndim)
+    return TensorDescriptor(view, list(view.shape), list(view.stride()), box, layout)
+
+
+def _interleaved(w13: Tensor, rows: int) -> TensorDescriptor:
+    experts, double, hidden = w13.shape
+    view = w13.view(experts, 2, double // 16, 8, hidden).transpose(1, 2)
+    return _weight_descriptor(view, [1, rows // 16, 2, 8, _K_BYTES // w13.element_size()])
+
+
+def _rows_layout(tokens: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([tokens, _K_BYTES // dtype.itemsize], GLUON_TYPE[dtype])
+
+
+def _launch_up(x: Tensor, w13: Tensor, scales: ExpertScales, workspace: ExpertWorkspace, tile: UpTile) -> None:
+    plan, h = workspace.plan, workspace.h
+    experts_up_kernel[(sm_count(x.device),)](
+        x, x.stride(0), _interleaved(w13, tile.rows), h, h.stride(0), plan.rows, plan.tiles, plan.tile_count,
+        scales.up, scales.inverse_h, scales.token, w13.shape[2], w13.shape[1] // 2,
+        TOKENS=tile.tokens, STAGES=tile.stages, WGS=tile.warpgroups, PROMOTE=tile.promote,
+        CONSUMER_REGISTERS=tile.consumer_registers, PRODUCER_REGISTERS=tile.producer_registers,
+        X_LAYOUT=_rows_layout(tile.tokens, x.dtype), num_warps=4, maxnreg=REGISTERS[tile.warpgroups],
+    )  # fmt: skip
+
+
+def _launch_decode(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    weights: Tensor,
+    shared: Tensor | None,
+    out: Tensor,
+    scales: ExpertScales,
+    workspace: ExpertWorkspace,
+    tile: DecodeTile,
+) -> None:
+    plan, h, y = workspace.plan, workspace.h, workspace.y
+    experts, hidden, intermediate = w2.shape
+    down = _weight_descriptor(
+        w2.view(experts, hidden // 8, 8, intermediate), [1, tile.rows // 8, 8, _K_BYTES // w2.element_size()]
+    )
+    experts_decode_kernel[(sm_count(x.device),)](
+        x, x.stride(0), _interleaved(w13, tile.rows), down, h, h.stride(0), y, plan.rows, plan.slots, weights, shared, out,
+        plan.tiles, plan.tile_count, workspace.ready, workspace.sync,
+        scales.up, scales.inverse_h, scales.down, scales.token, x.shape[0],
+        H=hidden, I=intermediate, TOP_K=plan.slots.shape[1], TOKENS=tile.tokens, STAGES=tile.stages,
+        WGS=tile.warpgroups, PROMOTE=tile.promote, EXCHANGE=tile.exchange,
+        X_LAYOUT=_rows_layout(tile.tokens, x.dtype), num_warps=4, maxnreg=128 if tile.warpgroups == 1 else 168,
+    )  # fmt: skip

@@ -1,0 +1,232 @@
+"""Routed experts for few tokens: gate-up, SwiGLU, down and the weighted sum in one persistent launch.
+
+Such a batch is bound by reading each hit expert's weights once, so the kernel is one stream of weight tiles without a
+break: every CTA takes its share of the gate-up tiles, then of the down tiles, and its producer goes on fetching weights
+across the border and across items. A down tile waits only for its own tokens' h, which all gate-up tiles of its expert
+count up; the sum waits for all down tiles. The CTAs (never more than fit the GPU at once) thus depend on each other
+only backwards in this order, and cannot wait in a circle. Counters are zero between calls: the last CTA out resets them.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from katydid_kernels.gemm.expert_tiles import copy_rows, gather, multiply, row_layout, scaled_swiglu, store_columns
+from katydid_kernels.gemm.ring import advance, make_barriers
+
+__all__ = ["experts_decode_kernel"]
+
+
+@gluon.jit
+def _wait_for(counter_ptr, count):
+    """Spin until the counter has reached `count`; what was written before it was counted is then visible."""
+    seen = 0
+    while seen < count:
+        seen = gl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [counter_ptr], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def _count(counter_ptr):
+    """Publish what this warpgroup has stored."""
+    gl.thread_barrier()
+    gl.atomic_add(counter_ptr, 1, sem="release")
+
+
+@gluon.jit
+def _down_share(up_items, down_items, EXCHANGE: gl.constexpr):
+    """The down tiles of this CTA, first and end. Gate-up tiles are dealt round robin; a CTA that got one fewer takes
+    `EXCHANGE` more down tiles, as many as one gate-up tile takes the time of."""
+    ctas = gl.num_programs(0)
+    me = gl.program_id(0)
+    longer = up_items % ctas
+    shorter = gl.where(longer == 0, 0, ctas - longer)
+    extra = gl.minimum(EXCHANGE, down_items // gl.maximum(shorter, 1))
+    even = down_items - shorter * extra
+    begin = even * me // ctas + gl.where(longer == 0, 0, gl.maximum(me - longer, 0)) * extra
+    end = even * (me + 1) // ctas + gl.where(longer == 0, 0, gl.maximum(me + 1 - longer, 0)) * extra
+    return begin, end
+
+
+@gluon.jit
+def _produce(
+    x_ptr, x_stride, w13_desc, w2_desc, h_ptr, h_stride, rows_ptr, tiles_ptr, ready_ptr, x_bufs, w_bufs, full, empty,
+    tiles, up_n, down_n, up_k, down_k, STAGES: gl.constexpr, WGS: gl.constexpr, EXCHANGE: gl.constexpr,
+):  # fmt: skip
+    TOKENS: gl.constexpr = x_bufs.type.shape[1]
+    BLOCK_K: gl.constexpr = x_bufs.type.shape[2]
+    GROUPS: gl.constexpr = w13_desc.block_type.shape[1]
+    layout: gl.constexpr = row_layout(BLOCK_K, x_bufs.dtype.primitive_bitwidth)
+    cols = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
+    lane = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
+    stage = 0
+    phase = 1
+    for item in range(gl.program_id(0), tiles * up_n, gl.num_programs(0)):
+        entry = tiles_ptr + item // up_n * 4
+        expert = gl.load(entry)
+        end = gl.load(entry + 2)
+        token = gl.load(rows_ptr + gl.minimum(gl.load(entry + 1) + lane, end - 1))
+        source = gather(x_ptr, token, x_stride, cols)
+        for k in range(up_k):
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(bar, WGS * w13_desc.block_type.nbytes)
+            for part in gl.static_range(WGS):
+                group = (item % up_n * WGS + part) * GROUPS
+                tma.async_copy_global_to_shared(
+                    w13_desc, [expert, group, 0, 0, k * BLOCK_K], bar, w_bufs.index(stage * WGS + part)
+                )
+            copy_rows(x_bufs.index(stage), source + k * BLOCK_K, bar)
+            stage, phase = advance(stage, phase, STAGES)
+
+    begin, finish = _down_share(tiles * up_n, tiles * down_n, EXCHANGE)
+    known = -1
+    for item in range(begin, finish):
+        tile = item // down_n
+        entry = tiles_ptr + tile * 4
+        expert = gl.load(entry)
+        row = gl.minimum(gl.load(entry + 1) + lane, gl.load(entry + 2) - 1)
+        source = gather(h_ptr, row, h_stride, cols)
+        for k in range(down_k):
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(bar, WGS * w2_desc.block_type.nbytes)
+            for part in gl.static_range(WGS):
+                group = (item % down_n * WGS + part) * (2 * GROUPS)
+                tma.async_copy_global_to_shared(
+                    w2_desc, [expert, group, 0, k * BLOCK_K], bar,
+                    w_bufs.index(stage * WGS + part).reshape([1, 2 * GROUPS, 8, BLOCK_K]),
+                )  # fmt: skip
+            if tile != known:
+                _wait_for(ready_ptr + tile, up_n * WGS)
+                known = tile
+            copy_rows(x_bufs.index(stage), source + k * BLOCK_K, bar)
+            stage, phase = advance(stage, phase, STAGES)
+
+
+@gluon.jit
+def _consume(
+    WHO: gl.constexpr, rows_ptr, tiles_ptr, ready_ptr, sync_ptr, h_ptr, h_stride, y_ptr, slots_ptr, weights_ptr,
+    shared_ptr, out_ptr, scales, x_bufs, w_bufs, full, empty, tokens, tiles, up_n, down_n, up_k, down_k, H: gl.constexpr, TOP_K: gl.constexpr,
+    STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr, EXCHANGE: gl.constexpr,
+):  # fmt: skip
+    up_scale_ptr, inverse_scale, down_scale_ptr, token_scale_ptr = scales
+    TOKENS: gl.constexpr = x_bufs.type.shape[1]
+    ROWS: gl.constexpr = w_bufs.type.shape[2] * 16
+    K_STEP: gl.constexpr = 256 // x_bufs.dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, K_STEP])
+    h_layout: gl.constexpr = gl.BlockedLayout([8, 1], [ROWS // 16, 512 // ROWS], [1, 4], [0, 1])
+    y_layout: gl.constexpr = gl.BlockedLayout([8, 1], [ROWS // 8, 256 // ROWS], [1, 4], [0, 1])
+    stage = 0
+    phase = 0
+    for item in range(gl.program_id(0), tiles * up_n, gl.num_programs(0)):
+        acc, stage, phase = multiply(WHO, x_bufs, w_bufs, full, empty, stage, phase, up_k, layout, STAGES, WGS, PROMOTE)
+        entry = tiles_ptr + item // up_n * 4
+        row = gl.load(entry + 1)
+        end = gl.load(entry + 2)
+        h = scaled_swiglu(acc, gl.load(entry), row, end, up_scale_ptr, inverse_scale, token_scale_ptr, rows_ptr)
+        store_columns(h, h_ptr, h_stride, row, end, (item % up_n * WGS + WHO) * (ROWS // 2), h_layout)
+        _count(ready_ptr + item // up_n)
+
+    begin, finish = _down_share(tiles * up_n, tiles * down_n, EXCHANGE)
+    for item in range(begin, finish):
+        acc, stage, phase = multiply(
+            WHO, x_bufs, w_bufs, full, empty, stage, phase, down_k, layout, STAGES, WGS, PROMOTE
+        )
+        entry = tiles_ptr + item // down_n * 4
+        acc *= gl.load(down_scale_ptr + gl.load(entry))
+        col = (item % down_n * WGS + WHO) * ROWS
+        store_columns(acc, y_ptr, H, gl.load(entry + 1), gl.load(entry + 2), col, y_layout)
+
+    _count(sync_ptr)
+    _wait_for(sync_ptr, gl.num_programs(0) * WGS)
+    _combine(WHO, y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, tokens, H, TOP_K, WGS)
+    gl.thread_barrier()
+    if gl.atomic_add(sync_ptr + 1, 1, sem="acq_rel") == gl.num_programs(0) * WGS - 1:
+        lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        for first in range(0, tiles, 128):
+            i = first + gl.arange(0, 128, lanes)
+            gl.store(ready_ptr + i, gl.zeros([128], gl.int32, lanes), mask=i < tiles)
+        gl.store(sync_ptr, 0)
+        gl.store(sync_ptr + 1, 0)
+
+
+@gluon.jit
+def _combine(
+    WHO: gl.constexpr, y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, tokens,
+    H: gl.constexpr, TOP_K: gl.constexpr, WGS: gl.constexpr,
+):  # fmt: skip
+    """The weighted sum of `combine.combine`, in pieces of a row over all warpgroups of the GPU."""
+    WIDTH: gl.constexpr = 512 if H % 512 == 0 else 128
+    PIECES: gl.constexpr = H // WIDTH
+    line: gl.constexpr = gl.BlockedLayout([WIDTH // 128], [32], [4], [0])
+    lane = gl.arange(0, WIDTH, line)
+    for item in range(gl.program_id(0) * WGS + WHO, tokens * PIECES, gl.num_programs(0) * WGS):
+        token = item // PIECES
+        col = item % PIECES * WIDTH + lane
+        total = gl.zeros([WIDTH], gl.float32, line)
+        for j in gl.static_range(TOP_K):
+            slot = gl.load(slots_ptr + token * TOP_K + j)
+            weight = gl.load(weights_ptr + token * TOP_K + j)
+            # A row nobody wrote may hold NaN: it is left out, not multiplied by zero.
+            part = gl.load(y_ptr + gl.maximum(slot, 0).to(gl.int64) * H + col)
+            total += gl.where(slot >= 0, weight * part.to(gl.float32), 0.0)
+        if shared_ptr is not None:
+            total += gl.load(shared_ptr + token.to(gl.int64) * H + col).to(gl.float32)
+        gl.store(out_ptr + token.to(gl.int64) * H + col, total.to(out_ptr.dtype.element_ty))
+
+
+@gluon.jit(do_not_specialize=["tokens"])
+def experts_decode_kernel(
+    x_ptr, x_stride, w13_desc, w2_desc, h_ptr, h_stride, y_ptr, rows_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr,
+    tiles_ptr, tile_count_ptr, ready_ptr, sync_ptr,
+    up_scale_ptr, inverse_scale_ptr, down_scale_ptr, token_scale_ptr, tokens,
+    H: gl.constexpr, I: gl.constexpr, TOP_K: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr,
+    PROMOTE: gl.constexpr, EXCHANGE: gl.constexpr, X_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``, e the expert of pair (t, j).
+
+    w13_desc: boxes ``[1, ROWS / 16, 2, 8, BLOCK_K]`` of w13 seen as ``[E, I / 8, 2, 8, H]``; w2_desc: boxes
+    ``[1, ROWS / 8, 8, BLOCK_K]`` of w2 seen as ``[E, H / 8, 8, I]``. h: ``[pairs, I]``, rows padded with zeros to a multiple
+    of BLOCK_K; y: ``[pairs, H]``; ready: zero, an int32 a tile; sync: two zeros. Rows, slots and tiles are a `RoutePlan`'s.
+    Scales in fp32: up ``[E, 2]``, down ``[E]``, inverse ``[1]`` (what h is multiplied by), token ``[T]`` or None.
+    """
+    GROUPS: gl.constexpr = w13_desc.block_type.shape[1]
+    BLOCK_K: gl.constexpr = w13_desc.block_type.shape[4]
+    x_bufs = gl.allocate_shared_memory(w13_desc.dtype, [STAGES, TOKENS, BLOCK_K], X_LAYOUT)
+    w_bufs = gl.allocate_shared_memory(w13_desc.dtype, [STAGES * WGS, 1, GROUPS, 2, 8, BLOCK_K], w13_desc.layout)
+    full, empty = make_barriers(STAGES, 129, WGS)
+    up_n = I // (GROUPS * 8 * WGS)
+    down_n = H // (GROUPS * 16 * WGS)
+    up_k = H // BLOCK_K
+    down_k = (I + BLOCK_K - 1) // BLOCK_K
+    tiles = gl.load(tile_count_ptr)
+    scales = (up_scale_ptr, gl.load(inverse_scale_ptr), down_scale_ptr, token_scale_ptr)
+    if WGS == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (0, rows_ptr, tiles_ptr, ready_ptr, sync_ptr, h_ptr, h_stride, y_ptr, slots_ptr, weights_ptr,
+                            shared_ptr, out_ptr, scales, x_bufs, w_bufs, full, empty, tokens, tiles, up_n, down_n, up_k, down_k,
+                            H, TOP_K, STAGES, WGS, PROMOTE, EXCHANGE)),
+                (_produce, (x_ptr, x_stride, w13_desc, w2_desc, h_ptr, h_stride, rows_ptr, tiles_ptr, ready_ptr, x_bufs,
+                            w_bufs, full, empty, tiles, up_n, down_n, up_k, down_k, STAGES, WGS, EXCHANGE)),
+            ],
+            [4],
+            [104],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, rows_ptr, tiles_ptr, ready_ptr, sync_ptr, h_ptr, h_stride, y_ptr, slots_ptr, weights_ptr,
+                            shared_ptr, out_ptr, scales, x_bufs, w_bufs, full, empty, tokens, tiles, up_n, down_n, up_k, down_k,
+                            H, TOP_K, STAGES, WGS, PROMOTE, EXCHANGE)),
+                (_consume, (1, rows_ptr, tiles_ptr, ready_ptr, sync_ptr, h_ptr, h_stride, y_ptr, slots_ptr, weights_ptr,
+                            shared_ptr, out_ptr, scales, x_bufs, w_bufs, full, empty, tokens, tiles, up_n, down_n, up_k, down_k,
+                            H, TOP_K, STAGES, WGS, PROMOTE, EXCHANGE)),
+                (_produce, (x_ptr, x_stride, w13_desc, w2_desc, h_ptr, h_stride, rows_ptr, tiles_ptr, ready_ptr, x_bufs,
+                            w_bufs, full, empty, tiles, up_n, down_n, up_k, down_k, STAGES, WGS, EXCHANGE)),
+            ],
+            [4, 4],
+            [200, 104],
+        )  # fmt: skip

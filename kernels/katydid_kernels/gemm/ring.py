@@ -1,0 +1,58 @@
+"""The shared-memory ring that a producer warp fills and consumer warpgroups drain, and the order tiles are taken in.
+
+Every stage has two mbarriers: `full` completes when the copies of its operands have landed, `empty` when every consumer
+has finished reading. Producer and consumers walk the ring in step, each with its own (stage, phase): the phase flips at
+each lap, and waiting for the phase before the first one returns at once, which is how an empty ring starts.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+__all__ = ["advance", "banded_tile", "before", "make_barriers", "skip"]
+
+
+@gluon.jit
+def make_barriers(STAGES: gl.constexpr, full_count: gl.constexpr, empty_count: gl.constexpr):
+    """`full` and `empty` barriers of a ring, initialised and visible to the copy engine."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=full_count)
+        mbarrier.init(empty.index(i), count=empty_count)
+    fence_async_shared()
+    return full, empty
+
+
+@gluon.jit
+def advance(stage, phase, STAGES: gl.constexpr):
+    """The next place in the ring."""
+    stage += 1
+    wrapped = stage == STAGES
+    return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
+
+
+@gluon.jit
+def before(stage, STAGES: gl.constexpr):
+    """The stage ahead of this one. (Triton 3.6 mistakes a loop variable that trails another for a constant.)"""
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
+def skip(stage, phase, steps, STAGES: gl.constexpr):
+    """The place `steps` further on: a consumer passing over a tile that is not its own."""
+    stage += steps
+    return stage % STAGES, (phase + stage // STAGES) & 1
+
+
+@gluon.jit
+def banded_tile(item, tiles_m, tiles_n, BAND: gl.constexpr):
+    """Tile of work item `item`: down the rows of a band `BAND` tiles high, then to the next column.
+
+    CTAs that run together then share `BAND` rows of A and few columns of B, which stay in L2.
+    """
+    band = BAND * tiles_n
+    first = (item // band) * BAND
+    height = gl.minimum(tiles_m - first, BAND)
+    within = item % band
+    return first + within % height, within // height

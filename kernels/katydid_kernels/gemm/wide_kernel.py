@@ -1,0 +1,275 @@
+"""The warp-specialised GEMM for many rows: D = A B^T, dense or grouped, as one persistent Gluon kernel.
+
+One producer warp fills a ring of shared-memory stages by TMA; two or three consumer warpgroups multiply from it with
+wgmma. Together they own a tile, `BLOCK_M` rows each, and share every stage of B (cooperative); or two take turns at whole
+tiles and one multiplies while the other writes its result (ping-pong). The wgmma of one stage stays in flight while the
+next is issued, and a stage is handed back as soon as the one after it has started.
+
+fp8 products accumulate at less than fp32 precision inside the tensor cores. With PROMOTE each stage (128 of K) is
+multiplied into a fresh accumulator, half the tile at a time to fit the registers, and added to the total in fp32; the
+other warpgroup multiplies meanwhile.
+
+Gluon runs on the GPU alone; `plain.py` is the same product in plain Triton.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from katydid_kernels.gemm.ring import advance, banded_tile, before, make_barriers, skip
+
+__all__ = ["wide_gemm_kernel"]
+
+
+@gluon.jit
+def _produce(
+    a_desc, b_desc, tiles_ptr, a_bufs, b_bufs, full, empty, tiles_m, tiles_n, tiles_k,
+    BAND: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    BLOCK_M: gl.constexpr = a_desc.block_type.shape[0]
+    BLOCK_N: gl.constexpr = b_desc.block_type.shape[0]
+    BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]
+    STAGE_BYTES: gl.constexpr = PARTS * a_desc.block_type.nbytes + b_desc.block_type.nbytes
+    stage = 0
+    phase = 1
+    for item in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        if tiles_ptr is None:
+            tile_m, tile_n = banded_tile(item, tiles_m, tiles_n, BAND)
+            row = tile_m * (PARTS * BLOCK_M)
+            b_row = tile_n * BLOCK_N
+        else:
+            tile_n = item % tiles_n
+            entry = tiles_ptr + item // tiles_n * 4
+            row = gl.load(entry + 1)
+            b_row = (gl.load(entry) * tiles_n + tile_n) * BLOCK_N
+        for k in range(tiles_k):
+            ready = full.index(stage)
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(ready, STAGE_BYTES)
+            for part in gl.static_range(PARTS):
+                tma.async_copy_global_to_shared(
+                    a_desc, [row + part * BLOCK_M, k * BLOCK_K], ready, a_bufs.index(stage * PARTS + part)
+                )
+            tma.async_copy_global_to_shared(b_desc, [b_row, k * BLOCK_K], ready, b_bufs.index(stage))
+            stage, phase = advance(stage, phase, STAGES)
+
+
+@gluon.jit
+def _halves(x, layout: gl.constexpr):
+    """The left and right half of an accumulator: the split of its registers, nothing moves."""
+    left, right = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+    return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _multiply(
+    PART: gl.constexpr, a_bufs, b_bufs, full, empty, stage, phase, tiles_k,
+    STAGES: gl.constexpr, PARTS: gl.constexpr, PROMOTE: gl.constexpr,
+):  # fmt: skip
+    """One tile's product over all of K, as the left and right half of its columns."""
+    BLOCK_M: gl.constexpr = a_bufs.type.shape[1]
+    BLOCK_N: gl.constexpr = b_bufs.type.shape[1]
+    HALF: gl.constexpr = BLOCK_N // 2
+    K_STEP: gl.constexpr = 256 // a_bufs.dtype.primitive_bitwidth
+    tile_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, K_STEP])
+    half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, K_STEP])
+    if PROMOTE and BLOCK_N == 256:
+        left = gl.zeros([BLOCK_M, HALF], gl.float32, half_layout)
+        right = gl.zeros([BLOCK_M, HALF], gl.float32, half_layout)
+        for _ in range(tiles_k):
+            mbarrier.wait(full.index(stage), phase)
+            a = a_bufs.index(stage * PARTS + PART)
+            b = b_bufs.index(stage)
+            part = gl.zeros([BLOCK_M, HALF], gl.float32, half_layout)
+            part = warpgroup_mma(a, b.slice(0, HALF).permute((1, 0)), part, use_acc=False, is_async=True)
+            part = warpgroup_mma_wait(0, deps=(part,))
+            left += part
+            part = gl.zeros([BLOCK_M, HALF], gl.float32, half_layout)
+            part = warpgroup_mma(a, b.slice(HALF, HALF).permute((1, 0)), part, use_acc=False, is_async=True)
+            part = warpgroup_mma_wait(0, deps=(part,))
+            mbarrier.arrive(empty.index(stage), count=1)
+            right += part
+            stage, phase = advance(stage, phase, STAGES)
+    else:
+        acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, tile_layout)
+        for k in range(tiles_k):
+            mbarrier.wait(full.index(stage), phase)
+            a = a_bufs.index(stage * PARTS + PART)
+            b = b_bufs.index(stage).permute((1, 0))
+            if PROMOTE:
+                part = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, tile_layout)
+                part = warpgroup_mma(a, b, part, use_acc=False, is_async=True)
+                part = warpgroup_mma_wait(0, deps=(part,))
+                mbarrier.arrive(empty.index(stage), count=1)
+                acc += part
+            else:
+                acc = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
+                acc = warpgroup_mma_wait(1, deps=(acc,))
+                mbarrier.arrive(empty.index(before(stage, STAGES)), count=1, pred=k > 0)
+            stage, phase = advance(stage, phase, STAGES)
+        if not PROMOTE:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
+        left, right = _halves(acc, half_layout)
+    return left, right, stage, phase
+
+
+@gluon.jit
+def _write(value, row, end, col, scalar, hooks, N, out_desc, out_buf, out_ptr, out_stride, VECTORS: gl.constexpr):
+    """Scale, bias, residual; then through shared memory to D, past whose end TMA writes nothing."""
+    row_scale_ptr, col_scale_ptr, bias_ptr, residual_ptr, residual_stride = hooks
+    layout: gl.constexpr = value.type.layout
+    rows = row + gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))
+    cols = col + gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
+    if VECTORS != "none":
+        value *= scalar
+    if VECTORS == "row" or VECTORS == "both":
+        value *= gl.load(row_scale_ptr + rows, mask=rows < end, other=0.0)[:, None]
+    if VECTORS == "col" or VECTORS == "both":
+        value *= gl.load(col_scale_ptr + cols, mask=cols < N, other=0.0)[None, :]
+    if bias_ptr is not None:
+        value += gl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)[None, :]
+    if residual_ptr is not None:
+        source = residual_ptr + rows.to(gl.int64)[:, None] * residual_stride + cols[None, :]
+        value += gl.load(source, mask=(rows < end)[:, None] & (cols < N)[None, :], other=0.0).to(gl.float32)
+    tma.store_wait(0)
+    gl.thread_barrier()
+    out_buf.store(value.to(out_desc.dtype))
+    if out_ptr is None:
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(out_desc, [row, col], out_buf)
+    elif row + value.shape[0] <= end:
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(out_desc, [row, col], out_buf)
+    else:
+        # The rows after `end` are another group's: the copy engine would overwrite them.
+        gl.thread_barrier()
+        LANES: gl.constexpr = value.shape[1] // 8
+        lines: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+        tail = row + gl.arange(0, value.shape[0], gl.SliceLayout(1, lines))
+        line = col + gl.arange(0, value.shape[1], gl.SliceLayout(0, lines))
+        target = out_ptr + tail.to(gl.int64)[:, None] * out_stride + line[None, :]
+        gl.store(target, out_buf.load(lines), mask=(tail < end)[:, None])
+
+
+@gluon.jit
+def _consume(
+    WHO: gl.constexpr, out_desc, out_ptr, out_stride, tiles_ptr, hooks, scalar, a_bufs, b_bufs, out_bufs,
+    full, empty, M, N, tiles_m, tiles_n, tiles_k,
+    BAND: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, PINGPONG: gl.constexpr, PROMOTE: gl.constexpr, VECTORS: gl.constexpr,
+):  # fmt: skip
+    BLOCK_M: gl.constexpr = a_bufs.type.shape[1]
+    BLOCK_N: gl.constexpr = b_bufs.type.shape[1]
+    PIECE: gl.constexpr = out_desc.block_type.shape[1]
+    K_STEP: gl.constexpr = 256 // a_bufs.dtype.primitive_bitwidth
+    piece_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, K_STEP])
+    PARTS: gl.constexpr = 1 if PINGPONG else WGS
+    PART: gl.constexpr = 0 if PINGPONG else WHO
+    out_buf = out_bufs.index(WHO)
+    stage = 0
+    phase = 0
+    turn = 0
+    for item in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        if PINGPONG and turn != WHO:
+            stage, phase = skip(stage, phase, tiles_k, STAGES)
+        else:
+            left, right, stage, phase = _multiply(
+                PART, a_bufs, b_bufs, full, empty, stage, phase, tiles_k, STAGES, PARTS, PROMOTE
+            )
+            if tiles_ptr is None:
+                tile_m, tile_n = banded_tile(item, tiles_m, tiles_n, BAND)
+                row = (tile_m * PARTS + PART) * BLOCK_M
+                end = M
+            else:
+                tile_n = item % tiles_n
+                entry = tiles_ptr + item // tiles_n * 4
+                row = gl.load(entry + 1) + PART * BLOCK_M
+                end = gl.load(entry + 2)
+                if VECTORS != "none":
+                    scalar = gl.load(hooks[1] + gl.load(entry))
+            col = tile_n * BLOCK_N
+            if PIECE == BLOCK_N // 2:
+                _write(left, row, end, col, scalar, hooks, N, out_desc, out_buf, out_ptr, out_stride, VECTORS)
+                _write(right, row, end, col + PIECE, scalar, hooks, N, out_desc, out_buf, out_ptr, out_stride, VECTORS)
+            else:
+                first, second = _halves(left, piece_layout)
+                _write(first, row, end, col, scalar, hooks, N, out_desc, out_buf, out_ptr, out_stride, VECTORS)
+                _write(second, row, end, col + PIECE, scalar, hooks, N, out_desc, out_buf, out_ptr, out_stride, VECTORS)
+                first, second = _halves(right, piece_layout)
+                _write(first, row, end, col + 2 * PIECE, scalar, hooks, N, out_desc, out_buf, out_ptr, out_stride, VECTORS)
+                _write(second, row, end, col + 3 * PIECE, scalar, hooks, N, out_desc, out_buf, out_ptr, out_stride, VECTORS)
+        turn ^= 1
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["M", "N", "K"])
+def wide_gemm_kernel(
+    a_desc, b_desc, out_desc, out_ptr, out_stride, tiles_ptr, tile_count_ptr,
+    row_scale_ptr, col_scale_ptr, bias_ptr, residual_ptr, residual_stride, M, N, K,
+    BAND: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, PINGPONG: gl.constexpr, PROMOTE: gl.constexpr, VECTORS: gl.constexpr,
+):  # fmt: skip
+    """D[M, N] = A[M, K] B[N, K]^T, or grouped: rows of tile t by the weight ``B[tiles[t, 0]]``.
+
+    a_desc, b_desc: boxes ``[BLOCK_M, BLOCK_K]`` of A and ``[BLOCK_N, BLOCK_K]`` of B (its groups stacked, N a multiple of
+    BLOCK_N); out_desc: boxes ``[BLOCK_M, PIECE]``, a half or a quarter of the tile. Grouped, tiles_ptr holds the entries of
+    `plan.RoutePlan.tiles` and out_ptr D itself, for the ragged last tile of a group.
+    VECTORS says which scales are vectors over rows or columns; the others are one number each. Grouped, col_scale is one
+    number a group, and the only scale.
+    """
+    BLOCK_M: gl.constexpr = a_desc.block_type.shape[0]
+    BLOCK_N: gl.constexpr = b_desc.block_type.shape[0]
+    BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]
+    PARTS: gl.constexpr = 1 if PINGPONG else WGS
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES * PARTS, BLOCK_M, BLOCK_K], a_desc.layout)
+    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
+    out_bufs = gl.allocate_shared_memory(out_desc.dtype, [WGS, BLOCK_M, out_desc.block_type.shape[1]], out_desc.layout)
+    full, empty = make_barriers(STAGES, 1, PARTS)
+    hooks = (row_scale_ptr, col_scale_ptr, bias_ptr, residual_ptr, residual_stride)
+    scalar = 1.0
+    if row_scale_ptr is not None and VECTORS != "row" and VECTORS != "both":
+        scalar *= gl.load(row_scale_ptr)
+    if col_scale_ptr is not None and VECTORS != "col" and VECTORS != "both":
+        scalar *= gl.load(col_scale_ptr)
+    if tiles_ptr is None:
+        tiles_m = gl.cdiv(M, BLOCK_M * PARTS)
+    else:
+        tiles_m = gl.load(tile_count_ptr)
+    tiles_n = gl.cdiv(N, BLOCK_N)
+    tiles_k = gl.cdiv(K, BLOCK_K)
+    # A warpgroup's registers come out of one pool: what the producer gives up, the consumers' accumulators take.
+    if WGS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (0, out_desc, out_ptr, out_stride, tiles_ptr, hooks, scalar, a_bufs, b_bufs, out_bufs,
+                            full, empty, M, N, tiles_m, tiles_n, tiles_k, BAND, STAGES, WGS, PINGPONG, PROMOTE, VECTORS)),
+                (_consume, (1, out_desc, out_ptr, out_stride, tiles_ptr, hooks, scalar, a_bufs, b_bufs, out_bufs,
+                            full, empty, M, N, tiles_m, tiles_n, tiles_k, BAND, STAGES, WGS, PINGPONG, PROMOTE, VECTORS)),
+                (_produce, (a_desc, b_desc, tiles_ptr, a_bufs, b_bufs, full, empty, tiles_m, tiles_n, tiles_k,
+                            BAND, STAGES, PARTS)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, out_desc, out_ptr, out_stride, tiles_ptr, hooks, scalar, a_bufs, b_bufs, out_bufs,
+                            full, empty, M, N, tiles_m, tiles_n, tiles_k, BAND, STAGES, WGS, PINGPONG, PROMOTE, VECTORS)),
+                (_consume, (1, out_desc, out_ptr, out_stride, tiles_ptr, hooks, scalar, a_bufs, b_bufs, out_bufs,
+                            full, empty, M, N, tiles_m, tiles_n, tiles_k, BAND, STAGES, WGS, PINGPONG, PROMOTE, VECTORS)),
+                (_consume, (2, out_desc, out_ptr, out_stride, tiles_ptr, hooks, scalar, a_bufs, b_bufs, out_bufs,
+                            full, empty, M, N, tiles_m, tiles_n, tiles_k, BAND, STAGES, WGS, PINGPONG, PROMOTE, VECTORS)),
+                (_produce, (a_desc, b_desc, tiles_ptr, a_bufs, b_bufs, full, empty, tiles_m, tiles_n, tiles_k,
+                            BAND, STAGES, PARTS)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )  # fmt: skip

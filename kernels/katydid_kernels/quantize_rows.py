@@ -1,0 +1,132 @@
+"""Activations in e4m3: one pass that makes the value and quantises it, so that bf16 never goes to memory in between.
+
+    add_rms_norm_quantize:  r = x + residual;  y = r / rms(r) * weight
+    swiglu_quantize:        y = silu(gate) * up
+    q = e4m3(y / scale)
+
+`scale` is either given (static: the checkpoint's ``input_scale``) or per token, ``max |y| / 448``, and then returned.
+Both are bound by memory: one program a row keeps the whole row in registers between the reduction and the store.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = [
+    "FP8_MAX",
+    "add_rms_norm_quantize",
+    "add_rms_norm_quantize_reference",
+    "swiglu_quantize",
+    "swiglu_quantize_reference",
+]
+
+FP8_MAX = 448.0
+_SMALLEST_SCALE = 1e-12
+
+
+def add_rms_norm_quantize(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns ``(q, scale, r)``: e4m3 ``[T, n]``, fp32 scale ``[T]`` (or the one given) and ``x + residual``.
+
+    Args:
+        x, residual: ``[T, n]`` of one dtype, rows contiguous. Their sum is rounded to that dtype, then normalised.
+        weight: ``[n]``.
+        scale: fp32 of one element to quantise with, or None for one scale a token.
+    """
+    if not x.is_cuda:
+        return add_rms_norm_quantize_reference(x, residual, weight, eps, scale=scale)
+    tokens, n = x.shape
+    q = torch.empty(tokens, n, dtype=torch.float8_e4m3fn, device=x.device)
+    total = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
+    scales = torch.empty(tokens, dtype=torch.float32, device=x.device) if scale is None else scale
+    if tokens:
+        _add_rms_norm_quantize_kernel[(tokens,)](
+            x, residual, weight, scales, total, q, n, x.stride(0), residual.stride(0), eps,
+            STATIC=scale is not None, BLOCK=triton.next_power_of_2(n), num_warps=8,
+        )  # fmt: skip
+    return q, scales, total
+
+
+def swiglu_quantize(gate_up: Tensor, *, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Returns ``(q, scale)``: e4m3 ``[T, n]`` and fp32 ``[T]`` (or the scale given).
+
+    Args:
+        gate_up: ``[T, 2 * n]``, gate in the first half, up in the second, rows contiguous.
+        scale: as above.
+    """
+    if not gate_up.is_cuda:
+        return swiglu_quantize_reference(gate_up, scale=scale)
+    tokens, n = gate_up.shape[0], gate_up.shape[1] // 2
+    q = torch.empty(tokens, n, dtype=torch.float8_e4m3fn, device=gate_up.device)
+    scales = torch.empty(tokens, dtype=torch.float32, device=gate_up.device) if scale is None else scale
+    if tokens:
+        _swiglu_quantize_kernel[(tokens,)](
+            gate_up, scales, q, n, gate_up.stride(0), STATIC=scale is not None, BLOCK=triton.next_power_of_2(n), num_warps=4
+        )
+    return q, scales
+
+
+@triton.jit
+def _store_quantized(y, scale_ptr, q_ptr, row, n, col, STATIC: tl.constexpr):
+    if STATIC:
+        scale = tl.load(scale_ptr)
+    else:
+        scale = tl.maximum(tl.max(tl.abs(y), 0) / 448.0, 1e-12)
+        tl.store(scale_ptr + row, scale)
+    # e4m3 has no infinity: what exceeds its range must be clamped or it becomes NaN.
+    q = tl.minimum(tl.maximum(y / scale, -448.0), 448.0)
+    tl.store(q_ptr + row.to(tl.int64) * n + col, q.to(q_ptr.dtype.element_ty), mask=col < n)
+
+
+@triton.jit
+def _add_rms_norm_quantize_kernel(
+    x_ptr, residual_ptr, weight_ptr, scale_ptr, total_ptr, q_ptr, n, x_row_stride, residual_row_stride, eps,
+    STATIC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    col = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row.to(tl.int64) * x_row_stride + col, mask=col < n, other=0.0).to(tl.float32)
+    x += tl.load(residual_ptr + row.to(tl.int64) * residual_row_stride + col, mask=col < n, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + col, mask=col < n, other=0.0).to(tl.float32)
+    total = x.to(total_ptr.dtype.element_ty)
+    tl.store(total_ptr + row.to(tl.int64) * n + col, total, mask=col < n)
+    x = total.to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / n + eps) * weight
+    _store_quantized(y, scale_ptr, q_ptr, row, n, col, STATIC)
+
+
+@triton.jit
+def _swiglu_quantize_kernel(
+    gate_up_ptr, scale_ptr, q_ptr, n, row_stride, STATIC: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0)
+    col = tl.arange(0, BLOCK)
+    source = gate_up_ptr + row.to(tl.int64) * row_stride + col
+    gate = tl.load(source, mask=col < n, other=0.0).to(tl.float32)
+    up = tl.load(source + n, mask=col < n, other=0.0).to(tl.float32)
+    _store_quantized(gate * tl.sigmoid(gate) * up, scale_ptr, q_ptr, row, n, col, STATIC)
+
+
+def add_rms_norm_quantize_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = x + residual
+    wide = total.float()
+    y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return *_quantize_reference(y, scale), total
+
+
+def swiglu_quantize_reference(gate_up: Tensor, *, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return _quantize_reference(F.silu(gate) * up, scale)
+
+
+def _quantize_reference(y: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    scales = (y.abs().amax(-1) / FP8_MAX).clamp(min=_SMALLEST_SCALE) if scale is None else scale
+    divisor = scales[:, None] if scale is None else scales
+    return (y / divisor).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scales
