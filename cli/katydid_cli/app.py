@@ -30,6 +30,12 @@ Address = Annotated[str, typer.Option(help="gRPC address of the gateway.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="KATYDID_API_KEY", help="API key, if the gateway asks for one.")]
 
 
+class Device(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 class LogLevel(StrEnum):
     DEBUG = "debug"
     INFO = "info"
@@ -41,7 +47,7 @@ class LogLevel(StrEnum):
 def up(
     model: Annotated[str | None, typer.Option(help="Model folder or name; by default the embedded model.")] = None,
     engines: Annotated[int, typer.Option(help="Number of engines.")] = 1,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[Device, typer.Option(help="Where engines compute; auto: cuda where there is one.")] = Device.AUTO,
     port: Annotated[int, typer.Option(help="Port of the OpenAI HTTP API.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="Port of the gateway's gRPC service.")] = 8001,
     kv_memory_mb: Annotated[int, typer.Option(help="Host memory for KV blocks, MiB.")] = 1024,
@@ -58,7 +64,7 @@ def up(
     cache_dir: CacheDir = default_cache_dir(),
 ) -> None:
     """Run everything on this machine: a KV-cache service, engines and a gateway. Ctrl-C stops it."""
-    from katydid_cli.fleet.plan import FleetOptions
+    from katydid_cli.fleet.plan import FleetOptions, find_device
     from katydid_cli.fleet.up import up as run_fleet
     from katydid_cli.model_folder import resolve_model
 
@@ -67,7 +73,7 @@ def up(
         model=folder,
         model_name=folder.name,
         engines=engines,
-        device=device,
+        device=find_device(device),
         port=port,
         grpc_port=grpc_port,
         kv_memory_mb=kv_memory_mb,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from katydid_runtime.errors import AddressInUseError
 
-__all__ = ["FleetOptions", "ServicePlan", "check_free", "free_ports", "plan_fleet"]
+__all__ = ["FleetOptions", "ServicePlan", "check_free", "find_device", "free_ports", "plan_fleet"]
 
 HOST = "127.0.0.1"
 
@@ -22,7 +23,7 @@ class FleetOptions:
     model: Path
     model_name: str
     engines: int = 1
-    device: str = "auto"
+    device: str = "cpu"
     port: int = 8000
     grpc_port: int = 8001
     kv_memory_mb: int = 1024
@@ -57,11 +58,16 @@ def plan_fleet(options: FleetOptions, ports: Sequence[int]) -> tuple[ServicePlan
         kvcache += ["--disk-path", str(options.kv_disk_dir), "--disk-bytes", str(options.kv_disk_mb * 2**20)]
 
     plans = [ServicePlan("kvcache", "katydid_kvcache", (*kvcache, *shared), kvcache_address, stage=0)]
+    # Engines on one CPU share its cores; each would take all of them.
+    threads: tuple[str, ...] = ()
+    if options.device == "cpu" and options.engines > 1:
+        threads = ("--threads", str(max(1, (os.cpu_count() or 1) // options.engines)))
     names = [f"engine-{index}" for index in range(options.engines)]
     for name, address in zip(names, engine_addresses, strict=True):
         arguments = (
             *("--listen", address, "--model", str(options.model), "--model-name", options.model_name),
             *("--device", options.device, "--kvcache-address", kvcache_address),
+            *threads,
             *shared,
             *options.engine_arguments,
         )
@@ -76,6 +82,13 @@ def plan_fleet(options: FleetOptions, ports: Sequence[int]) -> tuple[ServicePlan
     )
     plans.append(ServicePlan("gateway", "katydid_gateway", gateway, gateway_address, stage=1))
     return tuple(plans)
+
+
+def find_device(asked: str) -> str:
+    """`asked`, or for "auto" cuda when the NVIDIA driver is loaded, else cpu."""
+    if asked != "auto":
+        return asked
+    return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
 
 
 def free_ports(count: int) -> list[int]:
