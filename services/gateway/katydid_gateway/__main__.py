@@ -1,0 +1,27 @@
+"""Starts a gateway: `python -m katydid_gateway --model FOLDER --engines ADDRESS,...`."""
+
+from __future__ import annotations
+
+import asyncio
+
+from katydid_runtime.process import run_service
+from katydid_runtime.telemetry import Telemetry
+
+from katydid_gateway.gateway import Gateway
+from katydid_gateway.settings import GatewaySettings
+
+__all__ = ["main"]
+
+
+async def serve(settings: GatewaySettings, telemetry: Telemetry) -> None:
+    """Run one gateway until it is told to stop."""
+    gateway = await asyncio.to_thread(Gateway.load, settings, telemetry)
+    await gateway.run()
+
+
+def main() -> None:
+    run_service("gateway", GatewaySettings, serve)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Sends a request to the engine that routing chooses, and keeps the router's books about it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from katydid_runtime.block_hash import BLOCK_TOKENS
+from katydid_runtime.errors import UnavailableError
+from katydid_runtime.telemetry import Span
+
+from katydid_gateway.engines.engine_session import EngineListener, EngineSession
+from katydid_gateway.engines.fleet import Fleet
+from katydid_gateway.engines.frames import EngineTrace
+from katydid_gateway.engines.submission import Submission
+from katydid_gateway.gateway_metrics import GatewayMetrics
+from katydid_gateway.requests import CachedTokens
+from katydid_gateway.routing.prefix_index import CacheTier
+from katydid_gateway.routing.router import Candidate, Decision, RoutedPrompt
+
+__all__ = ["Dispatch", "Dispatcher"]
+
+_TIERS = {"host": CacheTier.MEMORY, "disk": CacheTier.DISK, "shared": CacheTier.SHARED}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Dispatch:
+    """A request on its way: where it went and how to call it back."""
+
+    session: EngineSession
+    number: int
+    candidate: Candidate
+    book: int
+
+    @property
+    def engine(self) -> str:
+        return self.candidate.holder.engine
+
+    def abort(self) -> None:
+        self.session.abort(self.number)
+
+
+class Dispatcher:
+    """Routes, submits, and settles with the router when the first token or the end comes."""
+
+    def __init__(self, fleet: Fleet, metrics: GatewayMetrics) -> None:
+        self._fleet = fleet
+        self._router = fleet.router
+        self._metrics = metrics
+        self._books = itertools.count()
+
+    def decide(self, prompt: RoutedPrompt, span: Span, without: Collection[str] = ()) -> Candidate:
+        """The best rank; its terms go into `span`. Raises UnavailableError when there is none."""
+        decision = self._router.decide(prompt, time.monotonic(), without)
+        if decision.chosen is None:
+            raise UnavailableError(_why_none(decision), retry_after_s=1.0)
+        if span.recording:
+            span.set_all(_attributes(decision, decision.chosen))
+        return decision.chosen
+
+    def send(
+        self,
+        prompt: RoutedPrompt,
+        submission: Submission,
+        candidate: Candidate,
+        listener: EngineListener,
+        timeout_s: float,
+    ) -> Dispatch:
+        """Submit to `candidate`. Raises UnavailableError when it is gone by now."""
+        session = self._fleet.session(candidate.holder.engine)
+        number = session.submit(submission, listener, candidate.holder.rank, timeout_s)
+        book = next(self._books)
+        self._router.sent(book, candidate, prompt, time.monotonic())
+        self._metrics.routed.labels(candidate.holder.engine).inc()
+        return Dispatch(session, number, candidate, book)
+
+    def first_token(self, dispatch: Dispatch, cached: CachedTokens, trace: EngineTrace) -> None:
+        """The engine said what it found in caches: learn from it."""
+        self.ended(dispatch)
+        expected = dispatch.candidate.prediction.device_blocks + dispatch.candidate.prediction.cached_blocks
+        self._metrics.drift.observe(abs(expected * BLOCK_TOKENS - cached.total))
+        block_bytes = self._router.engines[dispatch.engine].block_bytes
+        for phase in trace.phases:
+            tier = _TIERS.get(phase.tier)
+            if phase.name == "kvcache.fetch" and tier is not None:
+                size = getattr(cached, phase.tier) // BLOCK_TOKENS * block_bytes
+                self._router.speeds.measured(tier, size, phase.duration_s)
+
+    def ended(self, dispatch: Dispatch) -> None:
+        """The router need not count the request as unreported any more."""
+        self._router.settled(dispatch.book, dispatch.candidate.holder)
+
+
+def _why_none(decision: Decision) -> str:
+    reasons = {candidate.excluded for candidate in decision.candidates if candidate.excluded}
+    return f"no engine can take the request ({'; '.join(sorted(reasons)) or 'none is connected'})"
+
+
+def _attributes(decision: Decision, chosen: Candidate) -> dict[str, str | bool | int | float]:
+    prediction = chosen.prediction
+    return {
+        "route.engine": chosen.holder.engine,
+        "route.dp_rank": chosen.holder.rank,
+        "route.reason": decision.reason,
+        "route.candidates": len(decision.candidates),
+        "route.predicted_ttft_ms": round(prediction.ttft_s * 1e3, 3),
+        "route.predicted_queue_ms": round(prediction.queue_s * 1e3, 3),
+        "route.predicted_fetch_ms": round(prediction.fetch_s * 1e3, 3),
+        "route.predicted_prefill_ms": round(prediction.prefill_s * 1e3, 3),
+        "route.device_blocks": prediction.device_blocks,
+        "route.cached_blocks": prediction.cached_blocks,
+    }

@@ -1,0 +1,176 @@
+"""One configured engine: who it says it is, whether that fits this gateway, and its session while it does.
+
+An engine whose block hashes or tokenizer differ from the gateway's would be sent wrong text and never hit a cache, both
+silently; it is refused with a log line and a metric, and asked again later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+import grpc
+from katydid.engine.v1 import engine_pb2 as pb
+from katydid.engine.v1.engine_pb2_grpc import EngineServiceStub
+from katydid_runtime.block_hash import BLOCK_TOKENS, fingerprint
+from katydid_runtime.channel import CHANNEL_OPTIONS
+from katydid_runtime.errors import IdentityMismatchError, KatydidError
+from katydid_runtime.rpc_errors import from_rpc_error
+
+from katydid_gateway.engines.block_events import follow_engine
+from katydid_gateway.engines.engine_session import EngineSession
+from katydid_gateway.gateway_metrics import GatewayMetrics
+from katydid_gateway.routing.load import EngineState, RankReport, RankState
+from katydid_gateway.routing.router import Router
+from katydid_gateway.settings import EngineAddress
+
+__all__ = ["EngineConnection", "check_parity"]
+
+DESCRIBE_TIMEOUT_S = 5.0
+RETRY_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+REFUSED_RETRY_S = 5.0
+# gRPC's own back-off grows to two minutes; a restarted engine should be back within a second.
+_RECONNECT = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+
+logger = logging.getLogger(__name__)
+
+
+def check_parity(engine: str, description: pb.DescribeResponse, tokenizer_digest: bytes) -> None:
+    """Raises IdentityMismatchError naming what the engine and this gateway do differently."""
+    if description.block_tokens != BLOCK_TOKENS:
+        raise IdentityMismatchError(
+            f"engine {engine} cuts blocks of {description.block_tokens} tokens, this gateway of {BLOCK_TOKENS}",
+            field="block_tokens",
+        )
+    if not hmac.compare_digest(description.hash_fingerprint, fingerprint(description.identity)):
+        raise IdentityMismatchError(
+            f"engine {engine} hashes blocks in another way than this gateway", field="hash_fingerprint"
+        )
+    if not hmac.compare_digest(description.tokenizer_digest, tokenizer_digest):
+        raise IdentityMismatchError(
+            f"engine {engine} was started with another tokenizer or chat template than this gateway",
+            field="tokenizer_digest",
+        )
+
+
+class EngineConnection:
+    """Keeps one engine described, checked and connected; it is the session's observer.
+
+    `admit` raises IdentityMismatchError when the engine does not belong into this fleet.
+    """
+
+    def __init__(
+        self,
+        where: EngineAddress,
+        router: Router,
+        metrics: GatewayMetrics,
+        *,
+        client: str,
+        tokenizer_digest: bytes,
+        admit: Callable[[EngineConnection, pb.DescribeResponse], None],
+        transport_delay_s: float = 0.0,
+    ) -> None:
+        self.name = where.name
+        self.address = where.address
+        self.description: pb.DescribeResponse | None = None
+        self.session: EngineSession | None = None
+        self._router = router
+        self._metrics = metrics
+        self._client = client
+        self._tokenizer_digest = tokenizer_digest
+        self._admit = admit
+        self._delay_s = transport_delay_s
+        self._channel = grpc.aio.insecure_channel(where.address, options=(*CHANNEL_OPTIONS, *_RECONNECT))
+        self._state = router.engines[where.name] = EngineState(where.name)
+        self._boot_id = ""
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests may be sent to it."""
+        return not self._state.excluded
+
+    async def run(self) -> None:
+        """Keep connected until cancelled."""
+        failures = 0
+        try:
+            while True:
+                try:
+                    description = await self._describe()
+                except IdentityMismatchError as error:
+                    self._refused(error)
+                    await asyncio.sleep(REFUSED_RETRY_S)
+                    continue
+                except KatydidError as error:
+                    if failures == 0:
+                        logger.info("engine is away", extra={"engine": self.name, "error": str(error)})
+                    await asyncio.sleep(RETRY_S[min(failures, len(RETRY_S) - 1)])
+                    failures += 1
+                    continue
+                failures = 0
+                await self._attend(description)
+        finally:
+            await self._channel.close()
+
+    def on_connected(self) -> None:
+        self._state.excluded = ""
+        self._metrics.engine_up.labels(self.name).set(1)
+        logger.info("engine connected", extra={"engine": self.name, "address": self.address})
+
+    def on_disconnected(self) -> None:
+        self._state.excluded = "not connected"
+        self._metrics.engine_up.labels(self.name).set(0)
+
+    def on_loads(self, reports: Mapping[int, RankReport], draining: bool) -> None:
+        self._state.excluded = "draining" if draining else ""
+        self._state.reported(reports, time.monotonic())
+
+    async def _describe(self) -> pb.DescribeResponse:
+        try:
+            description = await EngineServiceStub(self._channel).Describe(
+                pb.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S, wait_for_ready=True
+            )
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        check_parity(self.name, description, self._tokenizer_digest)
+        self._admit(self, description)
+        return description
+
+    async def _attend(self, description: pb.DescribeResponse) -> None:
+        if description.boot_id != self._boot_id:
+            self._router.forget(self.name)
+            self._boot_id = description.boot_id
+        self.description = description
+        self._state.ranks = [RankState() for _ in range(max(1, description.dp_ranks))]
+        self._state.block_bytes = description.block_bytes
+        self._state.kv_cache_attached = description.kv_cache_attached
+        window = description.reattach_window
+        self.session = EngineSession(
+            self.name,
+            self.address,
+            self._channel,
+            client=self._client,
+            boot_id=description.boot_id,
+            reattach_window_s=window.seconds + window.nanos / 1e9,
+            observer=self,
+            transport_delay_s=self._delay_s,
+        )
+        watch = asyncio.create_task(follow_engine(self.name, len(self._state.ranks), self._channel, self._router.index))
+        try:
+            await self.session.run()
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            self.session = None
+            self.description = None
+
+    def _refused(self, error: IdentityMismatchError) -> None:
+        self._state.excluded = f"refused: {error.message}"
+        self._metrics.engine_refused.labels(self.name, error.field or "").inc()
+        logger.error("engine refused", extra={"engine": self.name, "reason": error.message, "field": error.field})

@@ -1,0 +1,239 @@
+"""The long-lived stream to one engine: requests down, one frame a step up, taken up again when it breaks.
+
+After a break the session is re-attached under its id within the engine's window, and the engine sends the missing
+frames again. A process that refuses connections is gone: its requests are told at once rather than after the window.
+Sequence numbers and acknowledgements are in protos/katydid/engine/v1/engine.proto.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Protocol
+
+import grpc
+from katydid.engine.v1 import engine_pb2 as pb
+from katydid.engine.v1.engine_pb2_grpc import EngineServiceStub
+from katydid_runtime.errors import EngineLostError, KatydidError, UnavailableError
+from katydid_runtime.rpc_errors import from_rpc_error
+
+from katydid_gateway.engines.frames import RequestStep, sort_frame
+from katydid_gateway.engines.reachability import refuses_connections
+from katydid_gateway.engines.submission import Submission
+from katydid_gateway.routing.load import RankReport
+
+__all__ = ["EngineListener", "EngineSession", "SessionObserver"]
+
+ACK_FRAMES = 32
+ACK_INTERVAL_S = 0.25
+OPEN_TIMEOUT_S = 5.0
+BACK_OFF_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+# After a re-attachment, requests the engine does not list must show up in the frames it sends again.
+REPLAY_GRACE_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class EngineListener(Protocol):
+    """A request's side of the session; called from the loop, must not block."""
+
+    def on_step(self, step: RequestStep, arrived_ns: int) -> bool:
+        """A frame that came at this `time.monotonic_ns()` concerns this request; returns whether that was its end."""
+
+    def on_lost(self, error: KatydidError) -> None:
+        """Nothing more will come: the engine is gone or has forgotten the request."""
+
+
+class SessionObserver(Protocol):
+    """What the session tells about the engine as a whole."""
+
+    def on_connected(self) -> None: ...
+
+    def on_disconnected(self) -> None: ...
+
+    def on_loads(self, reports: Mapping[int, RankReport], draining: bool) -> None: ...
+
+
+class EngineSession:
+    """Requests in flight on one engine. `run` keeps the stream up until cancelled."""
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        channel: grpc.aio.Channel,
+        *,
+        client: str,
+        boot_id: str,
+        reattach_window_s: float,
+        observer: SessionObserver,
+        transport_delay_s: float = 0.0,
+    ) -> None:
+        self._name = name
+        self._address = address
+        self._stub = EngineServiceStub(channel)
+        self._client = client
+        self._boot_id = boot_id
+        self._window_s = reattach_window_s
+        self._observer = observer
+        self._delay_s = transport_delay_s
+        self._listeners: dict[int, EngineListener] = {}
+        self._numbers = itertools.count(1)
+        self._outbound: asyncio.Queue[pb.SessionRequest] | None = None
+        self._session_id = ""
+        self._last_frame = 0
+        self._acked = 0
+        self._acked_at = 0.0
+        self._broken_at: float | None = None
+        self._streams = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Requests submitted and not ended."""
+        return len(self._listeners)
+
+    def submit(self, submission: Submission, listener: EngineListener, dp_rank: int, timeout_s: float) -> int:
+        """Send a request; returns its number in this session. Raises UnavailableError when the stream is down."""
+        if self._outbound is None:
+            raise UnavailableError(f"engine {self._name} is not connected")
+        number = next(self._numbers)
+        self._listeners[number] = listener
+        self._outbound.put_nowait(pb.SessionRequest(submit=submission.message(number, dp_rank, timeout_s)))
+        return number
+
+    def abort(self, number: int) -> None:
+        """Stop a request and hear no more of it; harmless when it has ended."""
+        if self._listeners.pop(number, None) is not None and self._outbound is not None:
+            self._outbound.put_nowait(pb.SessionRequest(abort=pb.AbortRequest(request=number)))
+
+    async def run(self) -> None:
+        """Serve until the session is beyond recovery; then the engine must describe itself anew, it may be another."""
+        failures = 0
+        try:
+            while True:
+                opened_before = self._streams
+                try:
+                    await self._attend()
+                except grpc.RpcError as error:
+                    logger.warning("session broke", extra={"engine": self._name, "error": str(from_rpc_error(error))})
+                except ValueError as error:
+                    logger.error("engine broke the protocol", extra={"engine": self._name, "error": str(error)})
+                failures = 0 if self._streams > opened_before else failures + 1
+                if not self._session_id or await self._beyond_recovery():
+                    return
+                await asyncio.sleep(_back_off(failures))
+        finally:
+            self._give_up()
+
+    async def _attend(self) -> None:
+        """One stream, from its opening to its end."""
+        outbound: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
+        opening = pb.SessionOpen(client=self._client, session_id=self._session_id, last_frame=self._last_frame)
+        outbound.put_nowait(pb.SessionRequest(open=opening))
+        call = self._stub.Session(self._written(outbound))
+        try:
+            try:
+                async with asyncio.timeout(OPEN_TIMEOUT_S):
+                    frame = await call.read()
+            except TimeoutError:
+                raise ValueError(f"no answer to the opening within {OPEN_TIMEOUT_S} s") from None
+            if not isinstance(frame, pb.SessionResponse) or not frame.HasField("opened"):
+                raise ValueError("the first frame does not open the session")
+            self._on_opened(frame.opened)
+            self._outbound = outbound
+            self._streams += 1
+            self._observer.on_connected()
+            self._on_frame(frame)
+            while isinstance(frame := await call.read(), pb.SessionResponse):
+                self._on_frame(frame)
+        finally:
+            call.cancel()
+            if self._outbound is outbound:
+                self._outbound = None
+                self._broken_at = time.monotonic()
+                self._observer.on_disconnected()
+
+    async def _written(self, outbound: asyncio.Queue[pb.SessionRequest]) -> AsyncIterator[pb.SessionRequest]:
+        while True:
+            message = await outbound.get()
+            if self._delay_s and message.HasField("submit"):
+                await asyncio.sleep(self._delay_s)
+            yield message
+
+    def _on_opened(self, opened: pb.SessionOpened) -> None:
+        if opened.boot_id != self._boot_id:
+            self._give_up()
+            raise ValueError(f"it restarted: boot id {opened.boot_id} instead of {self._boot_id}")
+        if opened.session_id == self._session_id:
+            absent = self._listeners.keys() - set(opened.running)
+            if absent:
+                asyncio.get_running_loop().call_later(REPLAY_GRACE_S, self._lose_absent, frozenset(absent))
+        else:
+            self._lose(list(self._listeners), _lost(self._name))
+            self._session_id, self._last_frame, self._acked = opened.session_id, 0, 0
+        self._broken_at = None
+
+    def _on_frame(self, frame: pb.SessionResponse) -> None:
+        if frame.frame <= self._last_frame:
+            return
+        if frame.frame != self._last_frame + 1:
+            raise ValueError(f"frame {frame.frame} follows frame {self._last_frame}")
+        self._last_frame = frame.frame
+        arrived_ns = time.monotonic_ns()
+        for number, step in sort_frame(frame).items():
+            listener = self._listeners.get(number)
+            if listener is not None and listener.on_step(step, arrived_ns):
+                self._listeners.pop(number, None)
+        if frame.unknown_requests:
+            self._lose(list(frame.unknown_requests), _lost(self._name))
+        if frame.loads or frame.draining:
+            self._observer.on_loads({load.dp_rank: _report(load) for load in frame.loads}, frame.draining)
+        self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        now = time.monotonic()
+        behind = self._last_frame - self._acked
+        if self._outbound is not None and (behind >= ACK_FRAMES or now - self._acked_at > ACK_INTERVAL_S):
+            self._outbound.put_nowait(pb.SessionRequest(ack=pb.FrameAck(frame=self._last_frame)))
+            self._acked, self._acked_at = self._last_frame, now
+
+    async def _beyond_recovery(self) -> bool:
+        broken_s = 0.0 if self._broken_at is None else time.monotonic() - self._broken_at
+        return broken_s > self._window_s or await refuses_connections(self._address)
+
+    def _give_up(self) -> None:
+        self._session_id, self._last_frame, self._acked = "", 0, 0
+        self._lose(list(self._listeners), _lost(self._name))
+
+    def _lose_absent(self, absent: frozenset[int]) -> None:
+        self._lose([number for number in absent if number in self._listeners], _lost(self._name))
+
+    def _lose(self, numbers: list[int], error: KatydidError) -> None:
+        for number in numbers:
+            listener = self._listeners.pop(number, None)
+            if listener is not None:
+                listener.on_lost(error)
+
+
+def _lost(name: str) -> EngineLostError:
+    return EngineLostError(f"engine {name} was lost while it worked on the request")
+
+
+def _report(load: pb.RankLoad) -> RankReport:
+    return RankReport(
+        running=load.running,
+        waiting=load.waiting,
+        uncached_tokens=load.waiting_uncached_tokens,
+        free_pages=load.free_pages,
+        total_pages=load.total_pages,
+        prefill_speed=load.prefill_tokens_per_second,
+        decode_speed=load.decode_tokens_per_second,
+    )
+
+
+def _back_off(failures: int) -> float:
+    return BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)] * random.uniform(0.75, 1.25)

@@ -1,0 +1,141 @@
+"""All engines of one model, and the cache service beside them: which model they serve, and within which limits."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Mapping
+
+import grpc
+from katydid.engine.v1 import engine_pb2 as pb
+from katydid_runtime.channel import CHANNEL_OPTIONS
+from katydid_runtime.errors import IdentityMismatchError, UnavailableError
+
+from katydid_gateway.engines.block_events import follow_cache
+from katydid_gateway.engines.connection import EngineConnection
+from katydid_gateway.engines.engine_session import EngineSession
+from katydid_gateway.gateway_metrics import GatewayMetrics
+from katydid_gateway.routing.router import Router
+from katydid_gateway.settings import GatewaySettings
+from katydid_gateway.validation import ModelLimits
+
+__all__ = ["Fleet"]
+
+
+class Fleet:
+    """Connections to every configured engine. The engines of a fleet serve one model under one identity."""
+
+    def __init__(
+        self, settings: GatewaySettings, router: Router, metrics: GatewayMetrics, tokenizer_digest: bytes
+    ) -> None:
+        self.router = router
+        self._kvcache_address = settings.kvcache_address
+        self._identity = b""
+        self._limits: ModelLimits | None = None
+        self._cache_task: asyncio.Task[None] | None = None
+        self._cache_channel: grpc.aio.Channel | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        client = f"gateway-{socket.gethostname()}-{os.getpid()}"
+        self.connections: Mapping[str, EngineConnection] = {
+            where.name: EngineConnection(
+                where,
+                router,
+                metrics,
+                client=client,
+                tokenizer_digest=tokenizer_digest,
+                admit=self._admit,
+                transport_delay_s=settings.delays_s().get("transport", 0.0),
+            )
+            for where in settings.engine_addresses()
+        }
+
+    @property
+    def ready(self) -> bool:
+        """Whether at least one engine takes requests."""
+        return any(connection.ready for connection in self.connections.values())
+
+    @property
+    def healthy(self) -> int:
+        """Engines that take requests."""
+        return sum(connection.ready for connection in self.connections.values())
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What the model is called and can do. Raises UnavailableError before the first engine was met."""
+        if self._limits is None:
+            raise UnavailableError("no engine has been reached yet", retry_after_s=1.0)
+        return self._limits
+
+    @property
+    def identity(self) -> bytes:
+        """Model identity that block hashes begin with."""
+        return self._identity
+
+    def session(self, engine: str) -> EngineSession:
+        """Raises UnavailableError when the engine is not connected."""
+        session = self.connections[engine].session
+        if session is None:
+            raise UnavailableError(f"engine {engine} is not connected")
+        return session
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(connection.run()) for connection in self.connections.values()]
+
+    async def stop(self) -> None:
+        tasks = [*self._tasks, *([self._cache_task] if self._cache_task is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._cache_channel is not None:
+            await self._cache_channel.close()
+
+    def _admit(self, newcomer: EngineConnection, description: pb.DescribeResponse) -> None:
+        others = [c for c in self.connections.values() if c is not newcomer and c.description is not None]
+        limits = ModelLimits(
+            model=description.model,
+            max_model_tokens=description.max_model_tokens,
+            vocab_size=description.vocab_size,
+            max_choices=max(1, description.max_choices),
+            max_logprobs=description.max_logprobs,
+            grammar_kinds=frozenset(description.grammar_kinds),
+        )
+        for other in others:
+            assert other.description is not None
+            if description.identity != other.description.identity:
+                raise IdentityMismatchError(
+                    f"engine {newcomer.name} has another model identity than engine {other.name}: "
+                    "other weights, KV type, page layout or numerics",
+                    field="identity",
+                )
+            if description.model != other.description.model:
+                raise IdentityMismatchError(
+                    f"engine {newcomer.name} calls its model {description.model}, engine {other.name} calls it "
+                    f"{other.description.model}",
+                    field="model",
+                )
+        self._limits = limits if not others or self._limits is None else _both(limits, self._limits)
+        if description.identity != self._identity:
+            self._identity = description.identity
+            self._follow_cache()
+
+    def _follow_cache(self) -> None:
+        if self._kvcache_address is None:
+            return
+        if self._cache_channel is None:
+            self._cache_channel = grpc.aio.insecure_channel(self._kvcache_address, options=CHANNEL_OPTIONS)
+        if self._cache_task is not None:
+            self._cache_task.cancel()
+        self._cache_task = asyncio.create_task(follow_cache(self._identity, self._cache_channel, self.router.tiers))
+
+
+def _both(one: ModelLimits, other: ModelLimits) -> ModelLimits:
+    """What either engine can do: a request must fit whichever it is sent to."""
+    return ModelLimits(
+        model=one.model,
+        max_model_tokens=min(one.max_model_tokens, other.max_model_tokens),
+        vocab_size=min(one.vocab_size, other.vocab_size),
+        max_choices=min(one.max_choices, other.max_choices),
+        max_logprobs=min(one.max_logprobs, other.max_logprobs),
+        grammar_kinds=one.grammar_kinds & other.grammar_kinds,
+    )

@@ -1,0 +1,83 @@
+"""A decided request as the one message an engine gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from katydid.engine.v1 import engine_pb2 as pb
+from katydid_runtime.trace_context import TraceContext
+
+from katydid_gateway.requests import OutputFormat, RequestOptions, Sampling
+
+__all__ = ["Submission"]
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """Everything of a request but which engine and rank get it. `generated` are ids it has produced elsewhere."""
+
+    request_id: str
+    prompt_ids: bytes
+    sampling: Sampling
+    options: RequestOptions
+    trace: TraceContext | None
+    cache_salt: bytes = b""
+    public_blocks: int = 0
+    tenant: bytes = b""
+    generated: bytes = b""
+
+    def message(self, number: int, dp_rank: int, timeout_s: float) -> pb.SubmitRequest:
+        """The message, with the time the caller still gives it."""
+        message = pb.SubmitRequest(
+            request=number,
+            request_id=self.request_id,
+            prompt_ids=self.prompt_ids,
+            generated_ids=self.generated,
+            sampling=_sampling(self.sampling),
+            dp_rank=dp_rank,
+            priority=self.options.priority,
+            cache_salt=self.cache_salt,
+            public_blocks=self.public_blocks,
+            allow_sparse_prefill=self.options.allow_sparse_prefill,
+            tenant=self.tenant,
+            bypass_cache=self.options.bypass_cache,
+        )
+        message.timeout.FromNanoseconds(max(1_000_000, int(timeout_s * 1e9)))
+        if self.trace is not None:
+            message.traceparent = self.trace.traceparent
+            message.tracestate = self.trace.tracestate
+        return message
+
+
+def _sampling(sampling: Sampling) -> pb.SamplingParams:
+    message = pb.SamplingParams(
+        seed=sampling.seed,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=sampling.logit_bias,
+        stop_token_ids=sampling.stop_token_ids,
+        min_tokens=sampling.min_tokens,
+        max_tokens=sampling.max_tokens,
+        n=sampling.n,
+        logprobs=sampling.logprobs,
+        prompt_logprobs=(sampling.logprobs or 0) if sampling.prompt_logprobs else None,
+        ignore_eos=sampling.ignore_eos,
+    )
+    if sampling.format is not None:
+        message.grammar.CopyFrom(_grammar(sampling.format))
+    return message
+
+
+def _grammar(format: OutputFormat) -> pb.Grammar:
+    if format.kind == "choice":
+        return pb.Grammar(choice=pb.ChoiceGrammar(choices=format.choices))
+    if format.kind == "regex":
+        return pb.Grammar(regex=format.source)
+    if format.kind == "ebnf":
+        return pb.Grammar(ebnf=format.source)
+    return pb.Grammar(json_schema=format.source)

@@ -1,0 +1,325 @@
+"""From a request to its answer, the one path that HTTP and gRPC share:
+
+    check -> tokenise -> resolve sampling -> hash -> route -> submit -> text
+
+under one `gateway.request` span, one deadline and one place in the in-flight count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+
+from katydid_runtime import log
+from katydid_runtime.block_hash import hash_chain
+from katydid_runtime.errors import (
+    DeadlineExceededError,
+    DrainingError,
+    InvalidRequestError,
+    KatydidError,
+    OverloadedError,
+    RequestAbortedError,
+)
+from katydid_runtime.telemetry import Telemetry
+
+from katydid_gateway.answer import Answer
+from katydid_gateway.choice_stream import ChoiceStream
+from katydid_gateway.dispatch import Dispatch, Dispatcher
+from katydid_gateway.engines.fleet import Fleet
+from katydid_gateway.engines.frames import unpack_ids
+from katydid_gateway.engines.submission import Submission
+from katydid_gateway.gateway_metrics import GatewayMetrics
+from katydid_gateway.request_clock import RequestClock
+from katydid_gateway.requests import Caller, GenerationRequest, Prompt, Sampling, TokenPrompt
+from katydid_gateway.routing.prefix_index import split_hashes
+from katydid_gateway.routing.router import Decision, RoutedPrompt
+from katydid_gateway.settings import GatewaySettings
+from katydid_gateway.text.choice_text import ChoiceText
+from katydid_gateway.text.model_text import EncodedPrompt, ModelText
+from katydid_gateway.validation import check_model, check_prompt, resolve_sampling
+
+__all__ = ["Generator"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A request that can be sent: checked and tokenised; `routed` hashes it, once."""
+
+    request_id: str
+    model: str
+    encoded: EncodedPrompt
+    sampling: Sampling
+    routed: Callable[[], RoutedPrompt]
+    submission: Submission
+    deadline_ns: int
+
+    @property
+    def timeout_s(self) -> float:
+        return (self.deadline_ns - time.time_ns()) / 1e9
+
+
+class Generator:
+    """Answers requests. `draining` set true refuses new ones; `idle` is set while none is in flight."""
+
+    def __init__(
+        self, settings: GatewaySettings, text: ModelText, fleet: Fleet, telemetry: Telemetry, metrics: GatewayMetrics
+    ) -> None:
+        self.text = text
+        self.fleet = fleet
+        self.draining = False
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._settings = settings
+        self._delays_s = settings.delays_s()
+        self._secret = settings.cache_salt_secret
+        self._telemetry = telemetry
+        self._metrics = metrics
+        self._dispatcher = Dispatcher(fleet, metrics)
+        self._in_flight = 0
+
+    @asynccontextmanager
+    async def answer(self, request: GenerationRequest, caller: Caller, api: str) -> AsyncIterator[Answer]:
+        """The answer to `request`, already on its way; leaving the block early aborts it on the engine.
+
+        Raises InvalidRequestError and its kind for what the caller did wrong, UnavailableError when no engine can
+        take it, OverloadedError and DrainingError when this gateway will not.
+        """
+        request_id = _request_id(request.options.request_id)
+        outcome = "internal"
+        with (
+            log.bind(request=request_id),
+            self._counted(),
+            self._telemetry.start(
+                "gateway.request",
+                caller.trace,
+                start_ns=caller.received_ns,
+                attributes={"request.id": request_id, "request.api": api},
+            ) as span,
+        ):
+            clock = RequestClock(self._telemetry, span, caller.received_ns)
+            answer: Answer | None = None
+            timer: asyncio.TimerHandle | None = None
+            try:
+                prepared = await self._prepare(request, request_id, caller, clock)
+                answer = self._open(prepared, request.prompt, clock)
+                timer = asyncio.get_running_loop().call_later(
+                    max(0.0, prepared.timeout_s),
+                    answer.fail,
+                    DeadlineExceededError("the request's deadline has passed"),
+                )
+                await answer.start()
+                yield answer
+                outcome = "ok" if answer.result is not None else "left"
+            except KatydidError as error:
+                outcome = error.reason.lower()
+                raise
+            except (asyncio.CancelledError, GeneratorExit):
+                outcome = RequestAbortedError.reason.lower()
+                raise
+            finally:
+                if timer is not None:
+                    timer.cancel()
+                self._finish(answer, clock, api, outcome)
+
+    async def encode(self, model: str, prompt: Prompt) -> EncodedPrompt:
+        """A prompt's token ids. Raises InvalidRequestError and its kind."""
+        check_model(model, self.fleet.limits)
+        check_prompt(prompt, self.fleet.limits)
+        return await self.text.encode(prompt)
+
+    def decode(self, model: str, ids: bytes) -> str:
+        """Text of token ids, special tokens included. Raises InvalidRequestError and its kind."""
+        check_model(model, self.fleet.limits)
+        if not ids:
+            return ""
+        check_prompt(TokenPrompt(ids), self.fleet.limits)
+        return self.text.vocabulary.decode(unpack_ids(ids), skip_special=False)
+
+    async def explain(
+        self, model: str, prompt: Prompt, affinity: str, tenant: str, without: str
+    ) -> tuple[RoutedPrompt, Decision]:
+        """Where the prompt would go now, without sending it; `without` leaves an engine out."""
+        if without and without not in self.fleet.connections:
+            raise InvalidRequestError(
+                f"there is no engine {without!r}",
+                field="without_engine",
+                value=without,
+                allowed=", ".join(self.fleet.connections),
+            )
+        encoded = await self.encode(model, prompt)
+        routed = self._routed(encoded, affinity, self._salt(tenant), bypass=False)
+        return routed, self.fleet.router.decide(routed, time.monotonic(), {without} if without else ())
+
+    async def _prepare(
+        self, request: GenerationRequest, request_id: str, caller: Caller, clock: RequestClock
+    ) -> _Prepared:
+        limits = self.fleet.limits
+        check_model(request.model, limits)
+        check_prompt(request.prompt, limits)
+        clock.received()
+        with clock.phase("tokenise"):
+            await self._delayed("tokenise")
+            encoded = await self.text.encode(request.prompt)
+        sampling = resolve_sampling(request.sampling, self.text.defaults, limits, encoded.tokens)
+        salt = self._salt(caller.tenant)
+        options = request.options
+        submission = Submission(
+            request_id=request_id,
+            prompt_ids=encoded.ids,
+            sampling=sampling,
+            options=options,
+            trace=clock.span.context,
+            cache_salt=salt,
+            public_blocks=self._settings.public_blocks if salt else 0,
+            tenant=sha256(caller.tenant.encode()).digest()[:16] if caller.tenant else b"",
+        )
+        clock.span.set_all(
+            {"request.prompt_tokens": encoded.tokens, "request.n": sampling.n, "request.model": limits.model}
+        )
+        timeout_s = min(caller.timeout_s or self._settings.request_timeout_s, self._settings.request_timeout_s)
+        deadline_ns = caller.received_ns + int(timeout_s * 1e9)
+        return _Prepared(
+            request_id=request_id,
+            model=limits.model,
+            encoded=encoded,
+            sampling=sampling,
+            routed=cache(lambda: self._routed(encoded, options.prompt_cache_key, salt, options.bypass_cache)),
+            submission=submission,
+            deadline_ns=deadline_ns,
+        )
+
+    def _open(self, prepared: _Prepared, prompt: Prompt, clock: RequestClock) -> Answer:
+        sampling, text = prepared.sampling, self.text
+        choices = [
+            ChoiceStream(
+                index,
+                ChoiceText(
+                    text.vocabulary.detokenizer(skip_special=True),
+                    stops=sampling.stop,
+                    include_stop=sampling.include_stop,
+                    min_tokens=sampling.min_tokens,
+                ),
+                text.parser(prompt, prepared.encoded.text),
+                text.vocabulary,
+                include_stop=sampling.include_stop,
+            )
+            for index in range(sampling.n)
+        ]
+
+        async def send(answer: Answer, failed: set[str]) -> Dispatch:
+            with clock.phase("route"), self._telemetry.start("gateway.route", clock.span.context) as span:
+                await self._delayed("route")
+                routed = prepared.routed()
+                candidate = self._dispatcher.decide(routed, span, failed)
+                dispatch = self._dispatcher.send(routed, prepared.submission, candidate, answer, prepared.timeout_s)
+            clock.submitted(dispatch.engine)
+            for name in failed:
+                self._metrics.retried.labels(name).inc()
+            return dispatch
+
+        return Answer(
+            request_id=prepared.request_id,
+            model=prepared.model,
+            prompt_ids=prepared.encoded.ids,
+            prompt_text=prepared.encoded.text,
+            choices=choices,
+            vocabulary=text.vocabulary,
+            dispatcher=self._dispatcher,
+            clock=clock,
+            buffer_bytes=self._settings.client_buffer_bytes,
+            send=send,
+        )
+
+    def _routed(self, encoded: EncodedPrompt, affinity: str, salt: bytes, bypass: bool) -> RoutedPrompt:
+        chain = b""
+        if not bypass:
+            public = self._settings.public_blocks if salt else 0
+            chain = hash_chain(encoded.ids, identity=self.fleet.identity, salt=salt, public_blocks=public)
+        return RoutedPrompt(tuple(split_hashes(chain)), encoded.tokens, affinity, sha256(encoded.ids).digest())
+
+    def _salt(self, tenant: str) -> bytes:
+        if self._secret is None or not tenant:
+            return b""
+        return hmac.digest(self._secret.get_secret_value().encode(), tenant.encode(), "sha256")
+
+    async def _delayed(self, point: str) -> None:
+        if self._delays_s and (delay_s := self._delays_s.get(point)):
+            await asyncio.sleep(delay_s)
+
+    def _finish(self, answer: Answer | None, clock: RequestClock, api: str, outcome: str) -> None:
+        self._metrics.finished.labels(api, outcome).inc()
+        if answer is None:
+            return
+        answer.close()
+        usage, tokens = answer.usage, answer.tokens
+        self._metrics.settled(usage)
+        clock.export(tokens, answer.trace)
+        if clock.ttft_s:
+            self._metrics.ttft.observe(clock.ttft_s)
+            for name, seconds in clock.phases_s.items():
+                self._metrics.phase.labels(name).observe(max(0.0, seconds))
+        if tokens > 1:
+            self._metrics.tpot.observe(clock.tpot_s(tokens))
+        clock.span.set_all(
+            {
+                "request.outcome": outcome,
+                "request.engine": clock.engine,
+                "request.output_tokens": usage.completion_tokens,
+                "request.cached_tokens": usage.cached.total,
+            }
+        )
+        logger.info(
+            "request finished",
+            extra={
+                "api": api,
+                "outcome": outcome,
+                "engine": clock.engine,
+                "prompt_tokens": usage.prompt_tokens,
+                "cached_tokens": usage.cached.total,
+                "output_tokens": usage.completion_tokens,
+                "ttft_ms": round(clock.ttft_s * 1e3, 1),
+                "tpot_ms": round(clock.tpot_s(tokens) * 1e3, 2),
+            },
+        )
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        if self.draining:
+            raise DrainingError("the gateway is shutting down")
+        if self._in_flight >= self._settings.max_requests:
+            raise OverloadedError(
+                f"{self._in_flight} requests are in flight, the most this gateway takes", retry_after_s=1.0
+            )
+        self._in_flight += 1
+        self._metrics.in_flight.inc()
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            self._metrics.in_flight.dec()
+            if not self._in_flight:
+                self.idle.set()
+
+
+def _request_id(asked: str) -> str:
+    if not asked:
+        return f"req-{uuid.uuid4().hex}"
+    if len(asked) > 128 or not asked.isascii() or not asked.isprintable():
+        raise InvalidRequestError(
+            "the request id is not usable",
+            field="request_id",
+            value=asked,
+            allowed="1 to 128 printable ASCII characters",
+        )
+    return asked

@@ -1,0 +1,1 @@
+"""The OpenAI HTTP API as a translation of the gateway's own requests and answers."""

@@ -1,0 +1,140 @@
+"""Routes of the gateway's HTTP side, and what surrounds every one: authentication, limits, errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Protocol
+
+import msgspec
+from katydid_runtime.errors import KatydidError, NotFoundError, RequestAbortedError, UnknownModelError
+from katydid_runtime.rpc_errors import internal_error
+from katydid_runtime.trace_context import TraceContext
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from katydid_gateway.api_keys import ApiKeys
+from katydid_gateway.engines.fleet import Fleet
+from katydid_gateway.gateway_metrics import GatewayMetrics
+from katydid_gateway.generation import Generator
+from katydid_gateway.http.chat import ChatCompletions
+from katydid_gateway.http.completions import Completions
+from katydid_gateway.http.exchange import Exchange
+from katydid_gateway.http.failures import error_response
+from katydid_gateway.requests import Caller
+from katydid_gateway.settings import GatewaySettings
+
+__all__ = ["http_app"]
+
+logger = logging.getLogger(__name__)
+
+
+class _Work(Protocol):
+    async def handle(self, exchange: Exchange, raw: bytes, caller: Caller) -> None: ...
+
+
+class _Post:
+    """An endpoint as an ASGI application: everything around `work.handle`."""
+
+    def __init__(self, work: _Work, keys: ApiKeys, max_body_bytes: int) -> None:
+        self._work = work
+        self._keys = keys
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        received_ns = time.time_ns()
+        exchange = Exchange(scope, receive, send)
+        try:
+            tenant = self._keys.tenant(exchange.headers.get("authorization", ""))
+            raw = await exchange.body(self._max_body_bytes)
+            caller = Caller(received_ns, tenant, TraceContext.from_headers(exchange.headers.raw))
+            await self._work.handle(exchange, raw, caller)
+        except RequestAbortedError as error:
+            # A slow client gets the reason if it comes back in time; for one that left there is nobody to tell.
+            if exchange.started:
+                await exchange.send_error(error)
+        except KatydidError as error:
+            await exchange.send_error(error)
+        except Exception as error:
+            await exchange.send_error(internal_error(error, f"HTTP {scope['path']}"))
+
+
+def http_app(
+    settings: GatewaySettings, generator: Generator, fleet: Fleet, keys: ApiKeys, metrics: GatewayMetrics
+) -> Starlette:
+    """The ASGI application."""
+    chat = ChatCompletions(generator, settings.sse_keepalive_s)
+    completions = Completions(generator, settings.sse_keepalive_s, settings.max_prompts)
+    started = int(time.time())
+
+    def authenticated(request: Request) -> None:
+        keys.tenant(request.headers.get("authorization", ""))
+
+    async def list_models(request: Request) -> Response:
+        authenticated(request)
+        return _json({"object": "list", "data": [_model(fleet, started)]})
+
+    async def get_model(request: Request) -> Response:
+        authenticated(request)
+        asked, known = request.path_params["model"], fleet.limits.model
+        if asked != known:
+            raise UnknownModelError(
+                f"the model {asked!r} does not exist here", field="model", value=asked, allowed=known
+            )
+        return _json(_model(fleet, started))
+
+    async def alive(_request: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def ready(_request: Request) -> Response:
+        if generator.draining or not fleet.ready:
+            return PlainTextResponse("draining\n" if generator.draining else "no engine is connected\n", 503)
+        return PlainTextResponse("ready\n")
+
+    async def exposition(_request: Request) -> Response:
+        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", _Post(chat, keys, settings.max_body_bytes), methods=["POST"]),
+            Route("/v1/completions", _Post(completions, keys, settings.max_body_bytes), methods=["POST"]),
+            Route("/v1/models", list_models),
+            Route("/v1/models/{model:path}", get_model),
+            Route("/healthz", alive),
+            Route("/readyz", ready),
+            Route("/metrics", exposition),
+        ],
+        exception_handlers={KatydidError: _on_katydid_error, HTTPException: _on_http_error},
+    )
+
+
+def _model(fleet: Fleet, started: int) -> dict[str, object]:
+    limits = fleet.limits
+    return {
+        "id": limits.model,
+        "object": "model",
+        "created": started,
+        "owned_by": "katydid",
+        "max_model_len": limits.max_model_tokens,
+    }
+
+
+def _json(content: object) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
+
+
+async def _on_katydid_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, KatydidError)
+    return error_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    failure = NotFoundError(f"there is no {request.method} {request.url.path}", field="path", value=request.url.path)
+    response = error_response(failure)
+    response.status_code = error.status_code
+    return response

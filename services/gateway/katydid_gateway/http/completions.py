@@ -1,0 +1,183 @@
+"""POST /v1/completions: text or token ids to continue, one prompt or several, in OpenAI's older shape."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AsyncExitStack
+from functools import reduce
+from operator import add
+from typing import Any
+
+import msgspec
+from katydid_runtime.errors import InternalError
+
+from katydid_gateway.answer import Answer
+from katydid_gateway.engines.frames import unpack_ids
+from katydid_gateway.generation import Generator
+from katydid_gateway.http.exchange import Exchange
+from katydid_gateway.http.failures import decode_error
+from katydid_gateway.http.merge import merged
+from katydid_gateway.http.schema import CompletionBody
+from katydid_gateway.http.translate import completion_requests
+from katydid_gateway.http.usage import timing_fields, usage_fields
+from katydid_gateway.requests import Caller, Delta, FinishedRequest, FinishReason, TokenLogprob, Usage
+from katydid_gateway.text.detokenizer import Vocabulary
+
+__all__ = ["Completions"]
+
+_decoder = msgspec.json.Decoder(CompletionBody)
+_encode = msgspec.json.Encoder().encode
+
+
+class Completions:
+    """The endpoint's work behind authentication and error handling."""
+
+    api = "completions"
+
+    def __init__(self, generator: Generator, keepalive_s: float, max_prompts: int) -> None:
+        self._generator = generator
+        self._keepalive_s = keepalive_s
+        self._max_prompts = max_prompts
+
+    async def handle(self, exchange: Exchange, raw: bytes, caller: Caller) -> None:
+        try:
+            body = _decoder.decode(raw)
+        except msgspec.DecodeError as error:
+            raise decode_error(error) from error
+        requests = completion_requests(body, exchange.request_id, self._max_prompts)
+        async with AsyncExitStack() as stack:
+            answers = [
+                await stack.enter_async_context(self._generator.answer(request, caller, self.api))
+                for request in requests
+            ]
+            shape = _Shape(answers, body, exchange.request_id, self._generator.text.vocabulary)
+            writing = self._stream(exchange, answers, shape) if body.stream else self._whole(exchange, answers, shape)
+            await exchange.while_connected(answers, writing)
+
+    async def _stream(self, exchange: Exchange, answers: list[Answer], shape: _Shape) -> None:
+        async for place, batch in merged(answers, self._keepalive_s):
+            if not exchange.started:
+                await exchange.start_events()
+            content = b"".join([shape.chunk(place, delta) for delta in batch]) if batch else b": keep-alive\n\n"
+            if content:
+                await exchange.write(content)
+        await exchange.write(shape.last_chunks())
+        await exchange.end()
+
+    async def _whole(self, exchange: Exchange, answers: list[Answer], shape: _Shape) -> None:
+        async for place, batch in merged(answers):
+            for delta in batch:
+                shape.collect(place, delta)
+        await exchange.send_json(shape.whole())
+
+
+class _Shape:
+    """Deltas of all answers in OpenAI's words; choice `i` of prompt `p` is index `p * n + i`."""
+
+    def __init__(self, answers: list[Answer], body: CompletionBody, request_id: str, vocabulary: Vocabulary) -> None:
+        self._answers = answers
+        self._body = body
+        self._vocabulary = vocabulary
+        self._n = body.n or 1
+        self._prompt_only = body.max_tokens == 0
+        self._include_usage = body.stream_options is not None and body.stream_options.include_usage
+        self._offsets: dict[int, int] = {}
+        self._collected: dict[int, Delta] = {}
+        self._head: dict[str, Any] = {
+            "id": f"cmpl-{request_id}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": answers[0].model,
+        }
+        self._tail: dict[str, Any] = {"usage": None} if self._include_usage else {}
+
+    def chunk(self, place: int, delta: Delta) -> bytes:
+        """The event of one delta, the first of a choice led by its prompt when that is to be echoed."""
+        index = place * self._n + delta.index
+        begins = self._body.echo and index not in self._offsets
+        if not (begins or delta.text or delta.logprobs or delta.finish or (self._body.return_token_ids and delta.ids)):
+            return b""
+        choice = self._choice(place, delta)
+        return b"data: " + _encode(self._head | {"choices": [choice]} | self._tail) + b"\n\n"
+
+    def last_chunks(self) -> bytes:
+        if not self._include_usage:
+            return b"data: [DONE]\n\n"
+        return b"data: " + _encode(self._head | {"choices": []} | self._account()) + b"\n\ndata: [DONE]\n\n"
+
+    def collect(self, place: int, delta: Delta) -> None:
+        index = place * self._n + delta.index
+        known = self._collected.setdefault(index, Delta(delta.index))
+        known.text += delta.text
+        known.logprobs += delta.logprobs
+        known.ids += delta.ids
+        known.finish = delta.finish or known.finish
+
+    def whole(self) -> bytes:
+        choices = [self._choice(index // self._n, self._collected[index]) for index in sorted(self._collected)]
+        return _encode(self._head | {"choices": choices} | self._account())
+
+    def _choice(self, place: int, delta: Delta) -> dict[str, Any]:
+        index = place * self._n + delta.index
+        answer = self._answers[place]
+        prompt = self._prompt(answer) if self._body.echo and index not in self._offsets else ""
+        offset = self._offsets.get(index, 0)
+        shown = "" if self._prompt_only else delta.text
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": prompt + shown,
+            "finish_reason": delta.finish,
+            "logprobs": None,
+        }
+        if self._prompt_only and delta.finish is not None:
+            choice["finish_reason"] = FinishReason.LENGTH
+        if self._body.logprobs is not None:
+            entries = [] if self._prompt_only else delta.logprobs
+            echoed = self._prompt_entries(answer) if prompt else []
+            choice["logprobs"] = self._logprobs([*echoed, *entries], offset)
+        if self._body.return_token_ids:
+            choice["token_ids"] = unpack_ids(delta.ids).tolist()
+        self._offsets[index] = offset + len(prompt) + len(shown)
+        return choice
+
+    def _prompt(self, answer: Answer) -> str:
+        return answer.prompt_text or self._vocabulary.decode(unpack_ids(answer.prompt_ids), skip_special=False)
+
+    def _prompt_entries(self, answer: Answer) -> list[TokenLogprob | str]:
+        """The first prompt token has no probability: nothing came before it."""
+        first = unpack_ids(answer.prompt_ids)[0]
+        return [self._vocabulary.raw(first).decode("utf-8", "replace"), *answer.prompt_logprobs]
+
+    def _logprobs(self, entries: list[TokenLogprob | str], offset: int) -> dict[str, Any]:
+        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for entry in entries:
+            known = isinstance(entry, TokenLogprob)
+            text = entry.text if isinstance(entry, TokenLogprob) else entry
+            columns["tokens"].append(text)
+            columns["token_logprobs"].append(max(entry.logprob, -9999.0) if isinstance(entry, TokenLogprob) else None)
+            columns["top_logprobs"].append(_top(entry) if known else None)
+            columns["text_offset"].append(offset)
+            offset += len(text)
+        return columns
+
+    def _account(self) -> dict[str, Any]:
+        results = [_result(answer) for answer in self._answers]
+        usage = reduce(add, [self._usage(result) for result in results])
+        slowest = max(results, key=lambda result: result.timing.ttft_s)
+        return {"usage": usage_fields(usage), "timing": timing_fields(slowest.timing)}
+
+    def _usage(self, result: FinishedRequest) -> Usage:
+        usage = result.usage
+        return Usage(usage.prompt_tokens, 0, usage.cached) if self._prompt_only else usage
+
+
+def _top(entry: TokenLogprob | str) -> dict[str, float]:
+    if isinstance(entry, str):
+        return {}
+    return {other.text: max(other.logprob, -9999.0) for other in entry.top}
+
+
+def _result(answer: Answer) -> FinishedRequest:
+    if answer.result is None:
+        raise InternalError("the answer has not ended")
+    return answer.result

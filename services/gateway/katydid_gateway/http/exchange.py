@@ -1,0 +1,129 @@
+"""One HTTP request and its response on raw ASGI: body within its limit, server-sent events, and a watch on the client.
+
+Raw ASGI instead of a streaming response class, because a stream of tokens is one socket write a chunk and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Coroutine
+
+from katydid_runtime.errors import InvalidRequestError, KatydidError, PayloadTooLargeError, RequestAbortedError
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from katydid_gateway.answer import SLOW_CLIENT_GRACE_S, Answer
+from katydid_gateway.http.failures import error_body, error_response
+
+__all__ = ["Exchange"]
+
+logger = logging.getLogger(__name__)
+
+
+class Exchange:
+    """Reads one request, writes one response."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self.headers = Headers(scope=scope)
+        self.request_id = self.headers.get("x-request-id") or f"req-{uuid.uuid4().hex}"
+        self.started = False
+
+    async def body(self, limit: int) -> bytes:
+        """The whole body. Raises PayloadTooLargeError as soon as it is known, RequestAbortedError for a client gone."""
+        declared = self.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > limit:
+            raise _too_large(declared, limit)
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise RequestAbortedError("the client left before its request was read")
+            part = message.get("body", b"")
+            size += len(part)
+            if size > limit:
+                raise _too_large(size, limit)
+            parts.append(part)
+            if not message.get("more_body", False):
+                break
+        if not size:
+            raise InvalidRequestError("the body is empty", field="body", allowed="a JSON object")
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def send_json(self, content: bytes) -> None:
+        """A complete 200 response."""
+        await self._start("application/json", (b"content-length", str(len(content)).encode()))
+        await self._send({"type": "http.response.body", "body": content})
+
+    async def start_events(self) -> None:
+        """The head of an event stream; proxies are asked not to buffer it."""
+        await self._start(
+            "text/event-stream; charset=utf-8", (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")
+        )
+
+    async def write(self, content: bytes) -> None:
+        """Part of an event stream; waits while the client's socket is full."""
+        await self._send({"type": "http.response.body", "body": content, "more_body": True})
+
+    async def end(self) -> None:
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def send_error(self, error: KatydidError) -> None:
+        """A response of its own, or the last event of a stream that has begun; no [DONE] follows an error."""
+        if not self.started:
+            self.started = True
+            await error_response(error, self.request_id)(self._scope, self._receive, self._send)
+            return
+        await self.write(b"data: " + error_body(error) + b"\n\n")
+        await self.end()
+
+    async def while_connected(self, answers: list[Answer], writing: Coroutine[None, None, None]) -> None:
+        """Run `writing` until it ends or the client is gone; a stuck writer is stopped soon after its buffer filled.
+
+        Raises what `writing` raises, RequestAbortedError when the client left.
+        """
+        loop = asyncio.get_running_loop()
+        writer = loop.create_task(writing)
+        watch = loop.create_task(self._gone())
+        for answer in answers:
+            answer.on_overflow = lambda: loop.call_later(SLOW_CLIENT_GRACE_S, writer.cancel)
+        try:
+            await asyncio.wait((writer, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not writer.done():
+                raise RequestAbortedError("the client left")
+            with contextlib.suppress(asyncio.CancelledError):
+                await writer
+        finally:
+            for task in (writer, watch):
+                task.cancel()
+            await asyncio.gather(writer, watch, return_exceptions=True)
+
+    async def _gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def _start(self, content_type: str, *headers: tuple[bytes, bytes]) -> None:
+        self.started = True
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [
+                    (b"content-type", content_type.encode()),
+                    (b"x-request-id", self.request_id.encode("latin-1", "replace")),
+                    *headers,
+                ],
+            }
+        )
+
+
+def _too_large(size: object, limit: int) -> PayloadTooLargeError:
+    return PayloadTooLargeError(
+        f"the body has {size} bytes", field="body", value=f"{size} bytes", allowed=f"at most {limit} bytes"
+    )

@@ -1,0 +1,77 @@
+"""Errors in OpenAI's shape: `{"error": {message, type, param, code}}`, as a response or as an event of a stream."""
+
+from __future__ import annotations
+
+import msgspec
+from katydid_runtime.errors import (
+    InternalError,
+    InvalidRequestError,
+    KatydidError,
+    NotFoundError,
+    PermissionDeniedError,
+    QuotaExceededError,
+    UnauthenticatedError,
+)
+from starlette.responses import Response
+
+__all__ = ["decode_error", "error_body", "error_response"]
+
+_TYPES: tuple[tuple[type[KatydidError], str], ...] = (
+    (InvalidRequestError, "invalid_request_error"),
+    (NotFoundError, "invalid_request_error"),
+    (UnauthenticatedError, "authentication_error"),
+    (PermissionDeniedError, "permission_error"),
+    (QuotaExceededError, "rate_limit_error"),
+)
+# OpenAI's own codes where clients look for them.
+_CODES = {
+    "UNKNOWN_MODEL": "model_not_found",
+    "PROMPT_TOO_LONG": "context_length_exceeded",
+    "UNAUTHENTICATED": "invalid_api_key",
+}
+
+
+def error_body(error: KatydidError) -> bytes:
+    """The JSON text."""
+    kind = next((name for cls, name in _TYPES if isinstance(error, cls)), "server_error")
+    detail: dict[str, object] = {
+        "message": error.message,
+        "type": kind,
+        "param": error.field,
+        "code": _CODES.get(error.reason, error.reason.lower()),
+    }
+    if error.allowed is not None:
+        detail["allowed"] = error.allowed
+    if isinstance(error, InternalError) and error.error_id is not None:
+        detail["error_id"] = error.error_id
+    return msgspec.json.encode({"error": detail})
+
+
+def error_response(error: KatydidError, request_id: str = "") -> Response:
+    """The whole response. A feature that is missing answers 400, because clients retry every 5xx."""
+    status = error.outcome.http_status
+    if isinstance(error, InvalidRequestError) and status >= 500:
+        status = 400
+    headers = {"x-request-id": request_id} if request_id else {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = f"{max(1, round(error.retry_after_s))}"
+    if isinstance(error, UnauthenticatedError):
+        headers["www-authenticate"] = "Bearer"
+    return Response(error_body(error), status, headers, "application/json")
+
+
+def decode_error(error: msgspec.DecodeError) -> InvalidRequestError:
+    """What msgspec found wrong, with the field where it names one: "… - at `$.messages[0].role`"."""
+    text = str(error)
+    message, separator, where = text.partition(" - at `$")
+    if isinstance(error, msgspec.ValidationError):
+        path = where.rstrip("`").lstrip(".") if separator else ""
+        quoted = message.partition("`")[2].partition("`")[0] if message.startswith("Object ") else ""
+        field = ".".join(part for part in (path, quoted) if part)
+        spelled = f"{field}: {message}" if field else message
+        return InvalidRequestError(spelled[0].lower() + spelled[1:], field=field or None, allowed=_allowed(message))
+    return InvalidRequestError(f"the body is no JSON: {text}", field="body")
+
+
+def _allowed(message: str) -> str | None:
+    return message.partition("Expected ")[2].partition(", got")[0] or None

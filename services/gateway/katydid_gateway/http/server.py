@@ -1,0 +1,64 @@
+"""uvicorn inside the gateway's own event loop: the process, not uvicorn, handles signals and decides when to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from katydid_runtime.errors import AddressInUseError
+from katydid_runtime.exposition import split_address
+from starlette.applications import Starlette
+
+__all__ = ["HttpServer"]
+
+BACKLOG = 4096
+KEEP_ALIVE_S = 75
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """Serves `app` on `host:port`."""
+
+    def __init__(self, app: Starlette) -> None:
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = _Uvicorn(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, address: str) -> str:
+        """Listen; returns the address with the port really bound. Raises AddressInUseError, SettingsError."""
+        host, port = split_address(address)
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise AddressInUseError(
+                f"cannot listen on {address}: {error.strerror}", field="http_listen", value=address
+            ) from error
+        self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+        return f"{host}:{listener.getsockname()[1]}"
+
+    async def stop(self) -> None:
+        """Close idle connections at once and busy ones within a second."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task

@@ -1,0 +1,1 @@
+"""What a model writes beside plain content: reasoning and tool calls, by model family."""

@@ -1,0 +1,68 @@
+"""Tool arguments that a model wrote as bare text, typed by the tool's JSON schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["typed_value"]
+
+_ORDER = ("boolean", "integer", "number", "array", "object", "null", "string")
+
+
+def typed_value(text: str, schema: object) -> Any:
+    """`text` as the first type of its schema that it can be, in the order boolean, integer, number, JSON, string.
+
+    Without a declared type every one is tried; text that fits none stays a string, so nothing the model wrote is lost.
+    """
+    declared = _declared_types(schema)
+    for kind in _ORDER:
+        if not declared or kind in declared:
+            matched, value = _as(kind, text)
+            if matched:
+                return value
+    return text
+
+
+def _declared_types(schema: object) -> set[str]:
+    if not isinstance(schema, Mapping):
+        return set()
+    kind = schema.get("type")
+    types = (
+        {kind}
+        if isinstance(kind, str)
+        else {k for k in kind if isinstance(k, str)}
+        if isinstance(kind, list)
+        else set()
+    )
+    for union in ("anyOf", "oneOf"):
+        for option in schema.get(union) or ():
+            types |= _declared_types(option)
+    return types
+
+
+def _as(kind: str, text: str) -> tuple[bool, Any]:
+    if kind == "string":
+        return True, text
+    if kind == "boolean":
+        lowered = text.strip().lower()
+        return lowered in ("true", "false"), lowered == "true"
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except ValueError:
+        return False, None
+    return _IS[kind](value), value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+_IS = {
+    "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+    "null": lambda value: value is None,
+}

@@ -1,0 +1,150 @@
+"""Where a request's time goes: marks taken along its way, and the spans and phases they become.
+
+Durations of the engine come from its own clock inside TraceSummary, so no clocks of two hosts are compared. The time to
+first token is the sum of
+    receive    reading and checking the request
+    tokenise   template and tokenizer
+    route      hashing and choosing
+    retry      attempts on engines that failed
+    transport  round trip to the engine less the time the engine had the request
+    queue, lookup, fetch, prefill   the engine's phases
+    deliver    from the first frame's arrival to handing its text to the client's writer
+    rest       what none of them explains
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from katydid_runtime.telemetry import Span, Telemetry
+from katydid_runtime.trace_context import TraceContext
+
+from katydid_gateway.engines.frames import EnginePhase, EngineTrace
+from katydid_gateway.requests import Timing
+
+__all__ = ["RequestClock"]
+
+_PHASES = {
+    "engine.queue": "queue",
+    "kvcache.lookup": "lookup",
+    "kvcache.fetch": "fetch",
+    "engine.prefill": "prefill",
+}
+_TTFT_LINKS = ("engine.prefill", "kvcache.fetch")
+_TPOT_LINKS = ("engine.decode",)
+
+
+@dataclass(slots=True)
+class RequestClock:
+    """Marks of one request. `received_ns` is Unix time; later marks are monotonic, converted by one common offset."""
+
+    telemetry: Telemetry
+    span: Span
+    received_ns: int
+    phases_s: dict[str, float] = field(default_factory=dict)
+    engine: str = ""
+    _offset_ns: int = field(default_factory=lambda: time.time_ns() - time.monotonic_ns())
+    _submitted_ns: int = 0
+    _arrived_ns: int = 0
+    _first_ns: int = 0
+    _last_ns: int = 0
+    _trace: EngineTrace = field(default_factory=EngineTrace)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the block's duration to phase `name`."""
+        began = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self.add(name, time.monotonic_ns() - began)
+
+    def add(self, name: str, duration_ns: int) -> None:
+        self.phases_s[name] = self.phases_s.get(name, 0.0) + duration_ns / 1e9
+
+    def received(self) -> None:
+        """The request has been read and checked; the pipeline begins."""
+        self.add("receive", time.monotonic_ns() + self._offset_ns - self.received_ns)
+
+    def submitted(self, engine: str) -> None:
+        """It went to an engine."""
+        self.engine = engine
+        self._submitted_ns = time.monotonic_ns()
+
+    def lost(self) -> None:
+        """That engine failed before it answered."""
+        self.add("retry", time.monotonic_ns() - self._submitted_ns)
+
+    def first_frame(self, arrived_ns: int, trace: EngineTrace) -> None:
+        """The first token came, with what the engine spent its time on."""
+        self._arrived_ns, self._trace = arrived_ns, trace
+        round_trip_s = (arrived_ns - self._submitted_ns) / 1e9
+        explained_s = 0.0
+        for phase in trace.phases:
+            if name := _PHASES.get(phase.name):
+                self.phases_s[name] = self.phases_s.get(name, 0.0) + phase.duration_s
+                explained_s += phase.duration_s
+        self.phases_s["transport"] = max(0.0, round_trip_s - (trace.residence_s or explained_s))
+
+    def delivered(self) -> bool:
+        """Output is handed to the client's writer now; True the first time."""
+        self._last_ns = time.monotonic_ns()
+        if self._first_ns or not self._arrived_ns:
+            return False
+        self._first_ns = self._last_ns
+        self.add("deliver", self._first_ns - self._arrived_ns)
+        self.phases_s["rest"] = self.ttft_s - sum(self.phases_s.values())
+        return True
+
+    @property
+    def ttft_s(self) -> float:
+        """0 before the first output."""
+        return max(0.0, (self._first_ns + self._offset_ns - self.received_ns) / 1e9) if self._first_ns else 0.0
+
+    def tpot_s(self, tokens: int) -> float:
+        """Mean over the tokens of one choice after its first; 0 with fewer than two."""
+        return (self._last_ns - self._first_ns) / 1e9 / (tokens - 1) if tokens > 1 else 0.0
+
+    def timing(self, tokens: int) -> Timing:
+        """The answer's own account; `tokens` are those of its longest choice."""
+        context = self.span.context
+        return Timing(
+            ttft_s=self.ttft_s,
+            tpot_s=self.tpot_s(tokens),
+            phases_s=dict(self.phases_s),
+            engine=self.engine,
+            trace_id=context.trace_id if context is not None and self.span.recording else "",
+        )
+
+    def export(self, tokens: int, trace: EngineTrace) -> None:
+        """Export the `ttft` and `tpot` spans under the request's, linked to the engine's spans they waited for."""
+        if not self._first_ns or not self.span.recording:
+            return
+        milliseconds = {f"ttft.{name}_ms": round(value * 1e3, 3) for name, value in self.phases_s.items()}
+        first_ns = self._first_ns + self._offset_ns
+        self.telemetry.record(
+            "ttft",
+            self.span.context,
+            start_ns=self.received_ns,
+            end_ns=first_ns,
+            links=self._links(self._trace.phases, _TTFT_LINKS),
+            attributes={"ttft_ms": round(self.ttft_s * 1e3, 3), **milliseconds},
+        )
+        if tokens > 1:
+            self.telemetry.record(
+                "tpot",
+                self.span.context,
+                start_ns=first_ns,
+                end_ns=self._last_ns + self._offset_ns,
+                links=self._links(trace.phases, _TPOT_LINKS),
+                attributes={"tpot_ms": round(self.tpot_s(tokens) * 1e3, 3), "tokens": tokens},
+            )
+
+    def _links(self, phases: tuple[EnginePhase, ...], names: tuple[str, ...]) -> list[TraceContext]:
+        context = self.span.context
+        if context is None:
+            return []
+        return [context.span(phase.span_id) for phase in phases if phase.name in names and len(phase.span_id) == 8]

@@ -1,0 +1,1 @@
+"""Which engine gets a prompt: pure code, no I/O, time passed in."""

@@ -1,0 +1,74 @@
+"""What is known of an engine's load: its own reports, corrected by what was sent since the last one.
+
+Reports lag behind; without the correction a burst that arrives between two reports would all go to one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["EngineState", "RankReport", "RankState"]
+
+# A request sent longer ago than this is in the report that arrives now.
+REPORT_LAG_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """One rank's load as the engine reported it; speeds are tokens per second, 0 when not yet measured."""
+
+    running: int = 0
+    waiting: int = 0
+    uncached_tokens: int = 0
+    free_pages: int = 0
+    total_pages: int = 0
+    prefill_speed: float = 0.0
+    decode_speed: float = 0.0
+
+
+@dataclass(slots=True)
+class RankState:
+    """A rank's report and the requests it can't know of yet, by request number: (uncached tokens, time sent)."""
+
+    report: RankReport = RankReport()
+    unreported: dict[int, tuple[int, float]] = field(default_factory=dict)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens to be computed before a new request's own."""
+        return self.report.uncached_tokens + sum(tokens for tokens, _ in self.unreported.values())
+
+    @property
+    def requests(self) -> int:
+        """Requests it has, running or waiting."""
+        return self.report.running + self.report.waiting + len(self.unreported)
+
+    def sent(self, request: int, uncached_tokens: int, now: float) -> None:
+        self.unreported[request] = (uncached_tokens, now)
+
+    def settled(self, request: int) -> None:
+        """The request has its first token or has ended: reports speak for it from now on."""
+        self.unreported.pop(request, None)
+
+    def reported(self, report: RankReport, now: float) -> None:
+        self.report = report
+        known = [request for request, (_, sent) in self.unreported.items() if now - sent > REPORT_LAG_S]
+        for request in known:
+            del self.unreported[request]
+
+
+@dataclass(slots=True)
+class EngineState:
+    """One engine as the router sees it; `excluded` says why it can't be chosen, "" when it can."""
+
+    name: str
+    ranks: list[RankState] = field(default_factory=list)
+    block_bytes: int = 0
+    kv_cache_attached: bool = False
+    excluded: str = "not connected"
+
+    def reported(self, reports: Mapping[int, RankReport], now: float) -> None:
+        for rank, report in reports.items():
+            if rank < len(self.ranks):
+                self.ranks[rank].reported(report, now)

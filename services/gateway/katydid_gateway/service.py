@@ -1,0 +1,125 @@
+"""katydid.gateway.v1.InferenceService: translation between its messages and the gateway's own requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message import Message
+from katydid.gateway.v1 import gateway_pb2 as pb
+from katydid.gateway.v1.gateway_pb2_grpc import InferenceServiceServicer
+from katydid_runtime.errors import InternalError, PayloadTooLargeError
+from katydid_runtime.trace_context import TraceContext
+
+from katydid_gateway import wire
+from katydid_gateway.answer import SLOW_CLIENT_GRACE_S, Answer
+from katydid_gateway.api_keys import ApiKeys
+from katydid_gateway.generation import Generator
+from katydid_gateway.requests import Caller, FinishedRequest, GenerationRequest, Prompt, TextPrompt
+
+__all__ = ["InferenceServicer"]
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class InferenceServicer(InferenceServiceServicer):
+    """Errors are mapped by the server's interceptor; a caller that leaves cancels the handler, and so the request.
+
+    The last event of a Generate or Chat has usage and timing and nothing else.
+    """
+
+    def __init__(self, generator: Generator, keys: ApiKeys, max_message_bytes: int) -> None:
+        self._generator = generator
+        self._keys = keys
+        self._max_message_bytes = max_message_bytes
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        caller, request_id = self._caller(request, context)
+        asked = GenerationRequest(
+            wire.prompt_from(request.prompt),
+            request.model,
+            wire.sampling_from(request.sampling),
+            wire.options_from(request.options, request_id),
+        )
+        async with self._generator.answer(asked, caller, "generate") as answer:
+            _watch_overflow(answer)
+            async for batch in answer.batches():
+                for delta in batch:
+                    if not delta.empty:
+                        yield wire.generate_event(answer.request_id, delta)
+            usage, timing = wire.usage_and_timing(_result(answer))
+            yield pb.GenerateResponse(request_id=answer.request_id, usage=usage, timing=timing)
+
+    async def Chat(self, request: pb.ChatRequest, context: Context) -> AsyncIterator[pb.ChatResponse]:
+        caller, request_id = self._caller(request, context)
+        asked = GenerationRequest(
+            wire.conversation_from(request),
+            request.model,
+            wire.sampling_from(request.sampling),
+            wire.options_from(request.options, request_id),
+        )
+        async with self._generator.answer(asked, caller, "grpc_chat") as answer:
+            _watch_overflow(answer)
+            async for batch in answer.batches():
+                for delta in batch:
+                    if not delta.empty:
+                        yield wire.chat_event(answer.request_id, delta)
+            usage, timing = wire.usage_and_timing(_result(answer))
+            yield pb.ChatResponse(request_id=answer.request_id, usage=usage, timing=timing)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        self._caller(request, context)
+        prompt: Prompt = wire.conversation_from(request) if request.messages else TextPrompt(request.text)
+        encoded = await self._generator.encode(request.model, prompt)
+        return pb.TokenizeResponse(token_ids=encoded.ids, tokens=encoded.tokens, prompt=encoded.text)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        self._caller(request, context)
+        return pb.DetokenizeResponse(text=self._generator.decode(request.model, request.token_ids))
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
+        self._caller(request, context)
+        limits = self._generator.fleet.limits
+        model = pb.Model(
+            id=limits.model, max_model_tokens=limits.max_model_tokens, engines=self._generator.fleet.healthy
+        )
+        return pb.ListModelsResponse(models=[model])
+
+    async def ExplainRoute(self, request: pb.ExplainRouteRequest, context: Context) -> pb.ExplainRouteResponse:
+        caller, _ = self._caller(request, context)
+        prompt: Prompt = wire.conversation_from(request) if request.messages else wire.prompt_from(request.prompt)
+        routed, decision = await self._generator.explain(
+            request.model, prompt, request.options.prompt_cache_key, caller.tenant, request.without_engine
+        )
+        return wire.explanation(routed, decision)
+
+    def _caller(self, request: Message, context: Context) -> tuple[Caller, str]:
+        """Who calls, under which request id. Raises UnauthenticatedError, PayloadTooLargeError."""
+        received_ns = time.time_ns()
+        metadata = [(key, value) for key, value in context.invocation_metadata() or () if isinstance(value, str)]
+        known = dict(metadata)
+        tenant = self._keys.tenant(known.get("authorization", ""))
+        size = request.ByteSize()
+        if size > self._max_message_bytes:
+            raise PayloadTooLargeError(
+                f"the message has {size} bytes", field="message", allowed=f"at most {self._max_message_bytes} bytes"
+            )
+        caller = Caller(received_ns, tenant, TraceContext.from_headers(metadata), context.time_remaining())
+        return caller, known.get("x-request-id") or f"req-{uuid.uuid4().hex}"
+
+
+def _watch_overflow(answer: Answer) -> None:
+    """A writer stuck in flow control is stopped from outside, unless its client comes back for the reason in time."""
+    task = asyncio.current_task()
+    assert task is not None
+    answer.on_overflow = lambda: asyncio.get_running_loop().call_later(SLOW_CLIENT_GRACE_S, task.cancel)
+
+
+def _result(answer: Answer) -> FinishedRequest:
+    if answer.result is None:
+        raise InternalError("the answer has not ended")
+    return answer.result

@@ -1,0 +1,88 @@
+"""What a gateway can be told: one frozen class, filled from options and KATYDID_GATEWAY_* variables."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from katydid_runtime.settings import CommaSeparated, ServiceSettings
+from pydantic import AfterValidator, Field, SecretStr
+from pydantic_settings import SettingsConfigDict
+
+__all__ = ["DELAY_POINTS", "EngineAddress", "GatewaySettings"]
+
+DELAY_POINTS = ("tokenise", "route", "transport")
+_DELAY = re.compile(rf"({'|'.join(DELAY_POINTS)}):(\d+(?:\.\d+)?)")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAddress:
+    """One engine of the fleet: a name for metrics, logs and routing, and where it listens."""
+
+    name: str
+    address: str
+
+
+def _some_engine(value: tuple[str, ...]) -> tuple[str, ...]:
+    if not value:
+        raise ValueError("at least one engine address is needed")
+    names = [_engine(item).name for item in value]
+    if len(set(names)) != len(names):
+        raise ValueError("two engines have one name")
+    return value
+
+
+def _known_delays(value: tuple[str, ...]) -> tuple[str, ...]:
+    for item in value:
+        if not _DELAY.fullmatch(item):
+            raise ValueError(
+                f"{item!r} is no delay; write POINT:MILLISECONDS with a point of {', '.join(DELAY_POINTS)}"
+            )
+    return value
+
+
+def _engine(item: str) -> EngineAddress:
+    name, separator, address = item.partition("=")
+    return EngineAddress(name, address) if separator else EngineAddress(item, item)
+
+
+class GatewaySettings(ServiceSettings):
+    """Serves the OpenAI HTTP API and katydid.gateway.v1 in front of a fleet of engines."""
+
+    model_config = SettingsConfigDict(env_prefix="KATYDID_GATEWAY_")
+
+    listen: str = Field("127.0.0.1:8001", description="gRPC address, host:port (port 0: any free one) or unix:/path")
+    http_listen: str = Field("127.0.0.1:8000", description="HTTP address of the API, /healthz, /readyz, /metrics")
+    model: str = Field(
+        description="model folder: tokenizer.json, chat template, generation_config.json; no weights needed"
+    )
+    engines: Annotated[CommaSeparated, AfterValidator(_some_engine)] = Field(
+        description="engines, comma separated, each ADDRESS or NAME=ADDRESS"
+    )
+    kvcache_address: str | None = Field(None, description="KV-cache service whose block events refine routing")
+    api_keys_file: str | None = Field(None, description="file of API keys, a line each: NAME SHA256-OF-KEY-IN-HEX")
+    cache_salt_secret: SecretStr | None = Field(None, description="HMAC key that separates tenants' cached blocks")
+    public_blocks: int = Field(0, ge=0, description="leading 64-token blocks that tenants share despite the secret")
+    tool_format: Literal["auto", "none", "hy3"] = Field(
+        "auto", description="how the model writes tool calls and reasoning"
+    )
+    max_body_bytes: int = Field(8 * 2**20, gt=0, description="largest HTTP body")
+    max_requests: int = Field(4096, gt=0, description="most requests in flight; more are refused with 503")
+    max_prompts: int = Field(64, gt=0, description="most prompts in one completions request")
+    client_buffer_bytes: int = Field(256 * 1024, gt=0, description="output kept for a slow reader before it is cut off")
+    token_cache_bytes: int = Field(256 * 2**20, ge=0, description="memory for ids of text segments seen before")
+    request_timeout_s: float = Field(7200.0, gt=0, description="longest run of a request whose caller set no deadline")
+    sse_keepalive_s: float = Field(15.0, gt=0, description="comment line into a silent event stream this often")
+    fault_delays: Annotated[CommaSeparated, AfterValidator(_known_delays)] = Field(
+        (), description="for tests of the trace: POINT:MILLISECONDS, comma separated, points tokenise, route, transport"
+    )
+
+    def engine_addresses(self) -> tuple[EngineAddress, ...]:
+        """The fleet in the order given."""
+        return tuple(_engine(item) for item in self.engines)
+
+    def delays_s(self) -> dict[str, float]:
+        """Injected delay in seconds by point; empty outside tests."""
+        pairs = (item.partition(":") for item in self.fault_delays)
+        return {point: float(milliseconds) / 1e3 for point, _, milliseconds in pairs}

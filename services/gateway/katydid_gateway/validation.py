@@ -1,0 +1,278 @@
+"""Decides whether a request can be served, and if not says which field is wrong, what it held and what is allowed.
+
+HTTP and gRPC share these rules; field names are the ones both spell alike. Types were checked by whoever decoded the
+message; here are ranges, and what depends on the model and its engines.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from array import array
+from dataclasses import dataclass
+from typing import TypeVar
+
+from katydid_runtime.errors import InvalidRequestError, PromptTooLongError, UnknownModelError
+
+from katydid_gateway.requests import (
+    Conversation,
+    Message,
+    OutputFormat,
+    Prompt,
+    Role,
+    Sampling,
+    SamplingOptions,
+    TextPrompt,
+    TokenPrompt,
+    Tool,
+)
+
+__all__ = ["ModelLimits", "check_model", "check_prompt", "resolve_sampling"]
+
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKENS = 64
+MAX_TOOLS = 512
+SEEDS = 2**64
+
+T = TypeVar("T", int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the engines of a model can do, from Describe."""
+
+    model: str
+    max_model_tokens: int
+    vocab_size: int
+    max_choices: int
+    max_logprobs: int
+    grammar_kinds: frozenset[str]
+
+
+def check_model(asked: str, limits: ModelLimits) -> None:
+    """Raises UnknownModelError; an empty name means the only model there is."""
+    if asked and asked != limits.model:
+        raise UnknownModelError(
+            f"the model {asked!r} does not exist here", field="model", value=asked, allowed=limits.model
+        )
+
+
+def check_prompt(prompt: Prompt, limits: ModelLimits) -> None:
+    """What can be said before tokenising. Raises InvalidRequestError."""
+    if isinstance(prompt, TextPrompt):
+        if not prompt.text:
+            raise InvalidRequestError("the prompt is empty", field="prompt", allowed="at least one token")
+    elif isinstance(prompt, TokenPrompt):
+        _check_ids(prompt.ids, limits.vocab_size)
+    else:
+        _check_conversation(prompt)
+
+
+def resolve_sampling(
+    asked: SamplingOptions, defaults: SamplingOptions, limits: ModelLimits, prompt_tokens: int
+) -> Sampling:
+    """Fills in defaults, draws a seed and checks every range for a prompt of so many tokens.
+
+    Raises PromptTooLongError or InvalidRequestError.
+    """
+    room = limits.max_model_tokens - prompt_tokens
+    if prompt_tokens < 1:
+        raise InvalidRequestError("the prompt is empty", field="prompt", allowed="at least one token")
+    if room < 1:
+        raise PromptTooLongError(
+            f"the prompt has {prompt_tokens} tokens; this model's context of {limits.max_model_tokens} tokens "
+            "leaves no room for an answer",
+            field="prompt",
+            value=f"{prompt_tokens} tokens",
+            allowed=f"at most {limits.max_model_tokens - 1} tokens",
+        )
+    return Sampling(
+        seed=_seed(asked.seed),
+        max_tokens=_max_tokens(asked.max_tokens, room, prompt_tokens, limits),
+        temperature=_within("temperature", _first(asked.temperature, defaults.temperature, 1.0), 0.0, 2.0),
+        top_p=_within("top_p", _first(asked.top_p, defaults.top_p, 1.0), 0.0, 1.0, above=True),
+        top_k=_top_k(_first(asked.top_k, defaults.top_k, 0), limits.vocab_size),
+        min_p=_within("min_p", _first(asked.min_p, defaults.min_p, 0.0), 0.0, 1.0),
+        repetition_penalty=_within(
+            "repetition_penalty",
+            _first(asked.repetition_penalty, defaults.repetition_penalty, 1.0),
+            0.0,
+            2.0,
+            above=True,
+        ),
+        presence_penalty=_within("presence_penalty", _first(asked.presence_penalty, None, 0.0), -2.0, 2.0),
+        frequency_penalty=_within("frequency_penalty", _first(asked.frequency_penalty, None, 0.0), -2.0, 2.0),
+        logit_bias=_logit_bias(asked, limits.vocab_size),
+        stop=_stops(asked.stop),
+        stop_token_ids=_stop_tokens(asked.stop_token_ids, limits.vocab_size),
+        min_tokens=_min_tokens(asked, room),
+        n=_within("n", _first(asked.n, None, 1), 1, limits.max_choices),
+        logprobs=None if asked.logprobs is None else _within("logprobs", asked.logprobs, 0, limits.max_logprobs),
+        prompt_logprobs=asked.prompt_logprobs,
+        ignore_eos=asked.ignore_eos,
+        include_stop=asked.include_stop,
+        format=None if asked.format is None else _format(asked.format, limits.grammar_kinds),
+    )
+
+
+def _first(asked: T | None, default: T | None, otherwise: T) -> T:
+    return asked if asked is not None else default if default is not None else otherwise
+
+
+def _within(field: str, value: T, low: T, high: T, *, above: bool = False) -> T:
+    # Written so that NaN fails.
+    if not (low < value if above else low <= value) or not value <= high:
+        bracket = "(" if above else "["
+        raise _wrong(field, value, f"a number in {bracket}{low}, {high}]")
+    return value
+
+
+def _wrong(field: str, value: object, allowed: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{field} is {value}; it must be {allowed}", field=field, value=value, allowed=allowed)
+
+
+def _seed(asked: int | None) -> int:
+    if asked is None:
+        return secrets.randbits(63)
+    if not -(2**63) <= asked < SEEDS:
+        raise _wrong("seed", asked, "a 64-bit integer")
+    return asked % SEEDS
+
+
+def _max_tokens(asked: int | None, room: int, prompt_tokens: int, limits: ModelLimits) -> int:
+    if asked is None:
+        return room
+    if asked < 1:
+        raise _wrong("max_tokens", asked, "an integer >= 1")
+    if asked > room:
+        raise PromptTooLongError(
+            f"{prompt_tokens} prompt tokens and max_tokens={asked} exceed the context of "
+            f"{limits.max_model_tokens} tokens",
+            field="max_tokens",
+            value=asked,
+            allowed=f"at most {room} with this prompt",
+        )
+    return asked
+
+
+def _min_tokens(asked: SamplingOptions, room: int) -> int:
+    value = asked.min_tokens or 0
+    most = room if asked.max_tokens is None else min(room, asked.max_tokens)
+    return _within("min_tokens", value, 0, most)
+
+
+def _top_k(value: int, vocab_size: int) -> int:
+    # -1 is how several clients write "off".
+    return 0 if value == -1 else min(_within("top_k", value, 0, 2**31 - 1), vocab_size)
+
+
+def _logit_bias(asked: SamplingOptions, vocab_size: int) -> dict[int, float]:
+    if len(asked.logit_bias) > MAX_LOGIT_BIAS:
+        raise _wrong("logit_bias", f"{len(asked.logit_bias)} entries", f"at most {MAX_LOGIT_BIAS} entries")
+    for token, bias in asked.logit_bias.items():
+        if not 0 <= token < vocab_size:
+            raise _wrong("logit_bias", token, f"token ids in [0, {vocab_size - 1}]")
+        _within(f"logit_bias[{token}]", bias, -100.0, 100.0)
+    return dict(asked.logit_bias)
+
+
+def _stops(stops: tuple[str, ...]) -> tuple[str, ...]:
+    if len(stops) > MAX_STOPS:
+        raise _wrong("stop", f"{len(stops)} strings", f"at most {MAX_STOPS} strings")
+    for place, stop in enumerate(stops):
+        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            raise _wrong(
+                f"stop[{place}]", f"{len(stop)} characters long", f"1 to {MAX_STOP_CHARACTERS} characters long"
+            )
+    return stops
+
+
+def _stop_tokens(tokens: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    if len(tokens) > MAX_STOP_TOKENS:
+        raise _wrong("stop_token_ids", f"{len(tokens)} ids", f"at most {MAX_STOP_TOKENS} ids")
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise _wrong("stop_token_ids", token, f"token ids in [0, {vocab_size - 1}]")
+    return tokens
+
+
+def _format(asked: OutputFormat, kinds: frozenset[str]) -> OutputFormat:
+    if asked.kind not in kinds:
+        offered = ", ".join(sorted(kinds)) or "none; structured output is off"
+        raise InvalidRequestError(
+            f"response_format {asked.kind} is not served by this model's engines",
+            field="response_format",
+            value=asked.kind,
+            allowed=offered,
+        )
+    if asked.kind == "json_schema":
+        try:
+            json.loads(asked.source)
+        except ValueError as error:
+            raise InvalidRequestError(f"response_format holds no JSON: {error}", field="response_format") from error
+    return asked
+
+
+def _check_ids(ids: bytes, vocab_size: int) -> None:
+    if not ids:
+        raise InvalidRequestError("the prompt is empty", field="prompt", allowed="at least one token")
+    if len(ids) % 4:
+        raise _wrong("prompt", f"{len(ids)} bytes", "a multiple of 4 bytes, little-endian uint32 token ids")
+    largest = max(array("I", ids))
+    if largest >= vocab_size:
+        raise _wrong("prompt", f"token id {largest}", f"token ids in [0, {vocab_size - 1}]")
+
+
+def _check_conversation(conversation: Conversation) -> None:
+    if not conversation.messages:
+        raise InvalidRequestError("there is no message", field="messages", allowed="at least one message")
+    for place, message in enumerate(conversation.messages):
+        _check_message(f"messages[{place}]", message)
+    if len(conversation.tools) > MAX_TOOLS:
+        raise _wrong("tools", f"{len(conversation.tools)} tools", f"at most {MAX_TOOLS} tools")
+    names = [tool.name for tool in conversation.tools]
+    for place, tool in enumerate(conversation.tools):
+        _check_tool(f"tools[{place}]", tool)
+    if len(set(names)) != len(names):
+        raise InvalidRequestError("two tools have one name", field="tools")
+    _check_choice(conversation, names)
+
+
+def _check_choice(conversation: Conversation, names: list[str]) -> None:
+    choice = conversation.tool_choice
+    if choice not in ("auto", "none"):
+        if choice != "required" and choice not in names:
+            raise _wrong("tool_choice", choice, "auto, none, or the name of one of the tools")
+        raise InvalidRequestError(
+            "a call of a tool cannot be forced on this model", field="tool_choice", value=choice, allowed="auto, none"
+        )
+
+
+def _check_message(field: str, message: Message) -> None:
+    if message.tool_calls and message.role is not Role.ASSISTANT:
+        raise InvalidRequestError(
+            f"{field} has tool_calls, which only an assistant can make", field=f"{field}.tool_calls", value=message.role
+        )
+    if message.content is None and not message.tool_calls:
+        raise InvalidRequestError(f"{field} has no content", field=f"{field}.content", allowed="text")
+    if message.role is Role.TOOL and message.tool_call_id is None:
+        raise InvalidRequestError(
+            f"{field} answers no call; tool_call_id is missing",
+            field=f"{field}.tool_call_id",
+            allowed="id of a tool call",
+        )
+    for place, call in enumerate(message.tool_calls):
+        where = f"{field}.tool_calls[{place}].function.arguments"
+        try:
+            arguments = json.loads(call.arguments or "{}")
+        except ValueError as error:
+            raise InvalidRequestError(f"{where} is no JSON: {error}", field=where, value=call.arguments) from error
+        if not isinstance(arguments, dict):
+            raise _wrong(where, call.arguments, "a JSON object as text")
+
+
+def _check_tool(field: str, tool: Tool) -> None:
+    if not tool.name or len(tool.name) > 64 or not all(c.isalnum() or c in "_-." for c in tool.name):
+        raise _wrong(f"{field}.function.name", repr(tool.name), "1 to 64 letters, digits, _, - or .")
