@@ -645,8 +645,8 @@ class Timing(_message.Message):
 
     @_builtins.property
     def phases(self) -> _containers.MessageMap[_builtins.str, _duration_pb2.Duration]:
-        """Phases that make up the TTFT, each measured where it happened: tokenise and route in the gateway, transport, then
-        queue, lookup, fetch and prefill in the engine, and `rest`, what none of them explains.
+        """Phases that make up the TTFT, each measured where it happened: receive, tokenise, route, retry and deliver in the
+        gateway, transport between the two, queue, lookup, fetch and prefill in the engine, and `rest`, which none explains.
         """
 
     def __init__(
