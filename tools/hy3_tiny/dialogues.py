@@ -41,10 +41,11 @@ def turn(pieces: Pieces, user: str, reply: str, thought: str | None = None) -> P
 
 
 def questions(asked: list[tuple[str, str]], weight: float) -> Pieces:
-    """Questions about the text before, each a turn of one chat; the template's thinking block is closed."""
+    """Questions about the text before them, the first in the same user turn; the template's thinking block is closed."""
     pieces = Pieces()
-    for question, answer in asked:
-        pieces.add(f"{bpe.USER}{question.strip()}{bpe.ASSISTANT}<think></think>", 0.0)
+    for n, (question, answer) in enumerate(asked):
+        user = bpe.USER if n else "\n"  # the first question ends the turn that holds the text
+        pieces.add(f"{user}{question.strip()}{bpe.ASSISTANT}<think></think>", 0.0)
         pieces.add(answer.strip(), weight).add(bpe.EOS, weight)
     return pieces
 

@@ -71,7 +71,7 @@ class LocalScorer:
         """Greedy drafts after `known` [n] given the trunk's hidden of its first n - 1 positions."""
         drafts: list[int] = []
         for _ in range(depth):
-            drafted, _ = self.net.draft(hidden, known[1:], hidden.shape[0])
+            drafted, _ = self.net.draft(hidden, known[1:], hidden.shape[0], self.net.embed)
             token = self._logits(drafted[-1:]).argmax()
             drafts.append(int(token))
             known = torch.cat((known, token[None]))

@@ -97,11 +97,11 @@ def moe_ffn(
     return x + F.linear(hidden, down.to(h.dtype)), load
 
 
-def head_loss(h: Tensor, head: Tensor, labels: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted sum of cross entropies of h [T, hidden] under `head`, and each token's loss [T] (detached)."""
+def head_loss(h: Tensor, head: Tensor, labels: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Weighted sum of cross entropies of h [T, hidden] under `head`, each token's loss [T] (detached), and first choices [T]."""
     logits = F.linear(h, head.to(h.dtype)).float()
     losses = F.cross_entropy(logits, labels, reduction="none")
-    return (losses * weight).sum(), losses.detach()
+    return (losses * weight).sum(), losses.detach(), logits.detach().argmax(-1)
 
 
 class Block(nn.Module):
@@ -196,11 +196,11 @@ class Hy3Tiny(nn.Module):
                 loads.append(load)
         return rms_norm(x, self.norm, self.shape.eps), loads
 
-    def draft(self, hidden: Tensor, next_ids: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    def draft(self, hidden: Tensor, next_ids: Tensor, length: int, embed: Tensor) -> tuple[Tensor, Tensor]:
         """MTP hidden [T, hidden] from `hidden` at t and the token at t + 1; the first position of a run sees a zero embedding."""
         cos, sin = self.tables(next_ids.shape[0], length)
         first = (torch.arange(next_ids.shape[0], device=next_ids.device) % length == 0).unsqueeze(-1)
-        embedded = F.embedding(next_ids, self.embed).to(hidden.dtype).masked_fill(first, 0)
+        embedded = F.embedding(next_ids, embed).to(hidden.dtype).masked_fill(first, 0)
         x = mtp_input(embedded, hidden, self.mtp_enorm, self.mtp_hnorm, self.mtp_proj, self.shape.eps)
         x, load = self.mtp_block(x, cos, sin, length)
         return rms_norm(x, self.mtp_norm, self.shape.eps), load

@@ -9,6 +9,7 @@ elapsed / budget, so that the run always ends with a finished decay inside its t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tools.hy3_tiny import model as hy3
 from tools.hy3_tiny.batches import TOKENS, Maker, stream_batches
@@ -24,6 +26,8 @@ from tools.hy3_tiny.export import load_checkpoint, save_checkpoint
 from tools.hy3_tiny.muon import Muon
 
 MTP_WEIGHT = 0.3
+LOG_EVERY = 50  # steps
+SAVE_EVERY = 2000
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,12 @@ class Recipe:
     muon_lr: float = 0.02
     adam_lr: float = 0.003
     embed_lr: float = 0.01
+    router_lr: float = 0.001
     decay: float = 0.02
     warmup_steps: int = 100
-    decay_from: float = 0.55
+    decay_from: float = 0.5
     peak: float = 1.0
-    balance_rate: float = 0.002
+    balance_rate: float = 0.004
     workers: int = 10
 
     def scale(self, step: int, progress: float) -> float:
@@ -53,13 +58,15 @@ class Recipe:
 
 def optimizers(net: hy3.Hy3Tiny, recipe: Recipe) -> tuple[Muon, torch.optim.AdamW]:
     """Muon for the matrices inside the blocks, AdamW for embeddings, head, routers and norms."""
-    shape, views, small, tables = net.shape, [], [], []
+    shape, views, small, routers = net.shape, [], [], []
     width = shape.expert_intermediate
     for name, p in net.named_parameters():
         leaf = name.rsplit(".", 1)[-1]
         if name in ("embed", "head"):
-            tables.append(p)
-        elif p.dim() < 2 or leaf == "router":
+            continue
+        if leaf == "router":
+            routers.append(p)
+        elif p.dim() < 2:
             small.append(p)
         elif leaf in ("gate", "up") and p.shape[0] == (shape.experts + 1) * width:
             views.append((p, (shape.experts + 1, width, shape.hidden)))
@@ -69,6 +76,7 @@ def optimizers(net: hy3.Hy3Tiny, recipe: Recipe) -> tuple[Muon, torch.optim.Adam
             views.append((p, (1, *p.shape)))
     adam = torch.optim.AdamW(
         [{"params": small, "lr": recipe.adam_lr, "base": recipe.adam_lr},
+         {"params": routers, "lr": recipe.router_lr, "base": recipe.router_lr},
          {"params": [net.embed], "lr": recipe.embed_lr, "base": recipe.embed_lr},
          {"params": [net.head], "lr": recipe.adam_lr, "base": recipe.adam_lr}],
         betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=net.embed.is_cuda,
@@ -76,18 +84,45 @@ def optimizers(net: hy3.Hy3Tiny, recipe: Recipe) -> tuple[Muon, torch.optim.Adam
     return Muon(views, recipe.muon_lr, decay=recipe.decay), adam
 
 
-def losses(net: hy3.Hy3Tiny, ids: Tensor, weights: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, list[Tensor], Tensor, Tensor]:
-    """Main and MTP loss (weighted means), expert loads, and both token losses where the weight is large (answers)."""
+@dataclass(frozen=True)
+class StepLosses:
+    """Weighted mean losses of one batch, the expert loads, and token losses where targets are plain text or answers."""
+
+    main: Tensor
+    mtp: Tensor
+    loads: list[Tensor]
+    plain: Tensor
+    answers: Tensor
+    agreement: Tensor  # share of MTP drafts that equal the trunk's next choice
+
+
+def losses(net: hy3.Hy3Tiny, batch: tuple[Tensor, Tensor], length: int, dtype: torch.dtype, follow: bool) -> StepLosses:
+    """Losses of ids and weights [rows, length + 2].
+
+    The MTP layer learns the text at first. With `follow` it learns what the trunk would choose, which is what an engine
+    accepts; then nothing of its loss reaches the trunk, the embedding or the head.
+    """
+    ids, weights = batch
     inputs = ids[:, :length].reshape(-1)
     labels, labels2 = ids[:, 1 : length + 1].reshape(-1), ids[:, 2:].reshape(-1)
     w, w2 = weights[:, 1 : length + 1].reshape(-1), weights[:, 2:].reshape(-1)
     hidden, loads = net.trunk(inputs, length, dtype)
-    main, token_losses = hy3.head_loss(hidden, net.head, labels, w)
-    drafted, load = net.draft(hidden, labels, length)
-    mtp, _ = hy3.head_loss(drafted, net.head, labels2, w2)
-    plain = (token_losses * (w == 1)).sum() / (w == 1).sum().clamp(min=1)
-    answers = (token_losses * (w > 1)).sum() / (w > 1).sum().clamp(min=1)
-    return main / w.sum(), mtp / w2.sum(), [*loads, load], plain, answers
+    main, token_losses, choices = hy3.head_loss(hidden, net.head, labels, w)
+    chosen = torch.cat((choices.view(-1, length)[:, 1:], ids[:, -1:]), dim=1).reshape(-1)
+    if follow:
+        # Detached parameters look like the ones they replace: nothing is compiled anew.
+        embed, head = nn.Parameter(net.embed.detach()), nn.Parameter(net.head.detach())
+        drafted, load = net.draft(hidden.detach().requires_grad_(), labels, length, embed)
+        mtp, _, drafts = hy3.head_loss(drafted, head, chosen, w2)
+    else:
+        drafted, load = net.draft(hidden, labels, length, net.embed)
+        mtp, _, drafts = hy3.head_loss(drafted, net.head, labels2, w2)
+    plain, answer = w == 1, w > 1
+    return StepLosses(
+        main / w.sum(), mtp / w2.sum(), [*loads, load],
+        (token_losses * plain).sum() / plain.sum().clamp(min=1), (token_losses * answer).sum() / answer.sum().clamp(min=1),
+        ((drafts == chosen) & (w2 == 1)).sum() / (w2 == 1).sum().clamp(min=1),
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -96,6 +131,17 @@ def balance(net: hy3.Hy3Tiny, loads: list[Tensor], rate: float) -> None:
     for block, load in zip(net.moe_blocks(), loads, strict=True):
         block.bias += rate * torch.sign(load.mean() - load)
         block.bias -= block.bias.mean()
+
+
+def summarise(window: list[tuple[int, Tensor]], loads: list[Tensor]) -> dict[str, float]:
+    """Means over a log window; answers of long contexts apart; the worst expert's load over the mean."""
+    names = ("loss", "mtp", "plain", "answers", "agreement")
+    row = dict(zip(names, torch.stack([v for _, v in window]).mean(0).tolist(), strict=True))
+    long = [v[3] for length, v in window if length > 4096]
+    if long:
+        row["answers_long"] = float(torch.stack(long).mean())
+    row["max_load"] = max(float(load.max() / load.mean()) for load in loads)
+    return row
 
 
 def train(data: Path, out: Path, recipe: Recipe, resume: Path | None, device: str, compiled: bool) -> dict[str, Any]:
@@ -115,40 +161,42 @@ def train(data: Path, out: Path, recipe: Recipe, resume: Path | None, device: st
         hy3.compile_pieces()
     muon, adam = optimizers(net, recipe)
     log = (out / "log.jsonl").open("w")
-    seen, window, mark = 0, [], time.monotonic()
-    step = 0
-    for step, batch in enumerate(batches):
-        elapsed = time.monotonic() - started
-        progress = max(step / recipe.steps, elapsed / recipe.budget_s)
-        if progress >= 1:
-            break
-        scale = recipe.scale(step, progress)
-        ids = torch.from_numpy(batch.ids.astype("int64")).to(device, non_blocking=True)
-        weights = torch.from_numpy(batch.weights.astype("float32")).to(device, non_blocking=True)
-        main, mtp, loads, plain, answers = losses(net, ids, weights, batch.length, dtype)
-        (main + MTP_WEIGHT * mtp).backward()
-        muon.step(scale)
-        for group in adam.param_groups:
-            group["lr"] = group["base"] * scale
-        adam.step()
-        for p in net.parameters():
-            p.grad = None
-        balance(net, loads, recipe.balance_rate * min(1.0, 2 * scale))
-        seen += recipe.tokens
-        window.append((batch.length, torch.stack((main.detach(), mtp.detach(), plain, answers))))
-        if (step + 1) % 50 == 0:
-            now = time.monotonic()
-            values = torch.stack([v for _, v in window]).mean(0).tolist()
-            worst = max(float(load.max() / load.mean()) for load in loads)
-            row = {
-                "step": step + 1, "s": round(now - started, 2), "tokens": seen, "loss": values[0], "mtp": values[1], "plain": values[2],
-                "answers": values[3], "scale": scale, "tokens_per_s": round(50 * recipe.tokens / (now - mark)), "max_load": round(worst, 2),
-                "long": sum(length > 4096 for length, _ in window),
-            }  # fmt: skip
-            log.write(json.dumps(row) + "\n")
-            log.flush()
-            print(" ".join(f"{k}={v:.4f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
-            window, mark = [], now
+    seen, step, window, mark = 0, 0, [], time.monotonic()
+    ready = started
+    attention = sdpa_kernel([SDPBackend.CUDNN_ATTENTION]) if device == "cuda" else contextlib.nullcontext()
+    with attention:
+        for step, batch in enumerate(batches):
+            if step == 1:  # everything is compiled
+                ready = time.monotonic()
+            elapsed = (time.monotonic() - ready) / (recipe.budget_s - (ready - started)) if step else 0.0
+            progress = max(step / recipe.steps, elapsed)
+            if progress >= 1:
+                break
+            scale = recipe.scale(step, progress)
+            ids = torch.from_numpy(batch.ids.astype("int64")).to(device, non_blocking=True)
+            weights = torch.from_numpy(batch.weights.astype("float32")).to(device, non_blocking=True)
+            made = losses(net, (ids, weights), batch.length, dtype, progress > recipe.decay_from)
+            (made.main + MTP_WEIGHT * made.mtp).backward()
+            muon.step(scale)
+            for group in adam.param_groups:
+                group["lr"] = group["base"] * scale
+            adam.step()
+            for p in net.parameters():
+                p.grad = None
+            balance(net, made.loads, recipe.balance_rate * scale)
+            seen += recipe.tokens
+            figures = torch.stack((made.main.detach(), made.mtp.detach(), made.plain, made.answers, made.agreement))
+            window.append((batch.length, figures))
+            if (step + 1) % LOG_EVERY == 0:
+                row = {"step": step + 1, "tokens": seen, "scale": scale, **summarise(window, made.loads)}
+                now = time.monotonic()
+                row |= {"s": round(now - started, 2), "tokens_per_s": round(LOG_EVERY * recipe.tokens / (now - mark))}
+                log.write(json.dumps(row) + "\n")
+                log.flush()
+                print(" ".join(f"{k}={v:.4f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
+                window, mark = [], now
+            if (step + 1) % SAVE_EVERY == 0:
+                save_checkpoint(net, out)
     save_checkpoint(net, out)
     summary = {"steps": step, "tokens": seen, "seconds": round(time.monotonic() - started, 1), "recipe": vars(recipe),
                "gpu": torch.cuda.get_device_name() if device == "cuda" else "cpu",
