@@ -169,10 +169,11 @@ class KvTraffic:
     def free_write_slots(self, slots: tuple[int, ...]) -> None:
         self._free_slots.extend(slots)
 
-    def detach(self) -> None:
-        """The cache service is away: blocks are no longer offered, those that wait are given up."""
-        self.attached = False
-        self._finished.clear()
+    def set_attached(self, attached: bool) -> None:
+        """Whether the service can be asked; while it is away nothing is offered, and what waits is given up."""
+        self.attached = attached
+        if not attached:
+            self._finished.clear()
 
     def take_asks(self) -> tuple[KvAsk, ...]:
         asks = tuple(self._asks)

@@ -108,6 +108,7 @@ class Ready:
     """The worker has its model and waits for requests."""
 
     num_pages: int
+    max_model_tokens: int
     load_s: float
 
 

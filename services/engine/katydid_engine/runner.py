@@ -18,7 +18,8 @@ from torch import Tensor
 from katydid_engine.collectives import Collectives
 from katydid_engine.forward_batch import ForwardBatch, TokenRun
 from katydid_engine.models.decoder_lm import DecoderLM
-from katydid_engine.plan import Logprobs, PageCopy, StepOutput, StepPlan, Transfer
+from katydid_engine.plan import Logprobs, PageCopy, Run, SampleRow, Start, StepOutput, StepPlan, Transfer
+from katydid_engine.request import Sampling
 from katydid_engine.sampler import Row, SequenceSampler, sample_rows, token_logprobs
 
 __all__ = ["Runner"]
@@ -59,6 +60,16 @@ class Runner:
             self._samplers[start.sequence] = SequenceSampler(start, self._model.config.eos_token_ids)
         self._move(plan)
         return self._compute(plan) if plan.runs else StepOutput()
+
+    def warm_up(self) -> None:
+        """Computes a prompt and a decode whose K and V are not stored, so that no request pays for first use."""
+        greedy = Sampling(ignore_eos=True)
+        nothing = array("I")
+        prompt = Run(0, 0, array("I", range(8)), 0, array("I", (0,)), writes=False)
+        decode = Run(0, 8, array("I", (0,)), 1, nothing, writes=False)
+        self.run(StepPlan(0, starts=(Start(0, greedy, 8, prompt.tokens),), runs=(prompt,), samples=(SampleRow(0, 0),)))
+        self.run(StepPlan(0, runs=(decode,), num_decodes=1, samples=(SampleRow(0, 0),)))
+        self.run(StepPlan(0, ends=(0,)))
 
     def _move(self, plan: StepPlan) -> None:
         if plan.packs:

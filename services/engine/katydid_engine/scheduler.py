@@ -205,7 +205,8 @@ class Scheduler:
         """When something will be due without a message: the end of an injected queue delay, or a deadline."""
         delay = self._config.queue_delay_s
         times = [sequence.request.received_at + delay for sequence in self._queues.waiting] if delay else []
-        return min((*times, *self._ledger.deadlines()), default=None)
+        now = self._clock()
+        return min((time for time in (*times, *self._ledger.deadlines()) if time > now), default=None)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless pages, queues and live requests agree with each other."""

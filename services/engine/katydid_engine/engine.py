@@ -1,0 +1,279 @@
+"""Wires one engine: workers, face, cache connector, gRPC and HTTP; and decides when it is healthy and when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import importlib.metadata
+import logging
+import os
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from katydid.engine.v1 import engine_pb2 as pb
+from katydid.engine.v1.engine_pb2_grpc import (
+    add_AdminServiceServicer_to_server,
+    add_EngineServiceServicer_to_server,
+)
+from katydid_cache import BlockLayout, CacheClient
+from katydid_runtime.block_hash import BLOCK_TOKENS, fingerprint
+from katydid_runtime.errors import KatydidError
+from katydid_runtime.exposition import Exposition
+from katydid_runtime.server import RpcServer
+from katydid_runtime.telemetry import Telemetry
+from katydid_runtime.tokenizer_digest import tokenizer_digest
+
+from katydid_engine.admin_service import ROLES, AdminService
+from katydid_engine.block_watch import BlockWatch
+from katydid_engine.engine_metrics import EngineMetrics
+from katydid_engine.face import Face
+from katydid_engine.frames import duration
+from katydid_engine.identity import model_identity
+from katydid_engine.kv_connector import KvConnector
+from katydid_engine.messages import Load, Ready
+from katydid_engine.model_config import ModelConfig, read_model_config
+from katydid_engine.service import EngineService
+from katydid_engine.settings import EngineSettings
+from katydid_engine.staging import Staging, StagingShape
+from katydid_engine.submission import EngineLimits
+from katydid_engine.worker_config import WorkerConfig
+from katydid_engine.worker_group import WorkerGroup
+
+__all__ = ["serve"]
+
+_SERVICES = ("katydid.engine.v1.EngineService", "katydid.engine.v1.AdminService")
+_LONG_LIVED = ("/katydid.engine.v1.EngineService/Session", "/katydid.engine.v1.EngineService/Watch")
+_HEALTH_POLL_S = 0.2
+_LOAD_INTERVAL_S = 0.2
+_LAST_FRAMES_S = 0.5
+_LEAST_SLOTS = 2
+
+logger = logging.getLogger(__name__)
+
+
+async def serve(settings: EngineSettings, telemetry: Telemetry) -> None:
+    """Runs an engine until it is told to stop.
+
+    Raises:
+        SettingsError: it cannot start as configured; ModelFolderError and AddressInUseError among them.
+        KatydidError: a worker failed.
+    """
+    server = RpcServer(
+        settings.listen, services=_SERVICES, long_lived=_LONG_LIVED, drain_timeout_s=settings.drain_timeout_s
+    )
+    service = EngineService()
+    admin = AdminService(ROLES[settings.role], settings.profile_folder)
+    metrics = EngineMetrics()
+    add_EngineServiceServicer_to_server(service, server.grpc)
+    add_AdminServiceServicer_to_server(admin, server.grpc)
+    exposition = Exposition(metrics.metrics, lambda: server.serving)
+    await server.start()
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(server.grpc.stop, 0)
+        if settings.http_listen is not None:
+            logger.info("metrics", extra={"address": await exposition.start(settings.http_listen)})
+            stack.push_async_callback(exposition.stop)
+        engine = await stack.enter_async_context(_started(settings, telemetry, metrics))
+        service.open(engine.face, engine.blocks, lambda: engine.describe(admin.role), engine.face.drain)
+        admin.groups = engine.groups
+        await engine.attend(server)
+
+
+class Engine:
+    """The running parts of an engine, all workers ready."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        telemetry: Telemetry,
+        metrics: EngineMetrics,
+        model: ModelFacts,
+        workers: Sequence[Worker],
+        cache: CacheClient | None,
+    ) -> None:
+        self._settings = settings
+        self._model = model
+        self._cache = cache
+        self._boot_id = uuid.uuid4().hex
+        self._pages = min(worker.ready.num_pages for worker in workers)
+        self.groups = [worker.group for worker in workers]
+        self._connectors = [
+            KvConnector(cache, worker.staging, worker.group.send, metrics, settings.faults)
+            for worker in workers
+            if cache is not None and worker.staging is not None
+        ]
+        self.blocks = BlockWatch(self._boot_id, settings.dp_ranks)
+        self.face = Face(
+            EngineLimits(
+                identity=model.identity,
+                vocab_size=model.config.vocab_size,
+                max_model_tokens=min(worker.ready.max_model_tokens for worker in workers),
+                max_choices=settings.sequences,
+                max_logprobs=settings.max_logprobs,
+                dp_ranks=settings.dp_ranks,
+            ),
+            send=lambda rank, message: self.groups[rank].send(message),
+            ask_cache=lambda rank, ask: self._connectors[rank].ask(ask),
+            blocks=self.blocks,
+            metrics=metrics,
+            telemetry=telemetry,
+            loads=[Load(free_pages=w.ready.num_pages, total_pages=w.ready.num_pages) for w in workers],
+            boot_id=self._boot_id,
+            reattach_window_s=settings.reattach_window_s,
+            max_requests=settings.max_waiting_requests,
+        )
+        for rank, group in enumerate(self.groups):
+            group.on_report = functools.partial(self.face.on_report, rank)
+
+    async def attend(self, server: RpcServer) -> None:
+        """Until a signal ends the engine, or a worker's failure does. Raises what the worker failed with."""
+        tasks = [asyncio.create_task(connector.run()) for connector in self._connectors]
+        tasks.append(asyncio.create_task(self.face.share_loads(_LOAD_INTERVAL_S)))
+        tasks.append(asyncio.create_task(self._report_health(server)))
+        signalled = asyncio.create_task(server.run_until_signal(self._drain))
+        failures = [group.failure for group in self.groups]
+        try:
+            waiting: list[asyncio.Future[Any]] = [signalled, *failures]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for failure in failures:
+                if failure.done():
+                    await self._fail(server, failure.result())
+            await signalled
+        finally:
+            for task in (signalled, *tasks):
+                task.cancel()
+            await asyncio.gather(signalled, *tasks, return_exceptions=True)
+
+    def describe(self, role: pb.Role.ValueType) -> pb.DescribeResponse:
+        settings, limits, identity = self._settings, self.face.limits, self._model.identity
+        folder = settings.model
+        return pb.DescribeResponse(
+            model=settings.name,
+            identity=identity,
+            hash_fingerprint=fingerprint(identity),
+            block_tokens=BLOCK_TOKENS,
+            max_model_tokens=limits.max_model_tokens,
+            vocab_size=limits.vocab_size,
+            dp_ranks=limits.dp_ranks,
+            pages_per_rank=self._pages,
+            role=role,
+            eos_token_ids=self._model.config.eos_token_ids,
+            boot_id=self._boot_id,
+            reattach_window=duration(settings.reattach_window_s),
+            max_choices=limits.max_choices,
+            max_logprobs=limits.max_logprobs,
+            kv_cache_attached=self._cache is not None and self._cache.attached,
+            version=importlib.metadata.version("katydid"),
+            tokenizer_digest=tokenizer_digest(folder) if (folder / "tokenizer.json").exists() else b"",
+            block_bytes=self._model.layout.block_bytes,
+        )
+
+    async def _drain(self) -> None:
+        await self.face.drain(None)
+
+    async def _fail(self, server: RpcServer, error: KatydidError) -> None:
+        logger.error("a worker failed, the engine ends", extra={"reason": error.reason, "error": error.message})
+        self.face.fail(error)
+        await server.set_serving(False)
+        # The typed errors of open requests leave with the frames of this last moment.
+        await asyncio.sleep(_LAST_FRAMES_S)
+        raise error
+
+    async def _report_health(self, server: RpcServer) -> None:
+        """Health follows the step loops: a loop that turns no more is no longer SERVING."""
+        while True:
+            stalled = any(group.stalled(self._settings.stall_timeout_s) for group in self.groups)
+            healthy = not stalled and self.face.failure is None and not self.face.draining
+            if healthy != server.serving:
+                await server.set_serving(healthy)
+                if stalled:
+                    logger.error("a step loop is stuck", extra={"timeout_s": self._settings.stall_timeout_s})
+            await asyncio.sleep(_HEALTH_POLL_S)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the face knows of the model without loading it."""
+
+    config: ModelConfig
+    dtype: str
+    identity: bytes
+    layout: BlockLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A started group, what it said of itself, and the memory it shares with the face."""
+
+    group: WorkerGroup
+    ready: Ready
+    staging: Staging | None
+
+
+@contextlib.asynccontextmanager
+async def _started(settings: EngineSettings, telemetry: Telemetry, metrics: EngineMetrics) -> AsyncIterator[Engine]:
+    """An engine whose workers have loaded the model; they end with the block, whatever happens in it."""
+    model = await _read_model(settings)
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(dp_rank: int) -> Worker:
+            staging = _new_staging(settings, model) if settings.kvcache_address is not None else None
+            group = WorkerGroup(_worker_config(settings, model, dp_rank, staging))
+            stack.push_async_callback(group.stop)
+            return Worker(group, await group.start(), staging)
+
+        workers = await asyncio.gather(*(start(rank) for rank in range(settings.dp_ranks)))
+        cache = None
+        if settings.kvcache_address is not None:
+            cache = CacheClient(settings.kvcache_address, name=f"engine {os.getpid()}", degrade=True)
+            stack.push_async_callback(cache.close)
+            await cache.attach(model.identity, model.layout)
+        yield Engine(settings, telemetry, metrics, model, workers, cache)
+
+
+async def _read_model(settings: EngineSettings) -> ModelFacts:
+    """Raises ModelFolderError."""
+    config = read_model_config(settings.model)
+    dtype: str = settings.dtype
+    if dtype == "auto":
+        dtype = "float32" if settings.device == "cpu" else config.checkpoint_dtype
+    identity = await asyncio.to_thread(model_identity, settings.model, kv_dtype=dtype, compute_dtype=dtype)
+    layout = BlockLayout(
+        layers=config.num_layers + config.num_mtp_layers,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype=dtype,
+    )
+    return ModelFacts(config, dtype, identity, layout)
+
+
+def _new_staging(settings: EngineSettings, model: ModelFacts) -> Staging:
+    slots = settings.staging_mib * 1024 * 1024 // model.layout.block_bytes
+    half = max(_LEAST_SLOTS, slots // 2)
+    return Staging.create(StagingShape(model.layout.block_bytes, half, half))
+
+
+def _worker_config(settings: EngineSettings, model: ModelFacts, dp_rank: int, staging: Staging | None) -> WorkerConfig:
+    return WorkerConfig(
+        folder=str(settings.model),
+        device="cpu" if settings.device == "cpu" else f"cuda:{dp_rank * settings.tp}",
+        dtype=model.dtype,
+        tp=settings.tp,
+        tp_rank=0,
+        dp_rank=dp_rank,
+        rendezvous="",
+        threads=settings.worker_threads,
+        num_pages=settings.kv_pages,
+        kv_memory_bytes=settings.kv_memory_mib * 1024 * 1024,
+        gpu_memory_share=settings.gpu_memory_share,
+        max_model_tokens=settings.max_model_tokens,
+        max_batch_tokens=settings.batch_tokens,
+        max_sequences=settings.sequences,
+        log_level=settings.log_level,
+        faults=settings.faults,
+        staging=staging.shape if staging is not None else None,
+        staging_memory=staging.descriptor if staging is not None else None,
+    )

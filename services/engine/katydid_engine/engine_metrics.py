@@ -1,0 +1,35 @@
+"""What an engine tells Prometheus."""
+
+from __future__ import annotations
+
+from katydid_runtime.metrics import STEP_SECONDS, TOKENS, TTFT_SECONDS, Metrics
+
+__all__ = ["EngineMetrics"]
+
+
+class EngineMetrics:
+    """The metrics of one engine process; see each help text."""
+
+    def __init__(self) -> None:
+        self.metrics = metrics = Metrics("engine")
+        rank = ("dp_rank",)
+        self.running = metrics.gauge("running_requests", "sequences being computed or loaded", rank)
+        self.waiting = metrics.gauge("waiting_requests", "sequences not yet admitted", rank)
+        self.in_flight = metrics.gauge("in_flight_requests", "requests accepted and not ended")
+        self.free_pages = metrics.gauge("free_pages", "KV pages that can be given out", rank)
+        self.total_pages = metrics.gauge("total_pages", "KV pages in all", rank)
+        self.step = metrics.histogram("step_seconds", "duration of a step", rank, bounds=STEP_SECONDS)
+        self.computed = metrics.counter("computed_tokens", "tokens computed in steps, prompt and output", rank)
+        self.output = metrics.counter("output_tokens", "tokens sampled", rank)
+        self.prompt = metrics.histogram("prompt_tokens", "prompt length of a request", bounds=TOKENS)
+        self.cached = metrics.counter("cached_tokens", "prompt tokens found in a cache, by tier", ("tier",))
+        self.phase = metrics.histogram(
+            "phase_seconds", "time of a request in a phase", ("phase", "tier"), bounds=TTFT_SECONDS
+        )
+        self.finished = metrics.counter("finished_requests", "choices ended, by reason", ("reason",))
+        self.refused = metrics.counter("refused_requests", "submissions refused, by error reason", ("reason",))
+        self.preemptions = metrics.counter("preempted_requests", "preemptions")
+        self.kv_stored = metrics.counter(
+            "kvcache_stored_blocks", "blocks offered to the cache service, by outcome", ("outcome",)
+        )
+        self.kv_attached = metrics.gauge("kvcache_attached_info", "1 while the cache service can be asked")

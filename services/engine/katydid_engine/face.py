@@ -1,0 +1,293 @@
+"""Between sessions and worker groups: gives requests handles, spreads step reports over sessions, ends what is lost.
+
+Lives in the face's event loop and never blocks it. A worker that ends on its own ends the engine: its requests get a
+typed error (one that another engine may take over, if nothing of them was delivered yet).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from katydid.engine.v1 import engine_pb2 as pb
+from katydid_runtime.errors import (
+    ConflictError,
+    DrainingError,
+    EngineLostError,
+    KatydidError,
+    OverloadedError,
+    UnavailableError,
+    error_from_details,
+)
+from katydid_runtime.telemetry import Telemetry
+from katydid_runtime.trace_context import TraceContext
+
+from katydid_engine.block_watch import BlockWatch
+from katydid_engine.engine_metrics import EngineMetrics
+from katydid_engine.frames import FrameDraft, rank_load
+from katydid_engine.messages import Abort, ChoiceEnd, FirstToken, KvAsk, Load, StepReport, Submit, ToWorker
+from katydid_engine.phase_spans import PhaseSpans
+from katydid_engine.request import CachedTokens, FinishReason, Interval
+from katydid_engine.session import Session
+from katydid_engine.submission import EngineLimits, parse_submission, requested_choices
+
+__all__ = ["Face"]
+
+
+@dataclass(slots=True)
+class _Live:
+    """An accepted request. ``open`` are its choices that have not ended."""
+
+    session: Session
+    number: int
+    request_id: str
+    parent: TraceContext | None
+    prompt_tokens: int
+    received_at: float
+    dp_rank: int
+    open: set[int]
+    delivered: bool = False
+
+
+class Face:
+    """``send`` passes a message to a rank's worker group; ``ask_cache`` a worker's wish to the cache connector."""
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        *,
+        send: Callable[[int, ToWorker], None],
+        ask_cache: Callable[[int, KvAsk], None],
+        blocks: BlockWatch,
+        metrics: EngineMetrics,
+        telemetry: Telemetry,
+        loads: Sequence[Load],
+        boot_id: str,
+        reattach_window_s: float,
+        max_requests: int,
+    ) -> None:
+        self.limits = limits
+        self.draining = False
+        self.failure: KatydidError | None = None
+        self._send = send
+        self._ask_cache = ask_cache
+        self._blocks = blocks
+        self._metrics = metrics
+        self._spans = PhaseSpans(telemetry)
+        self._boot_id = boot_id
+        self._window_s = reattach_window_s
+        self._max_requests = max_requests
+        self._handles = itertools.count(1)
+        self._live: dict[int, _Live] = {}
+        self._sessions: dict[str, Session] = {}
+        self._loads = list(loads)
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._live)
+
+    def open_session(self, opening: pb.SessionOpen) -> tuple[Session, int, pb.SessionOpened]:
+        """The session, new or taken up again, the number of the stream, and what to greet it with.
+
+        Raises:
+            ConflictError: frames that the gateway misses are gone.
+        """
+        session = self._sessions.get(opening.session_id)
+        if session is None:
+            session = Session(opening.client, self._seal)
+            self._sessions[session.id] = session
+            stream = session.attach(0)
+        else:
+            stream = session.attach(opening.last_frame)
+        opened = pb.SessionOpened(session_id=session.id, running=sorted(session.requests), boot_id=self._boot_id)
+        return session, stream, opened
+
+    def close_stream(self, session: Session, stream: int) -> None:
+        """A stream has ended: unless another takes the session up within the window, its requests are aborted."""
+        if session.detach(stream):
+            asyncio.get_running_loop().call_later(self._window_s, self._abandon, session, stream)
+
+    def submit(self, session: Session, message: pb.SubmitRequest) -> None:
+        """Starts a request; one that is refused is answered by its Finish.
+
+        Raises:
+            ConflictError: the number is in use.
+        """
+        received_at = time.monotonic()
+        if message.request in session.requests:
+            raise ConflictError(
+                f"request number {message.request} is in use", field="submit.request", value=message.request
+            )
+        handle = next(self._handles)
+        try:
+            self._check_open()
+            request = parse_submission(message, self.limits, handle, received_at)
+        except KatydidError as error:
+            self._refuse(session, message, error, received_at)
+            return
+        self._live[handle] = _Live(
+            session,
+            message.request,
+            message.request_id,
+            TraceContext.parse(message.traceparent, message.tracestate),
+            len(request.prompt),
+            received_at,
+            message.dp_rank,
+            set(range(request.sampling.n)),
+        )
+        session.requests[message.request] = handle
+        self._idle.clear()
+        self._metrics.prompt.observe(len(request.prompt))
+        self._metrics.in_flight.set(len(self._live))
+        self._send(message.dp_rank, Submit(request))
+
+    def abort(self, session: Session, number: int) -> None:
+        handle = session.requests.get(number)
+        if handle is None:
+            session.draft.add_unknown(number)
+            session.wake()
+        else:
+            self._send(self._live[handle].dp_rank, Abort(handle))
+
+    def on_report(self, dp_rank: int, report: StepReport) -> None:
+        """Spreads one step of one rank."""
+        self._loads[dp_rank] = report.load
+        touched: dict[str, Session] = {}
+        for row in report.tokens:
+            if (live := self._live.get(row.handle)) is not None:
+                live.session.draft.add_tokens(live.number, row)
+                live.delivered = live.delivered or bool(row.tokens)
+                touched[live.session.id] = live.session
+        for first in report.first_tokens:
+            if (live := self._live.get(first.handle)) is not None:
+                self._first_token(live, first)
+        for end in report.ends:
+            if (live := self._live.get(end.handle)) is not None:
+                error = error_from_details(end.error, end.message, {}) if end.error else None
+                self._end(live, end, error)
+                touched[live.session.id] = live.session
+        for session in touched.values():
+            session.wake()
+        if report.blocks:
+            self._blocks.apply(dp_rank, report.blocks)
+        for ask in report.kv:
+            self._ask_cache(dp_rank, ask)
+        self._count(dp_rank, report)
+
+    def fail(self, error: KatydidError) -> None:
+        """A worker is gone: every open request ends now."""
+        self.failure = error
+        for handle, live in list(self._live.items()):
+            reason: KatydidError = EngineLostError(error.message) if live.delivered else UnavailableError(error.message)
+            self._end_open(handle, live, FinishReason.ERROR, reason)
+        for session in self._sessions.values():
+            session.wake(even_empty=True)
+
+    async def drain(self, timeout_s: float | None) -> int:
+        """Refuses new requests and waits for those that run; returns how many had to be aborted."""
+        self.draining = True
+        for session in self._sessions.values():
+            session.wake(even_empty=True)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            left = list(self._live.items())
+            for handle, live in left:
+                self._send(live.dp_rank, Abort(handle))
+            return len(left)
+        return 0
+
+    async def share_loads(self, interval_s: float) -> None:
+        """Sends loads to sessions that have nothing else to hear, and drops gateways that acknowledge nothing, until
+        cancelled."""
+        told: list[Load] = []
+        while True:
+            await asyncio.sleep(interval_s)
+            news = told != self._loads
+            told = list(self._loads)
+            for session in list(self._sessions.values()):
+                if session.overflown:
+                    self._drop(session)
+                elif news and session.attached:
+                    session.wake(even_empty=True)
+
+    def _check_open(self) -> None:
+        """Raises when no request can be taken now."""
+        if self.failure is not None:
+            raise UnavailableError(f"the engine is failing: {self.failure.message}")
+        if self.draining:
+            raise DrainingError("the engine is draining")
+        if len(self._live) >= self._max_requests:
+            raise OverloadedError(
+                f"the engine holds {len(self._live)} requests", allowed=f"at most {self._max_requests}"
+            )
+
+    def _seal(self, draft: FrameDraft, number: int) -> pb.SessionResponse:
+        loads = (rank_load(rank, load) for rank, load in enumerate(self._loads))
+        return draft.seal(number, loads, draining=self.draining)
+
+    def _refuse(self, session: Session, message: pb.SubmitRequest, error: KatydidError, received_at: float) -> None:
+        self._metrics.refused.labels(error.reason).inc()
+        choices = requested_choices(message, self.limits)
+        for choice in range(choices):
+            end = ChoiceEnd(0, choice, FinishReason.ERROR, choice == choices - 1, 0, CachedTokens(), 0)
+            session.draft.add_end(message.request, end, len(message.prompt_ids) // 4, error, [], received_at)
+        session.wake()
+
+    def _first_token(self, live: _Live, first: FirstToken) -> None:
+        phases = self._phases(live, first.intervals)
+        live.session.draft.add_first_token(live.number, first, phases, live.received_at)
+        for tier in ("device", "host", "disk", "shared"):
+            self._metrics.cached.labels(tier).inc(getattr(first.cached, tier))
+
+    def _end(self, live: _Live, end: ChoiceEnd, error: KatydidError | None) -> None:
+        phases = self._phases(live, end.intervals)
+        live.session.draft.add_end(live.number, end, live.prompt_tokens, error, phases, live.received_at)
+        live.open.discard(end.choice)
+        self._metrics.finished.labels(end.reason).inc()
+        if end.last:
+            self._metrics.preemptions.inc(end.preemptions)
+            del self._live[end.handle]
+            live.session.requests.pop(live.number, None)
+            self._metrics.in_flight.set(len(self._live))
+            if not self._live:
+                self._idle.set()
+
+    def _end_open(self, handle: int, live: _Live, reason: FinishReason, error: KatydidError | None) -> None:
+        """Ends a request's open choices without its worker."""
+        for choice in sorted(live.open):
+            last = len(live.open) == 1
+            self._end(live, ChoiceEnd(handle, choice, reason, last, 0, CachedTokens(), 0), error)
+
+    def _phases(self, live: _Live, intervals: Sequence[Interval]) -> list[pb.TracePhase]:
+        for interval in intervals:
+            self._metrics.phase.labels(interval.phase, interval.tier or "").observe(interval.end - interval.start)
+        return self._spans.record(live.parent, intervals, {"katydid.request_id": live.request_id})
+
+    def _abandon(self, session: Session, stream: int) -> None:
+        """The window after the loss of ``stream`` has passed."""
+        if not session.attached and session.is_present(stream):
+            self._drop(session)
+
+    def _drop(self, session: Session) -> None:
+        self._sessions.pop(session.id, None)
+        session.close()
+        for handle in list(session.requests.values()):
+            self._send(self._live[handle].dp_rank, Abort(handle))
+
+    def _count(self, dp_rank: int, report: StepReport) -> None:
+        metrics, rank, load = self._metrics, str(dp_rank), report.load
+        metrics.running.labels(rank).set(load.running)
+        metrics.waiting.labels(rank).set(load.waiting)
+        metrics.free_pages.labels(rank).set(load.free_pages)
+        metrics.total_pages.labels(rank).set(load.total_pages)
+        if report.computed_tokens:
+            metrics.step.labels(rank).observe(report.step_s)
+            metrics.computed.labels(rank).inc(report.computed_tokens)
+            metrics.output.labels(rank).inc(sum(len(row.tokens) for row in report.tokens))

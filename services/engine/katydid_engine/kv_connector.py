@@ -1,0 +1,182 @@
+"""The engine's way to the KV-cache service: the face looks up, reads and writes blocks for its workers.
+
+A worker asks with a ticket and goes on computing. The chain is looked up under one lease, blocks are read in windows
+into read slots of the staging buffer, and the worker unpacks them between steps. Finished blocks come the other way, in
+batches. When the service is away, lookups find nothing and blocks are given up; it is asked again once it is back.
+Every ticket is answered to its end, whatever happens here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from katydid_cache import CacheClient, LookupResult, PutBlock, PutStatus
+from katydid_cache import Tier as CacheTier
+from katydid_runtime.block_hash import HASH_BYTES
+
+from katydid_engine.engine_metrics import EngineMetrics
+from katydid_engine.faults import FaultDelays
+from katydid_engine.messages import (
+    KvArrived,
+    KvAsk,
+    KvCancel,
+    KvFound,
+    KvLookup,
+    KvReadSlotsFree,
+    KvStore,
+    KvWriteSlotsFree,
+    SetKv,
+    ToWorker,
+)
+from katydid_engine.request import Tier
+from katydid_engine.staging import Staging
+
+__all__ = ["KvConnector"]
+
+_WINDOW_BLOCKS = 32
+_BATCH_BLOCKS = 32
+_LOOKUP_HASHES = 4096
+_ATTACHED_POLL_S = 0.2
+_TIERS = {CacheTier.MEMORY: Tier.HOST, CacheTier.DISK: Tier.DISK, CacheTier.SHARED: Tier.SHARED}
+
+logger = logging.getLogger(__name__)
+
+
+class KvConnector:
+    """Serves one worker group. ``client`` degrades: it never raises because the service is away."""
+
+    def __init__(
+        self,
+        client: CacheClient,
+        staging: Staging,
+        send: Callable[[ToWorker], None],
+        metrics: EngineMetrics,
+        faults: FaultDelays,
+    ) -> None:
+        self._client = client
+        self._staging = staging
+        self._send = send
+        self._metrics = metrics
+        self._faults = faults
+        self._free_slots = list(staging.shape.reading)
+        self._slots_freed = asyncio.Event()
+        self._fetches: dict[int, asyncio.Task[None]] = {}
+        self._stores: asyncio.Queue[KvStore] = asyncio.Queue()
+
+    def ask(self, ask: KvAsk) -> None:
+        """Takes a worker's wish; never waits."""
+        match ask:
+            case KvLookup():
+                task = asyncio.create_task(self._fetch(ask))
+                self._fetches[ask.ticket] = task
+                task.add_done_callback(lambda _: self._fetches.pop(ask.ticket, None))
+            case KvCancel(ticket):
+                if (fetch := self._fetches.get(ticket)) is not None:
+                    fetch.cancel()
+            case KvReadSlotsFree(slots):
+                self._give_back(slots)
+            case KvStore():
+                self._stores.put_nowait(ask)
+
+    async def run(self) -> None:
+        """Writes blocks, and tells the worker whether the service can be asked, until cancelled."""
+        try:
+            await asyncio.gather(self._follow_attachment(), self._write())
+        finally:
+            fetches = list(self._fetches.values())
+            for fetch in fetches:
+                fetch.cancel()
+            await asyncio.gather(*fetches, return_exceptions=True)
+
+    async def _follow_attachment(self) -> None:
+        told: bool | None = None
+        while True:
+            if told != self._client.attached:
+                told = self._client.attached
+                self._send(SetKv(told))
+                self._metrics.kv_attached.set(told)
+                logger.info("cache service is %s", "attached" if told else "away")
+            await asyncio.sleep(_ATTACHED_POLL_S)
+
+    async def _fetch(self, ask: KvLookup) -> None:
+        found = LookupResult()
+        announced = ended = False
+        try:
+            await asyncio.sleep(self._faults.lookup / 1000)
+            found = await self._client.lookup(ask.hashes[: HASH_BYTES * _LOOKUP_HASHES])
+            self._send(KvFound(ask.ticket, tuple((_TIERS[run.tier], run.blocks) for run in found.runs if run.blocks)))
+            announced = True
+            if found.blocks:
+                await self._read(ask, found)
+            ended = True
+        except Exception:
+            logger.exception("fetch failed", extra={"ticket": ask.ticket})
+        finally:
+            if not announced:
+                self._send(KvFound(ask.ticket, ()))
+            elif not ended:
+                self._send(KvArrived(ask.ticket, (), last=True))
+            if found.lease:
+                await self._client.release(found.lease)
+
+    async def _read(self, ask: KvLookup, found: LookupResult) -> None:
+        """Windows of blocks in order, until all are read or one is missing."""
+        first = 0
+        while first < found.blocks:
+            slots = await self._take_slots(min(_WINDOW_BLOCKS, found.blocks - first))
+            valid = 0
+            try:
+                await asyncio.sleep(self._faults.fetch / 1000)
+                hashes = ask.hashes[HASH_BYTES * first : HASH_BYTES * (first + len(slots))]
+                into = [self._staging.slot(slot) for slot in slots]
+                valid = (await self._client.get(found.lease, hashes, into=into)).prefix
+            finally:
+                self._give_back(slots[valid:])
+            first += valid
+            last = valid < len(slots) or first == found.blocks
+            self._send(KvArrived(ask.ticket, tuple(slots[:valid]), last))
+            if last:
+                return
+
+    async def _write(self) -> None:
+        while True:
+            batch = [await self._stores.get()]
+            while len(batch) < _BATCH_BLOCKS and not self._stores.empty():
+                batch.append(self._stores.get_nowait())
+            for group in _alike(batch):
+                await self._put(group)
+
+    async def _put(self, group: Sequence[KvStore]) -> None:
+        try:
+            blocks = [PutBlock(store.hash, store.parent, self._staging.slot(store.slot)) for store in group]
+            outcomes = await self._client.put(blocks, tenant=group[0].tenant, hold_s=group[0].hold_s)
+            for outcome in outcomes:
+                refused = outcome.status is PutStatus.REFUSED and outcome.reason
+                self._metrics.kv_stored.labels(refused or outcome.status.name.lower()).inc()
+        except Exception:
+            logger.exception("write-back failed", extra={"blocks": len(group)})
+        finally:
+            self._send(KvWriteSlotsFree(tuple(store.slot for store in group)))
+
+    async def _take_slots(self, wanted: int) -> list[int]:
+        """At least one read slot, ``wanted`` at most; waits while none is free."""
+        while not self._free_slots:
+            self._slots_freed.clear()
+            await self._slots_freed.wait()
+        taken = self._free_slots[:wanted]
+        del self._free_slots[:wanted]
+        return taken
+
+    def _give_back(self, slots: Sequence[int]) -> None:
+        self._free_slots += slots
+        self._slots_freed.set()
+
+
+def _alike(batch: Sequence[KvStore]) -> list[list[KvStore]]:
+    """Blocks that can be written by one call: of one tenant, with one hold time."""
+    groups: dict[tuple[bytes, float | None], list[KvStore]] = {}
+    for store in batch:
+        groups.setdefault((store.tenant, store.hold_s), []).append(store)
+    return list(groups.values())

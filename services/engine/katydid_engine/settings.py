@@ -1,0 +1,77 @@
+"""What an engine can be told; `python -m katydid_engine --help` lists it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from katydid_runtime.settings import ServiceSettings
+from pydantic import Field, field_validator
+from pydantic_settings import SettingsConfigDict
+
+from katydid_engine.faults import FaultDelays
+
+__all__ = ["EngineSettings"]
+
+
+class EngineSettings(ServiceSettings):
+    """Settings of one engine: a face and dp_ranks times tp workers."""
+
+    model_config = SettingsConfigDict(env_prefix="KATYDID_ENGINE_")
+
+    model: Path = Field(description="folder of the model: config.json, safetensors, tokenizer.json")
+    model_name: str | None = Field(None, description="name that requests ask for; by default the folder's name")
+    role: Literal["both", "prefill", "decode"] = Field("both", description="which phase gateways should send here")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where the model runs")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="of weights, activations and pages; auto: float32 on the CPU, the checkpoint's on a GPU"
+    )
+    tp: int = Field(1, ge=1, le=64, description="ranks that share one copy of the model")
+    dp_ranks: int = Field(1, ge=1, le=64, description="copies of the model, each with a scheduler and pages of its own")
+    threads: int | None = Field(None, ge=1, description="CPU threads a worker; by default the cores shared evenly")
+    kv_pages: int | None = Field(None, ge=1, description="KV pages of 64 tokens a rank; by default what memory allows")
+    kv_memory_mib: int = Field(
+        2048, ge=1, description="memory for a rank's KV pages on the CPU, unless kv_pages is set"
+    )
+    gpu_memory_share: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory for weights and KV pages")
+    max_model_tokens: int = Field(262_144, ge=2, description="longest prompt plus output; the model may allow less")
+    max_batch_tokens: int | None = Field(None, ge=1, description="tokens in a step; default 512 on the CPU, else 8192")
+    max_sequences: int | None = Field(None, ge=1, description="sequences in a step; default 64 on the CPU, else 256")
+    max_waiting_requests: int = Field(4096, ge=1, description="requests in an engine beyond which it refuses more")
+    max_logprobs: int = Field(20, ge=0, description="largest number of top log probabilities a request may ask for")
+    reattach_window_s: float = Field(5.0, ge=0, description="how long requests outlive a lost session stream")
+    stall_timeout_s: float = Field(10.0, gt=0, description="silence of a step loop after which health is NOT_SERVING")
+    kvcache_address: str | None = Field(None, description="KV-cache service of this host, host:port or unix:/path")
+    staging_mib: int = Field(128, ge=1, description="shared memory of a rank for blocks on their way to and from it")
+    profile_folder: Path = Field(Path(tempfile.gettempdir()), description="where AdminService.Profile writes its files")
+    fault_delays: str = Field(
+        "", description="for tests: delays in ms, phase:ms,... with queue, lookup, fetch, prefill, decode"
+    )
+
+    @field_validator("fault_delays")
+    @classmethod
+    def _check_fault_delays(cls, value: str) -> str:
+        FaultDelays.parse(value)
+        return value
+
+    @property
+    def name(self) -> str:
+        return self.model_name or self.model.resolve().name
+
+    @property
+    def faults(self) -> FaultDelays:
+        return FaultDelays.parse(self.fault_delays)
+
+    @property
+    def batch_tokens(self) -> int:
+        return self.max_batch_tokens or (512 if self.device == "cpu" else 8192)
+
+    @property
+    def sequences(self) -> int:
+        return self.max_sequences or min(64 if self.device == "cpu" else 256, self.batch_tokens)
+
+    @property
+    def worker_threads(self) -> int:
+        return self.threads or max(1, (os.cpu_count() or 1) // (self.tp * self.dp_ranks))

@@ -1,0 +1,184 @@
+"""The loop that turns: take messages, plan, run, commit, report. It never waits for the cache service or the face.
+
+Idle, it sleeps on its channel, reports that it lives twice a second, and checks its own books once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from katydid_engine.block_pool import BlockPool, IntegrityError
+from katydid_engine.channel import BlockingChannel
+from katydid_engine.faults import FaultDelays
+from katydid_engine.messages import (
+    Abort,
+    Alive,
+    Flush,
+    KvArrived,
+    KvFound,
+    KvWriteSlotsFree,
+    Load,
+    Profile,
+    Reply,
+    SetKv,
+    StepReport,
+    Stop,
+    Submit,
+    ToWorker,
+)
+from katydid_engine.plan import StepOutput, StepPlan
+from katydid_engine.scheduler import Scheduler
+from katydid_engine.speed import Speed
+
+__all__ = ["ALIVE_S", "Profiler", "StepLoop"]
+
+ALIVE_S = 0.5
+_CHECK_AFTER_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class Profiler(Protocol):
+    """Records steps into a file."""
+
+    def start(self, steps: int, path: str) -> None:
+        """Raises RuntimeError while a profile is being recorded."""
+        ...
+
+    def step_done(self) -> bool:
+        """To be called after every step; True when that one completed a profile and the file is written."""
+        ...
+
+
+class StepLoop:
+    """The first rank's loop. ``publish`` hands a plan to the other ranks; ``run`` carries it out on this one."""
+
+    def __init__(
+        self,
+        channel: BlockingChannel,
+        scheduler: Scheduler,
+        pool: BlockPool,
+        *,
+        run: Callable[[StepPlan], StepOutput],
+        publish: Callable[[StepPlan], None],
+        profiler: Profiler,
+        faults: FaultDelays = FaultDelays(),
+    ) -> None:
+        self._channel = channel
+        self._scheduler = scheduler
+        self._pool = pool
+        self._run = run
+        self._publish = publish
+        self._profiler = profiler
+        self._profile_call = 0
+        self._profile_path = ""
+        self._faults = faults
+        self._speed = Speed()
+        self._stopped = False
+        self._reported = Load()
+        self._alive_at = 0.0
+        self._idle_since: float | None = None
+        self._checked = False
+
+    def run(self) -> None:
+        """Turns until told to stop. Raises ChannelClosed when the face is gone, and whatever a step raises."""
+        while not self._stopped:
+            for message in self._channel.receive(self._patience_s()):
+                self._take(message)
+            plan = self._scheduler.schedule()
+            if plan is None:
+                self._idle()
+            else:
+                self._idle_since = None
+                self._step(plan)
+
+    def _step(self, plan: StepPlan) -> None:
+        started = time.monotonic()
+        self._publish(plan)
+        output = self._run(plan)
+        prefill_tokens = plan.num_prefill_tokens
+        if plan.runs:
+            time.sleep((self._faults.prefill if prefill_tokens else self._faults.decode) / 1000)
+        self._scheduler.commit(plan, output)
+        elapsed = time.monotonic() - started
+        self._speed.note(prefill_tokens, plan.num_decodes, elapsed)
+        self._report(prefill_tokens + plan.num_decodes, elapsed)
+        if self._profiler.step_done():
+            self._channel.send(Reply(self._profile_call, self._profile_path))
+
+    def _idle(self) -> None:
+        now = time.monotonic()
+        if self._idle_since is None:
+            self._idle_since, self._checked = now, False
+        if not self._checked and now - self._idle_since >= _CHECK_AFTER_S:
+            self._check_books()
+        self._report(0, 0.0)
+        if now - self._alive_at >= ALIVE_S:
+            self._channel.send(Alive())
+            self._alive_at = now
+
+    def _report(self, computed_tokens: int, elapsed: float) -> None:
+        outcome = self._scheduler.take_outcome()
+        load = self._speed.fill(self._scheduler.load())
+        if not outcome and not computed_tokens and load == self._reported:
+            return
+        self._reported = load
+        self._channel.send(
+            StepReport(
+                load,
+                outcome.tokens,
+                outcome.first_tokens,
+                outcome.ends,
+                outcome.blocks,
+                outcome.kv,
+                computed_tokens,
+                elapsed,
+            )
+        )
+
+    def _patience_s(self) -> float:
+        """How long the loop may sleep: not at all while steps follow each other."""
+        if self._idle_since is None:
+            return 0.0
+        wake = self._scheduler.next_wake()
+        return ALIVE_S if wake is None else min(ALIVE_S, max(0.0, wake - time.monotonic()))
+
+    def _take(self, message: ToWorker) -> None:
+        match message:
+            case Submit(request):
+                self._scheduler.add(request)
+            case Abort(handle):
+                self._scheduler.abort(handle)
+            case KvFound():
+                self._scheduler.kv_found(message)
+            case KvArrived():
+                self._scheduler.kv_arrived(message)
+            case KvWriteSlotsFree(slots):
+                self._scheduler.kv.free_write_slots(slots)
+            case SetKv(attached):
+                self._scheduler.kv.set_attached(attached)
+            case Flush(call):
+                self._channel.send(Reply(call, self._pool.flush()))
+            case Profile(call, steps, path):
+                self._start_profile(call, steps, path)
+            case Stop():
+                self._stopped = True
+
+    def _start_profile(self, call: int, steps: int, path: str) -> None:
+        try:
+            self._profiler.start(steps, path)
+        except RuntimeError as error:
+            self._channel.send(Reply(call, str(error), failed=True))
+        else:
+            self._profile_call, self._profile_path = call, path
+
+    def _check_books(self) -> None:
+        self._checked = True
+        try:
+            self._scheduler.check_integrity()
+        except IntegrityError:
+            # A self-check must not kill a serving process; tests call the same check and do fail.
+            logger.exception("the scheduler's books are wrong")

@@ -1,0 +1,184 @@
+"""From a SubmitRequest to a domain request: every field is checked here, and nowhere else.
+
+A refusal names the field as the protocol spells it, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from array import array
+from dataclasses import dataclass
+
+from katydid.engine.v1 import engine_pb2 as pb
+from katydid_runtime.block_hash import ChainKey
+from katydid_runtime.errors import InvalidRequestError, PromptTooLongError, UnsupportedError
+
+from katydid_engine.request import Request, Sampling
+
+__all__ = ["EngineLimits", "parse_submission", "requested_choices"]
+
+_SALT_BYTES = 64
+_PENALTY_LIMIT = 2.0
+_REPETITION_LIMIT = 10.0
+_BIAS_LIMIT = 100.0
+_BIAS_ENTRIES = 1024
+_STOP_IDS = 64
+_PRIORITY_LIMIT = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What this engine can do; the fields are those of DescribeResponse."""
+
+    identity: bytes
+    vocab_size: int
+    max_model_tokens: int
+    max_choices: int
+    max_logprobs: int
+    dp_ranks: int
+
+
+def requested_choices(message: pb.SubmitRequest, limits: EngineLimits) -> int:
+    """Choices that a refusal must end: those asked for, or one when the number itself is wrong."""
+    n = message.sampling.n
+    return n if 1 <= n <= limits.max_choices else 1
+
+
+def parse_submission(message: pb.SubmitRequest, limits: EngineLimits, handle: int, received_at: float) -> Request:
+    """The request that ``message`` asks for.
+
+    Raises:
+        InvalidRequestError: a field is out of range.
+        PromptTooLongError: prompt and output so far leave no room for a token.
+        UnsupportedError: a grammar or an adapter is asked for.
+    """
+    _check_unsupported(message)
+    prompt = _token_ids("prompt_ids", message.prompt_ids, limits.vocab_size)
+    generated = _token_ids("generated_ids", message.generated_ids, limits.vocab_size)
+    if not prompt:
+        raise InvalidRequestError("prompt_ids is empty", field="prompt_ids", value="", allowed="at least one token")
+    if len(prompt) + len(generated) >= limits.max_model_tokens:
+        raise PromptTooLongError(
+            f"the prompt has {len(prompt) + len(generated)} tokens, which leaves no room for output",
+            field="prompt_ids",
+            value=len(prompt) + len(generated),
+            allowed=f"at most {limits.max_model_tokens - 1} tokens",
+        )
+    _integer("dp_rank", message.dp_rank, 0, limits.dp_ranks - 1)
+    _integer("priority", message.priority, -_PRIORITY_LIMIT, _PRIORITY_LIMIT)
+    _integer("tenant", len(message.tenant), 0, 16, what="bytes")
+    _integer("cache_salt", len(message.cache_salt), 0, _SALT_BYTES, what="bytes")
+    sampling = _sampling(message.sampling, limits, len(generated))
+    timeout_s = _duration("timeout", message.timeout) if message.HasField("timeout") else None
+    return Request(
+        handle=handle,
+        prompt=prompt,
+        generated=generated,
+        chain=ChainKey(limits.identity, salt=bytes(message.cache_salt), public_blocks=message.public_blocks),
+        sampling=sampling,
+        priority=message.priority,
+        received_at=received_at,
+        deadline=None if timeout_s is None else time.monotonic() + timeout_s,
+        bypass_cache=message.bypass_cache,
+        hold_s=_duration("hold", message.hold) if message.HasField("hold") else None,
+        tenant=bytes(message.tenant),
+    )
+
+
+def _check_unsupported(message: pb.SubmitRequest) -> None:
+    if message.sampling.HasField("grammar"):
+        raise UnsupportedError("this engine has no structured output", field="sampling.grammar", allowed="no grammar")
+    if message.adapter:
+        raise UnsupportedError(
+            "this engine has no adapters", field="adapter", value=message.adapter, allowed="the base model"
+        )
+
+
+def _sampling(message: pb.SamplingParams, limits: EngineLimits, num_generated: int) -> Sampling:
+    n = _integer("sampling.n", message.n, 1, limits.max_choices)
+    if n > 1 and num_generated:
+        raise InvalidRequestError(
+            "a request that resumes has one choice", field="sampling.n", value=n, allowed="1 with generated_ids"
+        )
+    max_tokens = _integer("sampling.max_tokens", message.max_tokens, num_generated + 1, None)
+    for token in message.logit_bias:
+        _integer("sampling.logit_bias", token, 0, limits.vocab_size - 1)
+    for token in message.stop_token_ids:
+        _integer("sampling.stop_token_ids", token, 0, limits.vocab_size - 1)
+    _integer("sampling.logit_bias", len(message.logit_bias), 0, _BIAS_ENTRIES, what="entries")
+    _integer("sampling.stop_token_ids", len(message.stop_token_ids), 0, _STOP_IDS, what="entries")
+    return Sampling(
+        seed=message.seed,
+        temperature=_number("sampling.temperature", message.temperature, 0.0, 2.0),
+        top_p=_number("sampling.top_p", message.top_p, 0.0, 1.0, above_low=True),
+        top_k=message.top_k if message.top_k < limits.vocab_size else 0,
+        min_p=_number("sampling.min_p", message.min_p, 0.0, 1.0),
+        repetition_penalty=_number(
+            "sampling.repetition_penalty", message.repetition_penalty, 0.0, 10.0, above_low=True
+        ),
+        presence_penalty=_number(
+            "sampling.presence_penalty", message.presence_penalty, -_PENALTY_LIMIT, _PENALTY_LIMIT
+        ),
+        frequency_penalty=_number(
+            "sampling.frequency_penalty", message.frequency_penalty, -_PENALTY_LIMIT, _PENALTY_LIMIT
+        ),
+        logit_bias=tuple(
+            (token, _number("sampling.logit_bias", value, -_BIAS_LIMIT, _BIAS_LIMIT))
+            for token, value in sorted(message.logit_bias.items())
+        ),
+        stop_token_ids=tuple(message.stop_token_ids),
+        min_tokens=_integer("sampling.min_tokens", message.min_tokens, 0, max_tokens),
+        max_tokens=max_tokens,
+        n=n,
+        logprobs=_top("sampling.logprobs", message.logprobs, limits) if message.HasField("logprobs") else None,
+        prompt_logprobs=_top("sampling.prompt_logprobs", message.prompt_logprobs, limits)
+        if message.HasField("prompt_logprobs")
+        else None,
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def _token_ids(field: str, packed: bytes, vocab_size: int) -> array[int]:
+    if len(packed) % 4:
+        raise InvalidRequestError(
+            f"{field} has {len(packed)} bytes", field=field, value=len(packed), allowed="4 bytes a token"
+        )
+    ids = array("I", packed)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    if ids and (largest := max(ids)) >= vocab_size:
+        raise InvalidRequestError(
+            f"{field} holds the id {largest}", field=field, value=largest, allowed=f"ids below {vocab_size}"
+        )
+    return ids
+
+
+def _integer(field: str, value: int, low: int, high: int | None, *, what: str = "") -> int:
+    if value < low or (high is not None and value > high):
+        allowed = f"{low} to {high}" if high is not None else f"at least {low}"
+        found = f"{value} {what}".strip()
+        raise InvalidRequestError(f"{field} is {found}", field=field, value=found, allowed=f"{allowed} {what}".strip())
+    return value
+
+
+def _number(field: str, value: float, low: float, high: float, *, above_low: bool = False) -> float:
+    """A float32 of the wire; bounds are inclusive but for ``above_low``."""
+    if not math.isfinite(value) or value < low or value > high or (above_low and value == low):
+        allowed = f"above {low:g}, at most {high:g}" if above_low else f"{low:g} to {high:g}"
+        raise InvalidRequestError(f"{field} is {value:g}", field=field, value=f"{value:g}", allowed=allowed)
+    return value
+
+
+def _top(field: str, value: int, limits: EngineLimits) -> int:
+    return _integer(field, value, 0, min(limits.max_logprobs, limits.vocab_size))
+
+
+def _duration(field: str, value: object) -> float:
+    seconds: float = value.seconds + value.nanos / 1e9  # type: ignore[attr-defined]
+    if seconds <= 0:
+        raise InvalidRequestError(
+            f"{field} is {seconds:g} s", field=field, value=f"{seconds:g}", allowed="more than 0 s"
+        )
+    return seconds

@@ -1,0 +1,55 @@
+"""What the face tells a worker process at its start; the first message on its channel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from katydid_engine.faults import FaultDelays
+from katydid_engine.staging import StagingShape
+
+__all__ = ["RingEnds", "WorkerConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class RingEnds:
+    """Descriptors of a TP group's plan ring: its memory, and one eventfd for each rank but the first."""
+
+    memory: int
+    bells: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """One rank of one group.
+
+    Attributes:
+        folder: of the model.
+        device: "cpu" or "cuda:3".
+        dtype: name of a torch dtype; of weights, activations and pages.
+        tp, tp_rank: size of the TP group and this rank in it; the first rank schedules.
+        rendezvous: path of a file through which the group's ranks find each other; unused when ``tp`` is 1.
+        num_pages: KV pages; None takes ``kv_memory_bytes``, or on a GPU ``gpu_memory_share`` of what is free.
+        max_model_tokens: longest prompt plus output wanted; the model or the pages may allow less.
+        ring: None when ``tp`` is 1.
+        staging, staging_memory: shape and descriptor of the buffer shared with the face; None without a cache service.
+    """
+
+    folder: str
+    device: str
+    dtype: str
+    tp: int
+    tp_rank: int
+    dp_rank: int
+    rendezvous: str
+    threads: int
+    num_pages: int | None
+    kv_memory_bytes: int
+    gpu_memory_share: float
+    max_model_tokens: int
+    max_batch_tokens: int
+    max_sequences: int
+    log_level: str
+    faults: FaultDelays
+    ring: RingEnds | None = None
+    staging: StagingShape | None = None
+    staging_memory: int | None = None

@@ -1,0 +1,185 @@
+"""The worker processes of one data-parallel rank, seen from the face: start, messages, death, stop.
+
+A worker that dies closes its socket, which the face sees at once; one that hangs falls silent, which ``stalled`` shows.
+There is no restart: a group that lost a rank has lost its pages, so the engine ends and is started anew as a whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from katydid_runtime.errors import EngineLostError, InternalError, KatydidError, error_from_details
+
+from katydid_engine.channel import ChannelClosed, FaceChannel
+from katydid_engine.messages import Alive, Failed, Flush, Profile, Ready, Reply, StepReport, Stop, ToWorker
+from katydid_engine.plan_ring import ring_bytes
+from katydid_engine.worker_config import RingEnds, WorkerConfig
+
+__all__ = ["WorkerGroup"]
+
+_RING_BYTES = 16 * 1024 * 1024
+_STOP_TIMEOUT_S = 3.0
+
+
+class WorkerGroup:
+    """``config`` is that of rank 0. ``failure`` is set once, when a worker ends on its own, and holds why.
+
+    ``on_report`` gets every StepReport; before the first request they hold nothing but loads.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.failure: asyncio.Future[KatydidError] = asyncio.get_running_loop().create_future()
+        self._config = config
+        self.on_report: Callable[[StepReport], None] = lambda _: None
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._channels: list[FaceChannel] = []
+        self._readers: list[asyncio.Task[None]] = []
+        self._ready: list[asyncio.Future[Ready]] = []
+        self._calls = itertools.count(1)
+        self._replies: dict[int, asyncio.Future[Reply]] = {}
+        self._heard_at = time.monotonic()
+        self._stopping = False
+
+    async def start(self) -> Ready:
+        """Starts all ranks and waits until each has its model; returns what rank 0 says.
+
+        Raises:
+            KatydidError: what a worker failed with; ModelFolderError and SettingsError among them.
+        """
+        tp = self._config.tp
+        with tempfile.TemporaryDirectory(prefix="katydid-") as folder:
+            descriptors: list[int] = []
+            ring = self._make_ring(tp - 1) if tp > 1 else None
+            if ring is not None:
+                descriptors += [ring.memory, *ring.bells]
+            for rank in range(tp):
+                config = replace(
+                    self._config,
+                    tp_rank=rank,
+                    device=self._config.device if rank == 0 else _next_device(self._config.device, rank),
+                    rendezvous=str(Path(folder) / "rendezvous"),
+                    ring=ring,
+                )
+                await self._spawn(config, descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            failed = asyncio.ensure_future(asyncio.shield(self.failure))
+            all_ready = asyncio.ensure_future(asyncio.gather(*self._ready))
+            await asyncio.wait((failed, all_ready), return_when=asyncio.FIRST_COMPLETED)
+            failed.cancel()
+            all_ready.cancel()
+        if self.failure.done():
+            raise self.failure.result()
+        return self._ready[0].result()
+
+    def send(self, message: ToWorker) -> None:
+        """To rank 0, which schedules."""
+        self._channels[0].send(message)
+
+    async def flush(self) -> int:
+        """Empties the prefix cache; returns the number of blocks dropped."""
+        reply = await self._call(lambda call: Flush(call))
+        return int(reply.value)
+
+    async def profile(self, steps: int, path: str) -> None:
+        """Returns when the profile is written. Raises InternalError when it cannot be recorded."""
+        await self._call(lambda call: Profile(call, steps, path))
+
+    def stalled(self, timeout_s: float) -> bool:
+        """Whether rank 0's loop has been silent for so long."""
+        return time.monotonic() - self._heard_at > timeout_s
+
+    async def stop(self) -> None:
+        """Ends all ranks, by force where they do not listen."""
+        self._stopping = True
+        for channel in self._channels:
+            channel.send(Stop())
+        if self._readers:
+            # A worker's channel ends when it does.
+            await asyncio.wait(self._readers, timeout=_STOP_TIMEOUT_S)
+        for process in self._processes:
+            process.kill()
+            await asyncio.to_thread(process.wait)
+        for reader in self._readers:
+            reader.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+        for channel in self._channels:
+            channel.close()
+
+    async def _call(self, message: Callable[[int], ToWorker]) -> Reply:
+        call = next(self._calls)
+        future = self._replies[call] = asyncio.get_running_loop().create_future()
+        self.send(message(call))
+        try:
+            reply: Reply = await future
+        finally:
+            del self._replies[call]
+        if reply.failed:
+            raise InternalError(str(reply.value))
+        return reply
+
+    def _make_ring(self, readers: int) -> RingEnds:
+        memory = os.memfd_create("katydid-plans")
+        os.ftruncate(memory, ring_bytes(readers, _RING_BYTES))
+        return RingEnds(memory, tuple(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(readers)))
+
+    async def _spawn(self, config: WorkerConfig, descriptors: list[int]) -> None:
+        ours, theirs = socket.socketpair()
+        inherited = [theirs.fileno(), *descriptors]
+        if config.staging_memory is not None:
+            inherited.append(config.staging_memory)
+        command = [sys.executable, "-m", "katydid_engine.worker", "--channel", str(theirs.fileno())]
+        # Starting a process takes a millisecond, and nothing is served yet.
+        self._processes.append(
+            subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)  # noqa: ASYNC220
+        )
+        theirs.close()
+        channel = await FaceChannel.open(ours)
+        channel.send(config)
+        self._channels.append(channel)
+        self._ready.append(asyncio.get_running_loop().create_future())
+        self._readers.append(asyncio.create_task(self._read(channel, config.tp_rank)))
+
+    async def _read(self, channel: FaceChannel, rank: int) -> None:
+        try:
+            while True:
+                message = await channel.receive()
+                if rank == 0:
+                    self._heard_at = time.monotonic()
+                match message:
+                    case StepReport():
+                        self.on_report(message)
+                    case Alive():
+                        pass
+                    case Reply(call) if call in self._replies:
+                        self._replies[call].set_result(message)
+                    case Ready() if not self._ready[rank].done():
+                        self._ready[rank].set_result(message)
+                    case Failed(reason, text):
+                        self._fail(error_from_details(reason, text, {}))
+        except ChannelClosed:
+            where = f"worker {self._config.dp_rank}.{rank}"
+            self._fail(EngineLostError(f"{where} ended unexpectedly"))
+
+    def _fail(self, error: KatydidError) -> None:
+        if self._stopping or self.failure.done():
+            return
+        self.failure.set_result(error)
+        for future in self._replies.values():
+            if not future.done():
+                future.set_exception(error)
+
+
+def _next_device(device: str, rank: int) -> str:
+    name, _, index = device.partition(":")
+    return f"{name}:{int(index) + rank}" if index else device
