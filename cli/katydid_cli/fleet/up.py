@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from pathlib import Path
 
-from katydid_runtime.errors import KatydidError, SettingsError
+from katydid_client import AsyncKatydid
+from katydid_runtime.errors import KatydidError, SettingsError, UnavailableError
 from rich.console import Console
 
 from katydid_cli.fleet.child import ChildExitError
@@ -15,6 +17,8 @@ from katydid_cli.fleet.plan import HOST, FleetOptions, check_free, free_ports, p
 from katydid_cli.fleet.supervisor import Supervisor
 
 __all__ = ["check_options", "up"]
+
+_CONNECT_TIMEOUT_S = 30.0
 
 
 def check_options(options: FleetOptions) -> None:
@@ -72,6 +76,7 @@ async def _up(options: FleetOptions, log_level: str, start_timeout_s: float) -> 
 
 async def _live(supervisor: Supervisor, display: TerminalDisplay, console: Console, options: FleetOptions) -> None:
     await supervisor.start()
+    await _engines_connected(options)
     display.settle()
     engines = f"{options.engines} engine{'s' if options.engines > 1 else ''}"
     console.print(f"[bold green]{options.model_name}[/] is up on {engines}. Ctrl-C stops it.")
@@ -81,6 +86,19 @@ async def _live(supervisor: Supervisor, display: TerminalDisplay, console: Conso
         console.print(f"  traces       {options.trace_file}")
     console.print(f"  try          katydid chat --address {HOST}:{options.grpc_port}")
     await supervisor.run()
+
+
+async def _engines_connected(options: FleetOptions) -> None:
+    """Return when the gateway serves with all engines: it may have met some while they were still loading."""
+    deadline = time.monotonic() + _CONNECT_TIMEOUT_S
+    async with AsyncKatydid(f"{HOST}:{options.grpc_port}", timeout=_CONNECT_TIMEOUT_S) as client:
+        while True:
+            connected = max((model.engines for model in await client.models()), default=0)
+            if connected >= options.engines:
+                return
+            if time.monotonic() > deadline:
+                raise UnavailableError(f"the gateway reached {connected} of {options.engines} engines")
+            await asyncio.sleep(0.1)
 
 
 def _check_writable(option: str, folder: Path) -> None:

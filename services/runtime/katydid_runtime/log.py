@@ -23,7 +23,8 @@ trace_id: ContextVar[str] = ContextVar("trace_id", default="")
 
 WITHHELD = frozenset({"prompt", "messages", "text", "content", "token_ids", "ids", "api_key", "authorization"})
 
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+# uvicorn repeats every message in colour.
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 
 
 class JsonFormatter(logging.Formatter):
