@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from katydid_kernels import fused_moe, swiglu
+from torch import Tensor
+
+EXPERTS, HIDDEN, WIDTH, TOP_K = 6, 24, 20, 3
+
+
+@pytest.fixture(scope="module")
+def case() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {
+        "x": torch.randn(13, HIDDEN),
+        "w13": torch.randn(EXPERTS, 2 * WIDTH, HIDDEN) / 5,
+        "w2": torch.randn(EXPERTS, HIDDEN, WIDTH) / 5,
+        "topk_weights": torch.rand(13, TOP_K),
+        "topk_ids": torch.rand(13, EXPERTS).topk(TOP_K).indices.to(torch.int32),
+    }
+
+
+def by_token(case: dict[str, Tensor]) -> Tensor:
+    """One token and one choice at a time, in double precision."""
+    out = torch.zeros(len(case["x"]), HIDDEN, dtype=torch.float64)
+    for token, x in enumerate(case["x"].double()):
+        for weight, expert in zip(case["topk_weights"][token], case["topk_ids"][token].tolist(), strict=True):
+            gate, up = (case["w13"][expert].double() @ x).chunk(2)
+            out[token] += weight.double() * (case["w2"][expert].double() @ (F.silu(gate) * up))
+    return out
+
+
+def test_against_one_token_at_a_time(case: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(fused_moe(**case).double(), by_token(case), atol=1e-5, rtol=1e-5)
+
+
+def test_shared_output_is_added(case: dict[str, Tensor]) -> None:
+    shared = torch.randn(13, HIDDEN)
+    found = fused_moe(**case, shared_output=shared)
+    torch.testing.assert_close(found.double(), by_token(case) + shared.double(), atol=1e-5, rtol=1e-5)
+
+
+def test_ranks_of_experts_add_up(case: dict[str, Tensor]) -> None:
+    parts = [
+        fused_moe(
+            **case | {"w13": case["w13"][first : first + 2], "w2": case["w2"][first : first + 2]}, first_expert=first
+        )
+        for first in (0, 2, 4)
+    ]
+    torch.testing.assert_close(torch.stack(parts).sum(0).double(), by_token(case), atol=1e-5, rtol=1e-5)
+
+
+def test_bf16_rounds_once_at_the_end(case: dict[str, Tensor]) -> None:
+    half = {name: tensor.to(torch.bfloat16) for name, tensor in case.items() if name in ("x", "w13", "w2")}
+    rounded = case | {name: tensor.float() for name, tensor in half.items()}
+    found = fused_moe(**case | half)
+    assert found.dtype == torch.bfloat16
+    # Between the products the hidden row is bf16: its 8 bits bound the error of a sum of 20 terms near 1.
+    torch.testing.assert_close(found.double(), by_token(rounded), atol=0.03, rtol=0.02)
+
+
+def test_a_token_does_not_depend_on_its_batch(case: dict[str, Tensor]) -> None:
+    whole = fused_moe(**case)
+    for token in range(13):
+        one = {name: case[name][token : token + 1] for name in ("x", "topk_weights", "topk_ids")}
+        assert torch.equal(fused_moe(**case | one)[0], whole[token])
+
+
+def test_no_tokens(case: dict[str, Tensor]) -> None:
+    none = {name: case[name][:0] for name in ("x", "topk_weights", "topk_ids")}
+    assert fused_moe(**case | none).shape == (0, HIDDEN)
+
+
+def test_swiglu() -> None:
+    x = torch.tensor([[-200.0, -1.0, 0.0, 2.0, 200.0, 3.0, 2.0, 1.0, 0.5, 1.0]])
+    expected = F.silu(x[:, :5]) * x[:, 5:]
+    torch.testing.assert_close(swiglu(x), expected)
+    assert swiglu(x.to(torch.bfloat16)).dtype == torch.bfloat16
