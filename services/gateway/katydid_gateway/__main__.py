@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from katydid_runtime.process import run_service
 from katydid_runtime.telemetry import Telemetry
 
@@ -15,7 +13,7 @@ __all__ = ["main"]
 
 async def serve(settings: GatewaySettings, telemetry: Telemetry) -> None:
     """Run one gateway until it is told to stop."""
-    gateway = await asyncio.to_thread(Gateway.load, settings, telemetry)
+    gateway = await Gateway.load(settings, telemetry)
     await gateway.run()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from katydid.gateway.v1 import gateway_pb2
@@ -22,48 +23,58 @@ from katydid_gateway.text.model_text import ModelText, load_model_text
 
 __all__ = ["Gateway"]
 
+_SERVICE = gateway_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
 logger = logging.getLogger(__name__)
 
 
 class Gateway:
-    """One gateway process. Build it with `load`, then `run` it."""
+    """One gateway process: `load` or build it inside the event loop, then `run`, or `start` and `stop` it."""
 
     def __init__(self, settings: GatewaySettings, text: ModelText, keys: ApiKeys, telemetry: Telemetry) -> None:
         self._settings = settings
-        self._text = text
-        self._keys = keys
-        self._telemetry = telemetry
-        self._metrics = GatewayMetrics()
+        metrics = GatewayMetrics()
+        self.fleet = Fleet(settings, Router(), metrics, text.digest)
+        self.generator = Generator(settings, text, self.fleet, telemetry, metrics)
+        self._rpc = RpcServer(settings.listen, services=[_SERVICE], drain_timeout_s=settings.drain_timeout_s)
+        servicer = InferenceServicer(self.generator, keys, settings.max_body_bytes)
+        add_InferenceServiceServicer_to_server(servicer, self._rpc.grpc)
+        self._http = HttpServer(http_app(settings, self.generator, self.fleet, keys, metrics))
+        self.http_address = self.grpc_address = ""
 
     @classmethod
-    def load(cls, settings: GatewaySettings, telemetry: Telemetry) -> Gateway:
-        """Read the model folder and the key file. Raises SettingsError and its kind."""
-        text = load_model_text(settings.model, tool_format=settings.tool_format, cache_bytes=settings.token_cache_bytes)
+    async def load(cls, settings: GatewaySettings, telemetry: Telemetry) -> Gateway:
+        """Read the model folder and the key file first. Raises SettingsError and its kind."""
+        text = await asyncio.to_thread(
+            load_model_text, settings.model, tool_format=settings.tool_format, cache_bytes=settings.token_cache_bytes
+        )
         return cls(settings, text, load_api_keys(settings.api_keys_file), telemetry)
 
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT, then finish what is in flight within the drain timeout."""
-        settings = self._settings
-        fleet = Fleet(settings, Router(), self._metrics, self._text.digest)
-        generator = Generator(settings, self._text, fleet, self._telemetry, self._metrics)
-        service = gateway_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
-        rpc = RpcServer(settings.listen, services=[service], drain_timeout_s=settings.drain_timeout_s)
-        add_InferenceServiceServicer_to_server(
-            InferenceServicer(generator, self._keys, settings.max_body_bytes), rpc.grpc
-        )
-        http = HttpServer(http_app(settings, generator, fleet, self._keys, self._metrics))
-
-        async def drain() -> None:
-            generator.draining = True
-            await generator.idle.wait()
-
-        http_address = await http.start(settings.http_listen)
         try:
-            await rpc.start()
-            fleet.start()
-            logger.info("HTTP on %s", http_address, extra={"http_address": http_address})
-            await rpc.set_serving(True)
-            await rpc.run_until_signal(drain)
+            await self.start()
+            await self._rpc.run_until_signal(self._drain)
         finally:
-            await fleet.stop()
-            await http.stop()
+            await self._close()
+
+    async def start(self) -> None:
+        """Listen on both addresses and connect to the engines. Raises AddressInUseError, SettingsError."""
+        self.http_address = await self._http.start(self._settings.http_listen)
+        self.grpc_address = await self._rpc.start()
+        self.fleet.start()
+        logger.info("HTTP on %s", self.http_address, extra={"http_address": self.http_address})
+        await self._rpc.set_serving(True)
+
+    async def stop(self) -> None:
+        """Drain and close, as a signal would."""
+        await self._rpc.shut_down(self._drain)
+        await self._close()
+
+    async def _drain(self) -> None:
+        self.generator.draining = True
+        await self.generator.idle.wait()
+
+    async def _close(self) -> None:
+        await self.fleet.stop()
+        await self._http.stop()

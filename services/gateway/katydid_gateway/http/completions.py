@@ -78,6 +78,7 @@ class _Shape:
         self._answers = answers
         self._body = body
         self._vocabulary = vocabulary
+        self._hidden = {vocabulary.raw(token).decode() for token in vocabulary.special}
         self._n = body.n or 1
         self._prompt_only = body.max_tokens == 0
         self._include_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -141,7 +142,7 @@ class _Shape:
         return choice
 
     def _prompt(self, answer: Answer) -> str:
-        return answer.prompt_text or self._vocabulary.decode(unpack_ids(answer.prompt_ids), skip_special=False)
+        return answer.prompt_text or self._vocabulary.decode(unpack_ids(answer.prompt_ids))
 
     def _prompt_entries(self, answer: Answer) -> list[TokenLogprob | str]:
         """The first prompt token has no probability: nothing came before it."""
@@ -157,7 +158,7 @@ class _Shape:
             columns["token_logprobs"].append(max(entry.logprob, -9999.0) if isinstance(entry, TokenLogprob) else None)
             columns["top_logprobs"].append(_top(entry) if known else None)
             columns["text_offset"].append(offset)
-            offset += len(text)
+            offset += 0 if text in self._hidden else len(text)
         return columns
 
     def _account(self) -> dict[str, Any]:
