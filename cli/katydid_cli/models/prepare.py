@@ -85,11 +85,12 @@ def write_folder(model: GgufModel, folder: Path, *, progress: Progress | None = 
     _write_bf16(model, folder / "model.safetensors")
     report("checksums", 0.9)
     files = sorted(path for path in folder.iterdir() if path.is_file())
-    for path in files:
-        path.chmod(0o644)
-    folder.chmod(0o755)
     manifest = {"source_sha256": file_sha256(model.path), "sha256": {path.name: file_sha256(path) for path in files}}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    # Scratch folders and some writers keep their files private; other users may serve the model.
+    for path in (*files, folder / MANIFEST):
+        path.chmod(0o644)
+    folder.chmod(0o755)
     report("done", 1.0)
 
 
