@@ -10,11 +10,12 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from katydid_kernels.gemm.plain import plain_gemm
-from katydid_kernels.gemm.tuning import WideTile, wide_tile
+from katydid_kernels.gemm.narrow_kernel import narrow_gemm_kernel
+from katydid_kernels.gemm.plain import plain_gemm, scale_step
+from katydid_kernels.gemm.tuning import NarrowTile, WideTile, narrow_tile, wide_tile
 from katydid_kernels.gemm.wide_kernel import wide_gemm_kernel
 
-__all__ = ["GLUON_TYPE", "REGISTERS", "gemm", "gemm_reference", "launch_wide", "runs_gluon", "sm_count"]
+__all__ = ["GLUON_TYPE", "REGISTERS", "gemm", "gemm_reference", "launch_narrow", "launch_wide", "runs_gluon", "sm_count"]
 
 # Registers a thread at launch, by consumer warpgroups: 64 K over them and the producer's warpgroup.
 REGISTERS = {1: 255, 2: 168, 3: 128}
@@ -57,6 +58,9 @@ def gemm(
     if not a.is_cuda:
         return out.copy_(gemm_reference(a, b, **hooks, out_dtype=out.dtype))
     if runs_gluon(a.device) and _fits_copy_engine(a, b, out):
+        narrow = narrow_tile(a.shape[0])
+        if narrow is not None:
+            return launch_narrow(a, b, out, narrow, **hooks, promote=promote)
         return launch_wide(a, b, out, wide_tile(*out.shape, promote=promote), **hooks, promote=promote)
     return plain_gemm(a, b, out, **hooks, promote=promote)
 
@@ -156,6 +160,58 @@ def launch_wide(
         VECTORS=_vectors(row_scale, col_scale) if tiles is None else "none" if col_scale is None else "scalar",
         num_warps=4,
         maxnreg=REGISTERS[tile.warpgroups],
+    )
+    return out
+
+
+@functools.cache
+def _narrow_scratch(device: torch.device, warpgroups: int, tokens: int, tiles: int) -> tuple[Tensor, Tensor]:
+    """Partial sums and counters of the narrow kernel: one set a shape, for one stream at a time."""
+    partial = torch.empty(2 * sm_count(device) * warpgroups, 64, tokens, device=device)
+    return partial, torch.zeros(tiles * warpgroups, dtype=torch.int32, device=device)
+
+
+def launch_narrow(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    tile: NarrowTile,
+    *,
+    row_scale: Tensor | None = None,
+    col_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    promote: bool = False,
+) -> Tensor:
+    """The kernel for up to `tile.tokens` rows of a."""
+    m, k = a.shape
+    n = b.shape[0]
+    block_k = 128 // a.element_size()
+    partial, counters = _narrow_scratch(
+        a.device, tile.warpgroups, tile.tokens, triton.cdiv(n, 64 * tile.warpgroups)
+    )
+    narrow_gemm_kernel[(sm_count(a.device),)](
+        descriptor(a, [tile.tokens, block_k]),
+        descriptor(b, [64, block_k]),
+        out,
+        out.stride(0),
+        partial,
+        counters,
+        row_scale,
+        scale_step(row_scale),
+        col_scale,
+        scale_step(col_scale),
+        bias,
+        residual,
+        0 if residual is None else residual.stride(0),
+        m,
+        n,
+        k,
+        STAGES=tile.stages,
+        WGS=tile.warpgroups,
+        PROMOTE=promote,
+        num_warps=4,
+        maxnreg=128 if tile.warpgroups == 1 else 112,
     )
     return out
 

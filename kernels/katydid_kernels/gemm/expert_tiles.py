@@ -46,18 +46,20 @@ def copy_rows(buffer, source, barrier):
 
 @gluon.jit
 def multiply(
-    WHO: gl.constexpr, x_bufs, w_bufs, full, empty, stage, phase, steps, layout: gl.constexpr,
-    STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr,
+    WHO: gl.constexpr, x_bufs, w_bufs, full, empty, stage, phase, steps, ROWS: gl.constexpr,
+    STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
-    """The product of `steps` stages, ``[64 or 128 weight rows, tokens]``, and the place in the ring after them."""
+    """The product of `steps` stages, ``[ROWS, tokens]`` for ROWS weight rows, and the place in the ring after them."""
     TOKENS: gl.constexpr = x_bufs.type.shape[1]
     BLOCK_K: gl.constexpr = x_bufs.type.shape[2]
-    ROWS: gl.constexpr = w_bufs.type.shape[2] * 16
+    K_STEP: gl.constexpr = 256 // x_bufs.dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, K_STEP])
     acc = gl.zeros([ROWS, TOKENS], gl.float32, layout)
     for k in range(steps):
         mbarrier.wait(full.index(stage), phase)
-        # cp.async writes through the generic proxy, wgmma reads through the async one.
-        fence_async_shared()
+        if GATHERED:
+            # cp.async writes through the generic proxy, wgmma reads through the async one.
+            fence_async_shared()
         w = w_bufs.index(stage * WGS + WHO).reshape([ROWS, BLOCK_K])
         x = x_bufs.index(stage).permute((1, 0))
         if PROMOTE:

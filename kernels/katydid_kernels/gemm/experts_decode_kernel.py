@@ -112,16 +112,15 @@ def _consume(
     STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr, EXCHANGE: gl.constexpr,
 ):  # fmt: skip
     up_scale_ptr, inverse_scale, down_scale_ptr, token_scale_ptr = scales
-    TOKENS: gl.constexpr = x_bufs.type.shape[1]
     ROWS: gl.constexpr = w_bufs.type.shape[2] * 16
-    K_STEP: gl.constexpr = 256 // x_bufs.dtype.primitive_bitwidth
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, K_STEP])
     h_layout: gl.constexpr = gl.BlockedLayout([8, 1], [ROWS // 16, 512 // ROWS], [1, 4], [0, 1])
     y_layout: gl.constexpr = gl.BlockedLayout([8, 1], [ROWS // 8, 256 // ROWS], [1, 4], [0, 1])
     stage = 0
     phase = 0
     for item in range(gl.program_id(0), tiles * up_n, gl.num_programs(0)):
-        acc, stage, phase = multiply(WHO, x_bufs, w_bufs, full, empty, stage, phase, up_k, layout, STAGES, WGS, PROMOTE)
+        acc, stage, phase = multiply(
+            WHO, x_bufs, w_bufs, full, empty, stage, phase, up_k, ROWS, STAGES, WGS, PROMOTE, GATHERED=True
+        )
         entry = tiles_ptr + item // up_n * 4
         row = gl.load(entry + 1)
         end = gl.load(entry + 2)
@@ -132,7 +131,7 @@ def _consume(
     begin, finish = _down_share(tiles * up_n, tiles * down_n, EXCHANGE)
     for item in range(begin, finish):
         acc, stage, phase = multiply(
-            WHO, x_bufs, w_bufs, full, empty, stage, phase, down_k, layout, STAGES, WGS, PROMOTE
+            WHO, x_bufs, w_bufs, full, empty, stage, phase, down_k, ROWS, STAGES, WGS, PROMOTE, GATHERED=True
         )
         entry = tiles_ptr + item // down_n * 4
         acc *= gl.load(down_scale_ptr + gl.load(entry))

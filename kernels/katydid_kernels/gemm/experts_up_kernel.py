@@ -53,22 +53,19 @@ def _consume(
     items, tiles_n, tiles_k, STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
     up_scale_ptr, inverse_scale, token_scale_ptr = scales
-    TOKENS: gl.constexpr = x_bufs.type.shape[1]
-    HALF_ROWS: gl.constexpr = w_bufs.type.shape[2] * 8
-    K_STEP: gl.constexpr = 256 // x_bufs.dtype.primitive_bitwidth
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, K_STEP])
+    ROWS: gl.constexpr = w_bufs.type.shape[2] * 16
     out_layout: gl.constexpr = gl.BlockedLayout([16, 1], [2, 16], [1, 4], [0, 1])
     stage = 0
     phase = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         acc, stage, phase = multiply(
-            WHO, x_bufs, w_bufs, full, empty, stage, phase, tiles_k, layout, STAGES, WGS, PROMOTE
+            WHO, x_bufs, w_bufs, full, empty, stage, phase, tiles_k, ROWS, STAGES, WGS, PROMOTE, GATHERED=True
         )
         entry = tiles_ptr + item // tiles_n * 4
         row = gl.load(entry + 1)
         end = gl.load(entry + 2)
         h = scaled_swiglu(acc, gl.load(entry), row, end, up_scale_ptr, inverse_scale, token_scale_ptr, rows_ptr)
-        col = (item % tiles_n * WGS + WHO) * HALF_ROWS
+        col = (item % tiles_n * WGS + WHO) * (ROWS // 2)
         store_columns(h, h_ptr, h_stride, row, end, col, out_layout)
 
 

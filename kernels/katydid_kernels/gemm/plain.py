@@ -6,11 +6,9 @@ fp16 too, and runs in Triton's interpreter; on an H200 it reaches about 80 % of 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
 
 __all__ = ["plain_gemm", "plain_grouped_gemm"]
 

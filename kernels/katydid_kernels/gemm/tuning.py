@@ -6,7 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["DecodeTile", "UpTile", "WideTile", "decode_tile", "down_tile", "up_tile", "wide_tile"]
+__all__ = [
+    "DecodeTile",
+    "NarrowTile",
+    "UpTile",
+    "WideTile",
+    "decode_tile",
+    "down_tile",
+    "narrow_tile",
+    "up_tile",
+    "wide_tile",
+]
 
 
 @dataclass(frozen=True)
@@ -104,3 +114,23 @@ def decode_tile(pairs: int, experts: int, intermediate: int, dtype: torch.dtype)
     if mean <= 8:
         return DecodeTile(16, 64, 2, 10, promote)
     return DecodeTile(32 if mean <= 20 else 64, 64, 2, 8, promote)
+
+
+@dataclass(frozen=True)
+class NarrowTile:
+    """One configuration of the kernel for few rows.
+
+    tokens: rows of x it takes, the columns of its wgmma.
+    """
+
+    tokens: int
+    warpgroups: int
+    stages: int
+
+
+def narrow_tile(m: int) -> NarrowTile | None:
+    """The tile for `m` rows, or None where the wide kernel is faster."""
+    if m > 64:
+        return None
+    tokens = next(size for size in (8, 16, 32, 64) if m <= size)
+    return NarrowTile(tokens, 2, 8 if tokens == 64 else 10)

@@ -141,11 +141,7 @@ def _write(value, row, end, col, scalar, hooks, N, out_desc, out_buf, out_ptr, o
     tma.store_wait(0)
     gl.thread_barrier()
     out_buf.store(value.to(out_desc.dtype))
-    if out_ptr is None:
-        fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(out_desc, [row, col], out_buf)
-    elif row + value.shape[0] <= end:
+    if out_ptr is None or row + value.shape[0] <= end:
         fence_async_shared()
         gl.thread_barrier()
         tma.async_copy_shared_to_global(out_desc, [row, col], out_buf)

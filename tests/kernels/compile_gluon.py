@@ -1,0 +1,89 @@
+"""Compiles for sm_90 every Gluon kernel the wrappers launch, with the arguments they launch it with; prints JSON lines.
+
+A script of its own because the kernels must be defined outside Triton's interpreter, which the tests beside it run in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import katydid_kernels.gemm.dense as dense
+import katydid_kernels.gemm.experts as experts
+import torch
+from katydid_kernels.gemm.tuning import wide_tile
+from sm90 import Cubin, compile_gluon
+
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+
+
+class Recorder:
+    """Stands for a kernel: a launch compiles it and remembers the result."""
+
+    launched: list[tuple[str, Cubin]] = []
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            options = {name: kwargs.pop(name) for name in ("num_warps", "maxnreg")}
+            arguments = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
+            tensors = {n: v.dtype if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
+            Recorder.launched.append((self.kernel.__name__, compile_gluon(self.kernel, options, **tensors)))
+
+        return launch
+
+
+def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.uint8).view(dtype) if dtype == E4M3 else torch.zeros(*shape, dtype=dtype)
+
+
+def run_gemm(dtype: torch.dtype, promote: bool, **hooks: torch.Tensor) -> None:
+    m, n, k = 512, 1024, 256
+    a, b, out = zeros(m, k, dtype=dtype), zeros(n, k, dtype=dtype), zeros(m, n, dtype=BF16)
+    dense.launch_wide(a, b, out, wide_tile(m, n, promote=promote), promote=promote, **hooks)
+
+
+def run_experts(dtype: torch.dtype, tokens: int, **scales: torch.Tensor) -> None:
+    count, width, hidden, top_k = 8, 192, 4096, 8
+    w13, w2 = zeros(count, 2 * width, hidden, dtype=dtype), zeros(count, hidden, width, dtype=dtype)
+    x, out = zeros(tokens, hidden, dtype=dtype), zeros(tokens, hidden, dtype=BF16)
+    ids = torch.zeros(tokens, top_k, dtype=torch.int32)
+    workspace = experts.ExpertWorkspace.allocate(tokens, top_k, w13, w2)
+    ones = experts.ExpertScales(torch.ones(count, 2), torch.ones(count), torch.ones(1), **scales)
+    experts.run_experts(x, w13, w2, torch.ones(tokens, top_k), ids, out, ones, workspace, shared=out)
+
+
+def main() -> None:
+    for module in (dense, experts):
+        module.sm_count = lambda device: 132  # type: ignore[attr-defined]
+        for name, value in vars(module).copy().items():
+            if name.endswith("_kernel"):
+                setattr(module, name, Recorder(value))
+    experts.plan_routes = lambda ids, plan, count, first_expert: plan  # type: ignore[assignment]
+    experts.combine = lambda *args, **kwargs: None  # type: ignore[assignment]
+
+    vector, matrix, one = torch.ones(512), zeros(512, 1024, dtype=BF16), torch.ones(1)
+    cases: dict[str, Callable[[], None]] = {
+        "gemm bf16": lambda: run_gemm(BF16, False),
+        "gemm bf16 residual": lambda: run_gemm(BF16, False, residual=matrix, bias=matrix[0]),
+        "gemm fp8": lambda: run_gemm(E4M3, False, row_scale=one, col_scale=one),
+        "gemm fp8 promoted, vectors": lambda: run_gemm(E4M3, True, row_scale=vector, col_scale=vector.repeat(2)),
+        "experts fp8 decode": lambda: run_experts(E4M3, 4),
+        "experts fp8 decode, scale a token": lambda: run_experts(E4M3, 16, token=torch.ones(16)),
+        "experts fp8 prefill": lambda: run_experts(E4M3, 1024),
+        "experts bf16 decode": lambda: run_experts(BF16, 4),
+        "experts bf16 prefill": lambda: run_experts(BF16, 1024),
+    }
+    for case, run in cases.items():
+        Recorder.launched.clear()
+        run()
+        for kernel, cubin in Recorder.launched:
+            print(json.dumps({"case": case, "kernel": kernel, "spills": cubin.spills, **dataclasses.asdict(cubin)}))
+
+
+if __name__ == "__main__":
+    main()
