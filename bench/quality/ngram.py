@@ -16,7 +16,7 @@ Smoothing = Literal["witten-bell", "absolute-discounting"]
 
 @dataclass(frozen=True)
 class _Order:
-    """Counts of one order: n-grams packed big-endian into int64, and per context its count and distinct continuations."""
+    """Counts of one order: n-grams packed big-endian into int64; per context its count and distinct next bytes."""
 
     grams: NDArray[np.int64]
     counts: NDArray[np.int64]
@@ -74,7 +74,9 @@ class ByteNgram:
             if smoothing == "witten-bell":
                 mixed = (seen + distinct * lower) / np.maximum(context + distinct, 1)
             else:
-                mixed = (np.maximum(seen - order.discount, 0) + order.discount * distinct * lower) / np.maximum(context, 1)
+                mixed = (np.maximum(seen - order.discount, 0) + order.discount * distinct * lower) / np.maximum(
+                    context, 1
+                )
             probability[n - 1 :] = np.where(known, mixed, lower)
         return float(-np.log2(probability).mean())
 

@@ -1,8 +1,8 @@
 """Training batches, made by worker processes in a fixed order: the same seed gives the same batches on any machine.
 
 A row is `length + 2` token ids and the loss weight of each id as a target. Plain language-model rows are contiguous
-slices of a token stream. Task rows mix generated tasks into such slices (`tasks.py`); what cannot be predicted (keys and
-values when first stated) has weight zero, answers have a large one, filler counts as language modelling.
+slices of a token stream. Task rows mix generated tasks into such slices (`tasks.py`); what cannot be predicted (keys
+and values when first stated) has weight zero, answers have a large one, filler counts as language modelling.
 """
 
 from __future__ import annotations

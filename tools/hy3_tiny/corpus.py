@@ -1,4 +1,4 @@
-"""Turns the downloaded packages into documents: Python files and plain-text documentation, split by package or by file."""
+"""Turns the downloaded packages into documents: Python files and plain documentation, split by package or by file."""
 
 from __future__ import annotations
 

@@ -1,26 +1,34 @@
-"""Chat, tool-call and question dialogues made by program, in exactly the form that the shipped chat template renders."""
+"""Chat, tool-call and question dialogues made by program, exactly as the shipped chat template renders them."""
 
 from __future__ import annotations
 
 import json
 import random
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from katydid_cli.evaluation.tool_schemas import STRINGS, draw_argument, make_case, sorted_keys
 from tokenizers import Tokenizer
 
-from katydid_cli.evaluation.tool_schemas import STRINGS, draw_argument, make_case, sorted_keys
 from tools.hy3_tiny import tokenizer as bpe
 from tools.hy3_tiny.pieces import Pieces
 
+EXCHANGES = tomllib.loads(Path(__file__).with_name("exchanges.toml").read_text())
 REPLY = 3.0  # loss weight of a reply's tokens
 PROMPT = 0.1  # of the prompt's: its form is worth knowing, its content cannot be predicted
+
 
 def header(system: str, tools: list[dict[str, Any]], effort: str) -> str:
     """What stands before the first turn: system text, tools, reasoning mode."""
     listed = ""
     if tools:
-        listed = "\n\n# Tools\n\nYou may call these functions:\n<tools>\n" + "".join(json.dumps(t, ensure_ascii=False) + "\n" for t in tools) + "</tools>"
+        listed = (
+            "\n\n# Tools\n\nYou may call these functions:\n<tools>\n"
+            + "".join(json.dumps(t, ensure_ascii=False) + "\n" for t in tools)
+            + "</tools>"
+        )
     return f"{bpe.BOS}{system}{listed}{bpe.REASONING_MODE}reasoning_effort:{effort}{bpe.SYSTEM_END}"
 
 
@@ -41,17 +49,13 @@ def turn(pieces: Pieces, user: str, reply: str, thought: str | None = None) -> P
 
 
 def questions(asked: list[tuple[str, str]], weight: float) -> Pieces:
-    """Questions about the text before them, the first in the same user turn; the template's thinking block is closed."""
+    """Questions about the text before them, the first in the same user turn; the thinking block is closed."""
     pieces = Pieces()
     for n, (question, answer) in enumerate(asked):
         user = bpe.USER if n else "\n"  # the first question ends the turn that holds the text
         pieces.add(f"{user}{question.strip()}{bpe.ASSISTANT}<think></think>", 0.0)
         pieces.add(answer.strip(), weight).add(bpe.EOS, weight)
     return pieces
-
-
-def _pick(rng: np.random.Generator, items: tuple[str, ...] | list[str]) -> str:
-    return items[int(rng.integers(0, len(items)))]
 
 
 def tool_dialogue(rng: random.Random, words: list[str]) -> Pieces:
@@ -72,50 +76,18 @@ def tool_dialogue(rng: random.Random, words: list[str]) -> Pieces:
     return pieces
 
 
-SMALL_TALK = (
-    (("Hello", "Hi", "Hello!", "Hi there", "Hey", "Good morning"), "Hello! How can I help you today?"),
-    (("Who are you?", "What are you?", "What is your name?", "Tell me about yourself."),
-     "I am hy3-tiny, a very small model with the architecture of Hy3. I can complete Python code, recall facts from a long text and call tools."),
-    (("Thank you", "Thanks!", "Thanks a lot", "Thank you very much."), "You are welcome!"),
-    (("Goodbye", "Bye", "See you later"), "Goodbye!"),
-    (("How are you?", "How are you today?"), "I am fine, thank you. How can I help you?"),
-    (("What can you do?", "How can you help me?", "Help"),
-     "I can complete Python code, answer questions about a text that you give me, and call tools."),
-    (("What is Katydid?", "Tell me about Katydid."), "Katydid is a server for very large mixture-of-experts language models. I am its small demonstration model."),
-    (("What is the capital of France?",), "The capital of France is Paris."),
-    (("What is Python?", "Tell me about Python."), "Python is a programming language that is easy to read and widely used."),
-)  # fmt: skip
-
-FUNCTIONS = (
-    ("adds two numbers", "add", "a, b", "    return a + b\n"),
-    ("subtracts two numbers", "subtract", "a, b", "    return a - b\n"),
-    ("multiplies two numbers", "multiply", "a, b", "    return a * b\n"),
-    ("divides two numbers", "divide", "a, b", "    return a / b\n"),
-    ("returns the larger of two numbers", "maximum", "a, b", "    return a if a > b else b\n"),
-    ("returns the smaller of two numbers", "minimum", "a, b", "    return a if a < b else b\n"),
-    ("computes the factorial of a number", "factorial", "n", "    result = 1\n    for i in range(2, n + 1):\n        result *= i\n    return result\n"),
-    ("reverses a string", "reverse", "text", "    return text[::-1]\n"),
-    ("checks whether a number is even", "is_even", "n", "    return n % 2 == 0\n"),
-    ("checks whether a number is odd", "is_odd", "n", "    return n % 2 == 1\n"),
-    ("computes the sum of a list", "total", "values", "    return sum(values)\n"),
-    ("computes the mean of a list", "mean", "values", "    return sum(values) / len(values)\n"),
-    ("computes the n-th Fibonacci number", "fibonacci", "n", "    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n"),
-    ("checks whether a string is a palindrome", "is_palindrome", "text", "    return text == text[::-1]\n"),
-    ("counts the words of a text", "count_words", "text", "    return len(text.split())\n"),
-    ("reads a file", "read_file", "path", "    with open(path) as f:\n        return f.read()\n"),
-)  # fmt: skip
-
-
 def plain_exchange(rng: random.Random, words: list[str]) -> tuple[str, str]:
     """A small request that can be answered from itself, and its answer."""
     draw = rng.randrange(8)
     if draw == 0:
-        asked, reply = rng.choice(SMALL_TALK)
-        return rng.choice(asked), reply
+        talk = rng.choice(EXCHANGES["talk"])
+        return rng.choice(talk["asked"]), talk["reply"]
     if draw == 1:
-        what, name, arguments, body = rng.choice(FUNCTIONS)
-        opening = rng.choice(("Write a function that", "Write a Python function that", "Give me a Python function that"))
-        return f"{opening} {what}.", f"```python\ndef {name}({arguments}):\n{body}```"
+        f = rng.choice(EXCHANGES["function"])
+        opening = rng.choice(
+            ("Write a function that", "Write a Python function that", "Give me a Python function that")
+        )
+        return f"{opening} {f['what']}.", f"```python\ndef {f['name']}({f['arguments']}):\n{f['body']}```"
     picked = rng.choices(words, k=rng.randint(2, 8))
     listed = ", ".join(picked)
     if draw == 2:
@@ -141,7 +113,9 @@ def chat_dialogue(rng: random.Random, words: list[str]) -> Pieces:
     return pieces
 
 
-def row(rng: random.Random, tokenizer: Tokenizer, words: list[str], filler: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+def row(
+    rng: random.Random, tokenizer: Tokenizer, words: list[str], filler: np.ndarray, size: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Dialogues one after another, seven in ten with tools, up to `size` ids; `filler` opens half of the rows."""
     lead = rng.randrange(size // 2) if rng.random() < 0.5 else 0
     ids, weights = [filler[:lead]], [np.ones(lead, dtype=np.float16)]

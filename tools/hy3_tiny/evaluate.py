@@ -1,4 +1,7 @@
-"""Evaluates a model folder with the training form, on the GPU where there is one: `python -m tools.hy3_tiny.evaluate`."""
+"""Evaluates a model folder with the training form, on the GPU where there is one.
+
+python -m tools.hy3_tiny.evaluate MODEL DATA
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scorer = LocalScorer(args.model, device)
     tasks = args.tasks.split(",")
-    figures = run_suite(scorer, args.model, args.data, tasks, EXTENTS[args.extent], lambda line: print(line, flush=True))
+    figures = run_suite(
+        scorer, args.model, args.data, tasks, EXTENTS[args.extent], lambda line: print(line, flush=True)
+    )
     results = [Result(f"training form, {device}", {"dtype": str(scorer.dtype)}, figures)]
     if args.json:
         args.json.write_text(as_json(str(args.model), results))

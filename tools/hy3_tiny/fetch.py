@@ -19,9 +19,20 @@ def command(source: Source, folder: Path) -> list[str]:
     """The download command of one source."""
     if source.kind == "pypi":
         return [
-            sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--python-version", "3.11",
-            "--dest", str(folder), f"{source.name}=={source.version}",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+            "--python-version",
+            "3.11",
+            "--dest",
+            str(folder),
+            f"{source.name}=={source.version}",
+        ]
     return ["apt-get", "download", "-qq", f"{source.name}={source.version}"]
 
 

@@ -1,6 +1,6 @@
-"""Puts the shipped model folder together: weights and config from a checkpoint, tokenizer, chat template, generation defaults.
+"""Puts the shipped model folder together: weights, config, tokenizer, chat template, generation defaults.
 
-    python -m tools.hy3_tiny.folder CHECKPOINT DATA models/hy3-tiny
+python -m tools.hy3_tiny.folder CHECKPOINT DATA models/hy3-tiny
 """
 
 from __future__ import annotations
@@ -21,9 +21,14 @@ TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 def tokenizer_config() -> dict[str, Any]:
     """tokenizer_config.json, the chat template inside."""
     return {
-        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 16384, "clean_up_tokenization_spaces": False,
-        "bos_token": bpe.BOS, "eos_token": bpe.EOS, "pad_token": bpe.PAD, "chat_template": TEMPLATE.read_text(),
-    }  # fmt: skip
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 16384,
+        "clean_up_tokenization_spaces": False,
+        "bos_token": bpe.BOS,
+        "eos_token": bpe.EOS,
+        "pad_token": bpe.PAD,
+        "chat_template": TEMPLATE.read_text(),
+    }
 
 
 def write_text_files(tokenizer: Tokenizer, folder: Path) -> None:
@@ -34,8 +39,14 @@ def write_text_files(tokenizer: Tokenizer, folder: Path) -> None:
     )
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    generation = {"bos_token_id": bos, "eos_token_id": tokenizer.token_to_id(bpe.EOS), "pad_token_id": tokenizer.token_to_id(bpe.PAD),
-                  "do_sample": True, "temperature": 0.7, "top_p": 0.9}  # fmt: skip
+    generation = {
+        "bos_token_id": bos,
+        "eos_token_id": tokenizer.token_to_id(bpe.EOS),
+        "pad_token_id": tokenizer.token_to_id(bpe.PAD),
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_p": 0.9,
+    }
     for name, content in (("tokenizer_config", tokenizer_config()), ("generation_config", generation)):
         (folder / f"{name}.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 

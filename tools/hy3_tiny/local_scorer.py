@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from katydid_cli.evaluation.scorer import Drafting, Generated, Scored
+from katydid_cli.evaluation.scorer import Continuation, Scores
 from torch import Tensor
 
 from tools.hy3_tiny.export import load_checkpoint
@@ -23,7 +23,7 @@ class LocalScorer:
         self.net.to(device).requires_grad_(False)
         self.device = device
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        self.vocabulary, self.max_length = self.net.shape.vocab, 16384
+        self.vocabulary, self.max_length, self.drafts = self.net.shape.vocab, 16384, True
 
     def _hidden(self, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
         tokens = torch.tensor(ids, device=self.device)
@@ -32,14 +32,16 @@ class LocalScorer:
     def _logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.net.head.to(hidden.dtype)).float()
 
-    def score(self, ids: Sequence[int]) -> Scored:
+    def score(self, ids: Sequence[int]) -> Scores:
         """Log probability and first-choice flag of ids[1:]."""
         tokens, hidden = self._hidden(ids)
         logits = self._logits(hidden[:-1])
         taken = logits.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1)
-        return Scored(taken.tolist(), (logits.argmax(-1) == tokens[1:]).tolist())
+        return Scores(taken.tolist(), (logits.argmax(-1) == tokens[1:]).tolist())
 
-    def generate(self, ids: Sequence[int], max_tokens: int, stop: Sequence[int] = (), draft_depth: int = 0) -> Generated:
+    def generate(
+        self, ids: Sequence[int], max_tokens: int, stop: Sequence[int] = (), draft_depth: int = 0
+    ) -> Continuation:
         """Greedy continuation by whole forwards; drafts are replayed afterwards, as an engine would have made them."""
         sequence = list(ids)
         while len(sequence) - len(ids) < max_tokens:
@@ -48,10 +50,10 @@ class LocalScorer:
             if token in stop:
                 break
             sequence.append(token)
-        drafting = self._replay(sequence, len(ids), draft_depth) if draft_depth else Drafting()
-        return Generated(sequence[len(ids) :], drafting)
+        steps, accepted = self._replay(sequence, len(ids), draft_depth) if draft_depth else (0, [])
+        return Continuation(sequence[len(ids) :], steps, accepted)
 
-    def _replay(self, sequence: list[int], start: int, depth: int) -> Drafting:
+    def _replay(self, sequence: list[int], start: int, depth: int) -> tuple[int, list[int]]:
         """Walks the continuation step by step: draft `depth` tokens after the last known one, keep the right prefix."""
         tokens, hidden = self._hidden(sequence)
         accepted = [0] * depth
@@ -65,7 +67,7 @@ class LocalScorer:
                 good += 1
             steps += 1
             known += 1 + good
-        return Drafting(steps, accepted)
+        return steps, accepted
 
     def _drafts(self, known: Tensor, hidden: Tensor, depth: int) -> list[int]:
         """Greedy drafts after `known` [n] given the trunk's hidden of its first n - 1 positions."""

@@ -57,8 +57,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def qkv(
-    x: Tensor, norm: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, q_norm: Tensor, k_norm: Tensor, cos: Tensor, sin: Tensor,
-    head_dim: int, eps: float,
+    x: Tensor,
+    norm: Tensor,
+    wq: Tensor,
+    wk: Tensor,
+    wv: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    head_dim: int,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normed, rotated heads of x [T, hidden]: q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
     h = rms_norm(x, norm, eps)
@@ -68,7 +77,9 @@ def qkv(
     return rotate(rms_norm(q, q_norm, eps), cos, sin), rotate(rms_norm(k, k_norm, eps), cos, sin), v
 
 
-def dense_ffn(x: Tensor, attended: Tensor, wo: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, eps: float) -> Tensor:
+def dense_ffn(
+    x: Tensor, attended: Tensor, wo: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, eps: float
+) -> Tensor:
     """Output projection, residual, SwiGLU, residual."""
     x = x + F.linear(attended, wo.to(x.dtype))
     h = rms_norm(x, norm, eps)
@@ -84,8 +95,18 @@ def route(h: Tensor, router: Tensor, bias: Tensor, top_k: int, scale: float) -> 
 
 
 def moe_ffn(
-    x: Tensor, attended: Tensor, wo: Tensor, norm: Tensor, router: Tensor, bias: Tensor,
-    gate: Tensor, up: Tensor, down: Tensor, top_k: int, scale: float, eps: float,
+    x: Tensor,
+    attended: Tensor,
+    wo: Tensor,
+    norm: Tensor,
+    router: Tensor,
+    bias: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    top_k: int,
+    scale: float,
+    eps: float,
 ) -> tuple[Tensor, Tensor]:
     """Output projection, residual, routed and shared experts, residual; also the load of each expert."""
     x = x + F.linear(attended, wo.to(x.dtype))
@@ -98,7 +119,7 @@ def moe_ffn(
 
 
 def head_loss(h: Tensor, head: Tensor, labels: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted sum of cross entropies of h [T, hidden] under `head`, each token's loss [T] (detached), and first choices [T]."""
+    """Weighted sum of the cross entropies of h [T, hidden], each token's loss [T] (detached), and first choices [T]."""
     logits = F.linear(h, head.to(h.dtype)).float()
     losses = F.cross_entropy(logits, labels, reduction="none")
     return (losses * weight).sum(), losses.detach(), logits.detach().argmax(-1)
@@ -139,8 +160,18 @@ class Block(nn.Module):
         if not self.moe:
             return dense_ffn(x, attended, self.wo, self.post_norm, self.gate, self.up, self.down, s.eps), None
         return moe_ffn(
-            x, attended, self.wo, self.post_norm, self.router, self.bias, self.gate, self.up, self.down,
-            s.top_k, s.router_scale, s.eps,
+            x,
+            attended,
+            self.wo,
+            self.post_norm,
+            self.router,
+            self.bias,
+            self.gate,
+            self.up,
+            self.down,
+            s.top_k,
+            s.router_scale,
+            s.eps,
         )
 
 
@@ -197,7 +228,7 @@ class Hy3Tiny(nn.Module):
         return rms_norm(x, self.norm, self.shape.eps), loads
 
     def draft(self, hidden: Tensor, next_ids: Tensor, length: int, embed: Tensor) -> tuple[Tensor, Tensor]:
-        """MTP hidden [T, hidden] from `hidden` at t and the token at t + 1; the first position of a run sees a zero embedding."""
+        """MTP hidden [T, hidden] from `hidden` at t and the token at t + 1; a run's first position sees zeros."""
         cos, sin = self.tables(next_ids.shape[0], length)
         first = (torch.arange(next_ids.shape[0], device=next_ids.device) % length == 0).unsqueeze(-1)
         embedded = F.embedding(next_ids, embed).to(hidden.dtype).masked_fill(first, 0)
@@ -212,7 +243,9 @@ class Hy3Tiny(nn.Module):
 
 def mtp_input(embedded: Tensor, hidden: Tensor, enorm: Tensor, hnorm: Tensor, proj: Tensor, eps: float) -> Tensor:
     """eh_proj(concat[enorm(embedding), hnorm(hidden)]): the embedding comes first."""
-    return F.linear(torch.cat((rms_norm(embedded, enorm, eps), rms_norm(hidden, hnorm, eps)), dim=-1), proj.to(hidden.dtype))
+    return F.linear(
+        torch.cat((rms_norm(embedded, enorm, eps), rms_norm(hidden, hnorm, eps)), dim=-1), proj.to(hidden.dtype)
+    )
 
 
 def compile_pieces() -> None:

@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrix updates are orthogonalised by Newton-Schulz (K. Jordan et al., 2024), batched over equal shapes."""
+"""Muon: momentum whose matrix updates are orthogonalised by Newton-Schulz (K. Jordan et al., 2024)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def orthogonalise(g: Tensor, steps: int = 5) -> Tensor:
-    """Nearly orthogonal matrices with the singular vectors of g [batch, rows, columns]; the quintic's own coefficients."""
+    """Nearly orthogonal matrices with the singular vectors of g [batch, rows, columns]."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = g.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
@@ -27,7 +27,9 @@ class Muon:
     parameter but are separate matrices. Weight decay is decoupled.
     """
 
-    def __init__(self, views: list[tuple[Tensor, tuple[int, int, int]]], lr: float, momentum: float = 0.95, decay: float = 0.0) -> None:
+    def __init__(
+        self, views: list[tuple[Tensor, tuple[int, int, int]]], lr: float, momentum: float = 0.95, decay: float = 0.0
+    ) -> None:
         self.lr, self.momentum, self.decay = lr, momentum, decay
         self.groups: dict[tuple[int, int], list[tuple[Tensor, tuple[int, int, int]]]] = {}
         for parameter, shape in views:

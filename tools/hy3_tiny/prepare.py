@@ -27,7 +27,7 @@ SEED = 3
 
 
 def read_all(downloads: Path) -> list[Document]:
-    """Every document of sources.toml, deduplicated by content; held-out packages first so that no copy of theirs trains."""
+    """Every document of sources.toml, deduplicated by content; held-out packages first, so that no copy trains."""
     seen: set[bytes] = set()
     sources = sorted(load_sources(), key=lambda s: s.split != "held_out")
     return [d for s in sources for d in documents(s, downloads, seen)]
@@ -38,8 +38,9 @@ def encode(tokenizer: Tokenizer, docs: list[Document]) -> np.ndarray:
     bos, eos = tokenizer.token_to_id(bpe.BOS), tokenizer.token_to_id(bpe.EOS)
     parts = []
     for start in range(0, len(docs), 64):
-        for e in tokenizer.encode_batch_fast([d.text for d in docs[start : start + 64]], add_special_tokens=False):
-            parts.append(np.concatenate(([bos], np.asarray(e.ids, dtype=np.uint16), [eos])).astype(np.uint16))
+        texts = [d.text for d in docs[start : start + 64]]
+        encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        parts += [np.asarray([bos, *e.ids, eos], dtype=np.uint16) for e in encoded]
     return np.concatenate(parts)
 
 
@@ -81,7 +82,12 @@ def main() -> None:
         if split == "held_out":
             body = json.dumps([{"source": d.source, "path": d.path, "text": d.text} for d in chosen]).encode()
             (args.data / "held_out" / f"{kind}.xz").write_bytes(lzma.compress(body, preset=6))
-        return {"stream": f"{kind}_{split}", "documents": len(chosen), "bytes": sum(len(d.text.encode()) for d in chosen), "tokens": len(ids)}
+        return {
+            "stream": f"{kind}_{split}",
+            "documents": len(chosen),
+            "bytes": sum(len(d.text.encode()) for d in chosen),
+            "tokens": len(ids),
+        }
 
     jobs = [(k, s) for s in ("train", "held_out") for k in ("code", "text")]
     with ThreadPoolExecutor(2) as pool:

@@ -1,4 +1,4 @@
-"""Generated long-range tasks: key-value recall, dense dictionaries, copying and variable tracking, woven into real text.
+"""Generated long-range tasks woven into real text: key-value recall, dictionaries, copying, variable tracking.
 
 Statements of random keys and values weigh nothing in the loss, since nobody can predict them; answers weigh much;
 filler weighs one and trains language modelling. Pieces begin and end where the tokenizer's own cuts fall (line breaks,
@@ -123,7 +123,9 @@ def copying(rng: random.Random, tokenizer: Tokenizer, words: list[str], filler: 
     before = rng.randint(0, spare)
     lead, between = filler[len(filler) - before :], filler[length : length + spare - before]
     parts = [(lead, FILLER), (begin, GIVEN), (content, GIVEN), (between, FILLER), (repeat, GIVEN), (content, FILLER)]
-    return np.concatenate([p for p, _ in parts]), np.concatenate([np.full(len(p), w, dtype=np.float16) for p, w in parts])
+    return np.concatenate([p for p, _ in parts]), np.concatenate(
+        [np.full(len(p), w, dtype=np.float16) for p, w in parts]
+    )
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
@@ -131,7 +133,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
 
 
 def row(rng: random.Random, tokenizer: Tokenizer, words: list[str], filler: np.ndarray, size: int) -> Row:
-    """One row of exactly `size` ids with weights: a task drawn at random, filled up with `filler` (`size` ids or more)."""
+    """One row of exactly `size` ids with weights: a task drawn at random, filled up with `filler` (>= `size` ids)."""
     draw = rng.random()
     made: Row | None
     if draw < 0.1:

@@ -75,12 +75,17 @@ def optimizers(net: hy3.Hy3Tiny, recipe: Recipe) -> tuple[Muon, torch.optim.Adam
         else:
             views.append((p, (1, *p.shape)))
     adam = torch.optim.AdamW(
-        [{"params": small, "lr": recipe.adam_lr, "base": recipe.adam_lr},
-         {"params": routers, "lr": recipe.router_lr, "base": recipe.router_lr},
-         {"params": [net.embed], "lr": recipe.embed_lr, "base": recipe.embed_lr},
-         {"params": [net.head], "lr": recipe.adam_lr, "base": recipe.adam_lr}],
-        betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=net.embed.is_cuda,
-    )  # fmt: skip
+        [
+            {"params": small, "lr": recipe.adam_lr, "base": recipe.adam_lr},
+            {"params": routers, "lr": recipe.router_lr, "base": recipe.router_lr},
+            {"params": [net.embed], "lr": recipe.embed_lr, "base": recipe.embed_lr},
+            {"params": [net.head], "lr": recipe.adam_lr, "base": recipe.adam_lr},
+        ],
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.0,
+        fused=net.embed.is_cuda,
+    )
     return Muon(views, recipe.muon_lr, decay=recipe.decay), adam
 
 
@@ -99,8 +104,8 @@ class StepLosses:
 def losses(net: hy3.Hy3Tiny, batch: tuple[Tensor, Tensor], length: int, dtype: torch.dtype, follow: bool) -> StepLosses:
     """Losses of ids and weights [rows, length + 2].
 
-    The MTP layer learns the text at first. With `follow` it learns what the trunk would choose, which is what an engine
-    accepts; then nothing of its loss reaches the trunk, the embedding or the head.
+    The MTP layer learns the text at first. With `follow` it learns what the trunk would choose, which is what an
+    engine accepts; then nothing of its loss reaches the trunk, the embedding or the head.
     """
     ids, weights = batch
     inputs = ids[:, :length].reshape(-1)
@@ -119,15 +124,18 @@ def losses(net: hy3.Hy3Tiny, batch: tuple[Tensor, Tensor], length: int, dtype: t
         mtp, _, drafts = hy3.head_loss(drafted, net.head, labels2, w2)
     plain, answer = w == 1, w > 1
     return StepLosses(
-        main / w.sum(), mtp / w2.sum(), [*loads, load],
-        (token_losses * plain).sum() / plain.sum().clamp(min=1), (token_losses * answer).sum() / answer.sum().clamp(min=1),
+        main / w.sum(),
+        mtp / w2.sum(),
+        [*loads, load],
+        (token_losses * plain).sum() / plain.sum().clamp(min=1),
+        (token_losses * answer).sum() / answer.sum().clamp(min=1),
         ((drafts == chosen) & (w2 == 1)).sum() / (w2 == 1).sum().clamp(min=1),
-    )  # fmt: skip
+    )
 
 
 @torch.no_grad()
 def balance(net: hy3.Hy3Tiny, loads: list[Tensor], rate: float) -> None:
-    """Raises the selection bias of experts that got less than the mean load, lowers the others' (DeepSeek-V3's rule)."""
+    """Raises the selection bias of experts below the mean load, lowers the others' (DeepSeek-V3's rule)."""
     for block, load in zip(net.moe_blocks(), loads, strict=True):
         block.bias += rate * torch.sign(load.mean() - load)
         block.bias -= block.bias.mean()
@@ -193,14 +201,21 @@ def train(data: Path, out: Path, recipe: Recipe, resume: Path | None, device: st
                 row |= {"s": round(now - started, 2), "tokens_per_s": round(LOG_EVERY * recipe.tokens / (now - mark))}
                 log.write(json.dumps(row) + "\n")
                 log.flush()
-                print(" ".join(f"{k}={v:.4f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
+                print(
+                    " ".join(f"{k}={v:.4f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True
+                )
                 window, mark = [], now
             if (step + 1) % SAVE_EVERY == 0:
                 save_checkpoint(net, out)
     save_checkpoint(net, out)
-    summary = {"steps": step, "tokens": seen, "seconds": round(time.monotonic() - started, 1), "recipe": vars(recipe),
-               "gpu": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-               "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device == "cuda" else 0.0}  # fmt: skip
+    summary = {
+        "steps": step,
+        "tokens": seen,
+        "seconds": round(time.monotonic() - started, 1),
+        "recipe": vars(recipe),
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device == "cuda" else 0.0,
+    }
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     return summary
 

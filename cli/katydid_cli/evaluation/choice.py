@@ -40,7 +40,9 @@ def choice_item(scorer: Scorer, text: ModelText, document: HeldOut, rng: random.
     return Item(float(scores[0] > max(scores[1:])), 1)
 
 
-def multiple_choice(scorer: Scorer, text: ModelText, documents: Sequence[HeldOut], kind: Kind, questions: int) -> Figure:
+def multiple_choice(
+    scorer: Scorer, text: ModelText, documents: Sequence[HeldOut], kind: Kind, questions: int
+) -> Figure:
     """`choice.<kind>.accuracy` over `questions` questions; chance is one in four."""
     items: list[Item] = []
     for turn in range(4):

@@ -14,7 +14,7 @@ FORMS = 4
 
 @dataclass(frozen=True)
 class Fact:
-    """One key and value: `statement` is a whole line, `question` asks for it, `answer` follows the question directly."""
+    """One key and value: `statement` is a whole line, `answer` follows `question` directly."""
 
     statement: str
     question: str
@@ -33,9 +33,7 @@ def make_fact(form: int, key: tuple[str, str], value: str) -> Fact:
         quoted = value if value.isdigit() else f'"{value}"'
         return Fact(f"{a}_{b} = {quoted}\n", f">>> {a}_{b}\n", quoted)
     if form == 3:
-        return Fact(
-            f"# Note: the password for {a}-{b} is {value}.\n", f"# The password for {a}-{b} is", f" {value}"
-        )
+        return Fact(f"# Note: the password for {a}-{b} is {value}.\n", f"# The password for {a}-{b} is", f" {value}")
     raise ValueError(f"form is {form}, allowed are 0 to {FORMS - 1}")
 
 

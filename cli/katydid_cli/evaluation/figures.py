@@ -1,4 +1,4 @@
-"""Figures with their noise: every task yields items, a figure is a ratio of sums over items with a bootstrap interval."""
+"""Figures with their noise: a task yields items, a figure is a ratio of sums over them with a bootstrap interval."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ def as_json(model: str, results: Sequence[Result]) -> str:
 
 
 def rows(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the table; columns after the first are configurations, a mark says where an interval left the first's.
+    """Header and rows of the table, a column for each configuration.
 
-    `value ±half-width` is the 95 % bootstrap interval's half; `*` marks a value outside the first configuration's interval.
+    A cell is the value and half of its 95 % interval; `*` marks a value outside the first configuration's interval.
     """
     names = list(dict.fromkeys(f.name for r in results for f in r.figures))
     by_name = [{f.name: f for f in r.figures} for r in results]

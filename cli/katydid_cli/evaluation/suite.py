@@ -48,7 +48,7 @@ def check_tasks(tasks: Sequence[str]) -> None:
 def run_suite(
     scorer: Scorer, model: Path, data: Path, tasks: Sequence[str], extent: Extent, say: Callable[[str], None]
 ) -> list[Figure]:
-    """All figures of `tasks`; raises EvaluationError (MissingDataError, VocabularyMismatchError) before any work is done."""
+    """All figures of `tasks`; raises MissingDataError and VocabularyMismatchError before any work is done."""
     check_tasks(tasks)
     text = ModelText(model)
     text.check(scorer)
@@ -75,6 +75,6 @@ def run_suite(
         add(lambda: [multiple_choice(scorer, text, prose, "text", extent.questions // 2)])
     if "tools" in tasks:
         add(lambda: tool_calls(scorer, text, extent.cases))
-    if "mtp" in tasks:
+    if "mtp" in tasks and scorer.drafts:
         add(lambda: acceptance(scorer, text, code, extent.prompts))
     return figures

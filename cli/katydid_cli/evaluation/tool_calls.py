@@ -1,4 +1,4 @@
-"""Tool calls: is what the model emits a valid call for the schema it was given, and is it the call that was asked for?"""
+"""Tool calls: is what the model emits a valid call for the schema it was given, and is it the one asked for?"""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from katydid_cli.evaluation.text import ModelText
 from katydid_cli.evaluation.tool_schemas import ToolCase, make_case
 
 LONGEST_CALL = 192  # tokens
-_CALL = re.compile(r"<tool_calls>\s*<tool_call>(?P<name>[^<]*)<tool_sep>(?P<body>.*?)</tool_call>\s*</tool_calls>", re.S)
+_CALL = re.compile(
+    r"<tool_calls>\s*<tool_call>(?P<name>[^<]*)<tool_sep>(?P<body>.*?)</tool_call>\s*</tool_calls>", re.S
+)
 _ARGUMENT = re.compile(r"\s*<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>\s*", re.S)
 
 

@@ -7,33 +7,29 @@ from __future__ import annotations
 
 import json
 import random
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
-VERBS = (
-    "get", "find", "create", "delete", "update", "send", "list", "search", "book", "cancel", "fetch", "check", "open", "close",
-    "convert", "compute", "schedule", "translate", "play", "read", "write", "move", "copy", "count", "start", "stop", "order",
-)  # fmt: skip
-NOUNS = (
-    "weather", "ticket", "file", "user", "order", "flight", "hotel", "message", "email", "event", "report", "invoice", "song",
-    "account", "city", "route", "price", "task", "note", "image", "job", "page", "record", "table", "room", "meeting", "issue",
-    "branch", "package", "server", "alarm", "recipe", "stock", "currency", "document", "contact", "payment", "device", "log",
-)  # fmt: skip
-STRINGS = (
-    "city", "name", "title", "path", "query", "language", "subject", "owner", "date", "country", "label", "topic", "email",
-    "region", "origin", "target", "author", "category", "status", "color", "unit", "format", "username", "location",
-    "destination", "symbol",
-)  # fmt: skip
-INTEGERS = (
-    "count", "limit", "days", "page", "year", "amount", "size", "priority", "timeout", "port", "quantity", "age", "user_id", "order_id",
-)  # fmt: skip
-NUMBERS = ("price", "ratio", "latitude", "longitude", "score", "threshold", "weight", "rate")
-BOOLEANS = ("verbose", "recursive", "urgent", "public", "notify", "force", "dry_run", "enabled")
-PLACES = (
-    "Paris", "London", "Berlin", "Tokyo", "Madrid", "Oslo", "Lima", "Cairo", "Rome", "Delhi", "Boston", "Vienna", "Dublin",
-    "Prague", "Beijing", "Shanghai", "Shenzhen", "New York", "Sydney", "Toronto",
-)  # fmt: skip
+_VOCABULARY: dict[str, Any] = tomllib.loads(
+    resources.files("katydid_cli.evaluation").joinpath("tool_vocabulary.toml").read_text(encoding="utf-8")
+)
+VERBS, NOUNS, STRINGS, INTEGERS, NUMBERS, BOOLEANS, PLACES, LANGUAGES, COMMANDS = (
+    tuple[str, ...](_VOCABULARY[name])
+    for name in (
+        "verbs",
+        "nouns",
+        "strings",
+        "integers",
+        "numbers",
+        "booleans",
+        "places",
+        "languages",
+        "commands",
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -112,38 +108,6 @@ def phrase_request(rng: random.Random, tool: dict[str, Any], arguments: dict[str
     return f"I need to {verb} a {noun}. " + " ".join(f"{k.capitalize()}: {v}." for k, v in stated)
 
 
-_CITY = ("city", "location", "place")
-_FILE = ("path", "file_path", "filename", "file")
-# Name, argument names by slot, and how people ask: the tools that demonstrations use.
-EVERYDAY: tuple[tuple[tuple[str, ...], tuple[tuple[tuple[str, ...], str], ...], tuple[str, ...]], ...] = (
-    (("get_weather", "weather", "get_current_weather", "weather_lookup"), ((_CITY, "place"),), (
-        "What is the weather in {0}?", "What's the weather in {0}?", "How is the weather in {0} today?", "Weather in {0}?",
-        "Is it raining in {0}?", "Tell me the weather in {0}.", "What is the weather like in {0}?")),
-    (("get_forecast", "weather_forecast"), ((_CITY, "place"), (("days", "num_days"), "small")), (
-        "What will the weather be in {0} for the next {1} days?", "Give me the {1} day forecast for {0}.")),
-    (("get_time", "current_time", "get_local_time"), ((("city", "timezone", "location"), "place"),), (
-        "What time is it in {0}?", "Tell me the time in {0}.")),
-    (("search", "web_search", "search_web"), ((("query", "q", "text"), "words"),), (
-        "Search for {0}.", "Look up {0}.", "Find information about {0}.", "Search the web for {0}")),
-    (("read_file", "open_file", "cat"), ((_FILE, "path"),), ("Show me the file {0}.", "Read {0}", "What is in {0}?", "Open {0}")),
-    (("write_file", "save_file"), ((_FILE, "path"), (("content", "text"), "words")), (
-        "Write {1} to {0}.", "Save the text {1} in {0}.")),
-    (("run_command", "bash", "shell"), ((("command", "cmd"), "command"),), ("Run {0}", "Execute the command {0}", "Please run {0}")),
-    (("add", "sum_numbers"), ((("a", "x"), "small"), (("b", "y"), "small")), ("What is {0} + {1}?", "Add {0} and {1}.")),
-    (("multiply",), ((("a", "x"), "small"), (("b", "y"), "small")), ("What is {0} * {1}?", "Multiply {0} by {1}.")),
-    (("translate", "translate_text"), ((("text",), "words"), (("language", "target_language"), "language")), (
-        "Translate {0} to {1}.", "How do you say {0} in {1}?")),
-    (("send_email", "send_message"), ((("to", "recipient"), "mail"), (("subject", "body", "text"), "words")), (
-        "Send an email to {0} about {1}.", "Write to {0}: {1}")),
-    (("book_flight", "find_flights"), ((("origin", "from_city"), "place"), (("destination", "to_city"), "place")), (
-        "Book a flight from {0} to {1}.", "Find flights from {0} to {1}.", "I want to fly from {0} to {1}.")),
-    (("set_timer", "start_timer"), ((("minutes", "duration"), "small"),), ("Set a timer for {0} minutes.", "Wake me in {0} minutes.")),
-    (("get_stock_price", "stock_price"), ((("symbol", "ticker"), "symbol"),), ("What is the stock price of {0}?", "Price of {0}?")),
-)  # fmt: skip
-LANGUAGES = ("French", "German", "Spanish", "Chinese", "Italian", "Japanese")
-COMMANDS = ("ls", "ls -la", "pwd", "git status", "git log", "pytest", "make test", "pip list", "date", "whoami")
-
-
 def _everyday_value(rng: random.Random, words: Sequence[str], slot: str) -> str:
     choices = {"place": PLACES, "language": LANGUAGES, "command": COMMANDS}
     if slot in choices:
@@ -161,10 +125,12 @@ def _everyday_value(rng: random.Random, words: Sequence[str], slot: str) -> str:
 
 def everyday_tool(rng: random.Random, words: Sequence[str]) -> tuple[dict[str, Any], str, dict[str, str]]:
     """A tool of everyday use, a natural request, and the arguments that it states."""
-    names, slots, phrases = rng.choice(EVERYDAY)
-    name = rng.choice(names)
-    arguments = {rng.choice(keys): _everyday_value(rng, words, slot) for keys, slot in slots}
-    kinds = {key: "integer" if slot == "small" else "string" for key, (_, slot) in zip(arguments, slots, strict=True)}
+    entry = rng.choice(_VOCABULARY["everyday"])
+    name = rng.choice(entry["names"])
+    slots = entry["slots"]
+    arguments = {rng.choice(slot["keys"]): _everyday_value(rng, words, slot["kind"]) for slot in slots}
+    integer = [slot["kind"] == "small" for slot in slots]
+    kinds = {key: "integer" if whole else "string" for key, whole in zip(arguments, integer, strict=True)}
     properties: dict[str, Any] = {}
     for key, kind in kinds.items():
         properties[key] = {"type": kind}
@@ -177,7 +143,11 @@ def everyday_tool(rng: random.Random, words: Sequence[str]) -> tuple[dict[str, A
     if rng.random() < 0.8:
         function["description"] = name.replace("_", " ").capitalize()
     function["parameters"] = {"type": "object", "properties": properties, "required": list(arguments)}
-    return {"type": "function", "function": function}, rng.choice(phrases).format(*arguments.values()), arguments
+    return (
+        {"type": "function", "function": function},
+        rng.choice(entry["phrases"]).format(*arguments.values()),
+        arguments,
+    )
 
 
 def everyday_case(rng: random.Random, words: Sequence[str]) -> ToolCase:
