@@ -45,7 +45,6 @@ def tiny_tokenizer(special: list[str], visible: tuple[str, ...] = (), vocabulary
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     added = [AddedToken(token, special=True, normalized=False) for token in special]
-    added += [AddedToken(token, special=False, normalized=False) for token in visible]
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
         special_tokens=added,
@@ -53,6 +52,7 @@ def tiny_tokenizer(special: list[str], visible: tuple[str, ...] = (), vocabulary
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in visible])
     return tokenizer
 
 
@@ -71,7 +71,7 @@ def chatml_folder(folder: Path) -> Path:
 
 
 def hy3_folder(folder: Path) -> Path:
-    """Hy3's markers and a template that shows tools, calls and reasoning as Hy3's does."""
-    special = ["<｜hy_begin▁of▁sentence｜>", "<｜hy_eos｜>", "<｜hy_User｜>", "<｜hy_Assistant｜>"]
-    tokenizer = tiny_tokenizer(special, HY3_MARKERS)
+    """Hy3's markers, as special tokens too, and a template that shows tools, calls and reasoning as Hy3's does."""
+    special = ["<｜hy_eos｜>", "<｜hy_begin▁of▁sentence｜>", "<｜hy_User｜>", "<｜hy_Assistant｜>", *HY3_MARKERS]
+    tokenizer = tiny_tokenizer(special)
     return write_folder(folder, tokenizer, HY3, {"eos_token": "<｜hy_eos｜>"})

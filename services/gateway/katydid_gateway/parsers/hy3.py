@@ -23,7 +23,7 @@ from katydid_gateway.parsers.json_values import typed_value
 from katydid_gateway.requests import Tool, ToolCall
 from katydid_gateway.text.partial_match import held_suffix
 
-__all__ = ["Hy3Parser", "thinks_already"]
+__all__ = ["HY3_MARKERS", "Hy3Parser", "thinks_already"]
 
 SUFFIX = ":opensource"
 
@@ -49,6 +49,10 @@ _MARKERS: dict[_In, dict[str, _In]] = {
     _In.BEFORE_VALUE: {"<arg_value>": _In.VALUE},
     _In.VALUE: {"</arg_value>": _In.ARGUMENTS},
 }
+HY3_MARKERS = frozenset(
+    spelling for markers in _MARKERS.values() for marker in markers for spelling in (marker, f"{marker[:-1]}{SUFFIX}>")
+)
+"""Every marker in both spellings; none may be hidden from the parser."""
 
 
 def thinks_already(prompt: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 __all__ = ["Detokenizer", "Vocabulary", "byte_alphabet"]
 
 _REPLACEMENT = "�"
-# A UTF-8 character has four bytes at most, so a window that still ends in U+FFFD after so many ids holds bad bytes.
-_WINDOW_PATIENCE = 4
+# A UTF-8 character has four bytes at most, so text that ends in U+FFFD so many ids in a row holds bad bytes.
+_PATIENCE = 4
 
 
 class Detokenizer(Protocol):
@@ -34,13 +34,15 @@ class Detokenizer(Protocol):
 class Vocabulary:
     """What each token id is as bytes, and which ids are special; makes detokenizers.
 
-    `skip_special` leaves special tokens (BOS, EOS, turn markers) out of the text.
+    `skip_special` leaves special tokens (BOS, EOS, turn markers) out of the text; `visible` ones stay in it, because a
+    parser of the model's output looks for them, and some tokenizers declare them special.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, visible: Collection[str] = ()) -> None:
         self._tokenizer = tokenizer
         self.size = tokenizer.get_vocab_size(with_added_tokens=True)
-        self.special = frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        added = tokenizer.get_added_tokens_decoder()
+        self.special = frozenset(id for id, token in added.items() if token.special and token.content not in visible)
         self._table = _byte_table(tokenizer) if _is_byte_level(tokenizer) else None
         self._visible = None if self._table is None else self._without_special(self._table)
 
@@ -89,6 +91,7 @@ class _WindowDetokenizer:
         self._ids: list[int] = []
         self._window = 0
         self._read = 0
+        self._unfinished = 0
 
     def feed(self, ids: Sequence[int]) -> str:
         return "".join([self._feed_one(id) for id in ids])
@@ -99,16 +102,15 @@ class _WindowDetokenizer:
     def _feed_one(self, id: int) -> str:
         self._ids.append(id)
         text = self._decode(self._ids[self._window :])
-        if text.endswith(_REPLACEMENT) and len(self._ids) - self._read < _WINDOW_PATIENCE:
-            return ""
-        return self._advance()
+        self._unfinished = self._unfinished + 1 if text.endswith(_REPLACEMENT) else 0
+        return "" if 0 < self._unfinished < _PATIENCE else self._advance()
 
     def _advance(self) -> str:
         before = self._decode(self._ids[self._window : self._read])
         text = self._decode(self._ids[self._window :])
         if len(text) <= len(before):
             return ""
-        self._window, self._read = self._read, len(self._ids)
+        self._window, self._read, self._unfinished = self._read, len(self._ids), 0
         return text[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from katydid_runtime.errors import InvalidRequestError, ModelFolderError
 from katydid_runtime.tokenizer_digest import chat_template_of, tokenizer_digest
 
-from katydid_gateway.parsers.hy3 import Hy3Parser, thinks_already
+from katydid_gateway.parsers.hy3 import HY3_MARKERS, Hy3Parser, thinks_already
 from katydid_gateway.parsers.interface import OutputParser, PlainParser
 from katydid_gateway.requests import Conversation, Prompt, SamplingOptions, TextPrompt, TokenPrompt
 from katydid_gateway.text.chat_template import ChatTemplate
@@ -80,7 +80,7 @@ def load_model_text(folder: str | Path, *, tool_format: str = "auto", cache_byte
         tool_format = "hy3" if source is not None and "<tool_sep" in source else "none"
     return ModelText(
         tokenizer=TextTokenizer(tokenizer, cache_bytes),
-        vocabulary=Vocabulary(tokenizer),
+        vocabulary=Vocabulary(tokenizer, HY3_MARKERS if tool_format == "hy3" else ()),
         template=template,
         defaults=_defaults(Path(folder)),
         tool_format=tool_format,

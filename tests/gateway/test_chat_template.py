@@ -1,0 +1,115 @@
+"""Templates render to the character as transformers renders them, and bad conversations are errors of the caller."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from katydid_gateway.requests import Conversation, Message, Role, Tool, ToolCall
+from katydid_gateway.text.chat_template import ChatTemplate
+from katydid_runtime.errors import InvalidRequestError, ModelFolderError
+
+from tests.gateway.model_folders import CHATML, HY3
+
+FEATURES = (
+    "{%- set ns = namespace(n=0) -%}\n"
+    "{% for m in messages %}\n"
+    "  {% if loop.first and m.role == 'system' %}\n    {% continue %}\n  {% endif %}\n"
+    "  {% set ns.n = ns.n + 1 %}\n"
+    "{{ bos_token }}{{ m.role | upper }}: {{ m.content | trim }}\n"
+    "  {% generation %}{{ m.content }}{% endgeneration %}\n"
+    "{% endfor %}\n"
+    "{% if tools %}{{ tools | tojson(indent=2) }}{% endif %}{{ ns.n }}<&>"
+)
+MESSAGES = (
+    Message(Role.SYSTEM, "be brief"),
+    Message(Role.USER, "Grüße <b>&'\" 🦗\n"),
+    Message(Role.ASSISTANT, "ok", reasoning="hm"),
+    Message(Role.USER, "  call it  "),
+)
+CALLS = (
+    Message(Role.ASSISTANT, None, tool_calls=(ToolCall(0, "c1", "weather", '{"city": "Köln", "days": 3}'),)),
+    Message(Role.TOOL, '{"rain": true}', tool_call_id="c1"),
+)
+TOOL = Tool("weather", "Tells <it>", {"type": "object", "properties": {"city": {"type": "string"}}})
+
+
+def reference(template: str, conversation: Conversation, **variables: object) -> str:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = []
+    for message in conversation.messages:
+        fields = {"role": str(message.role), "content": message.content or ""}
+        if message.reasoning is not None:
+            fields["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            fields["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.loads(c.arguments)}}
+                for c in message.tool_calls
+            ]
+        if message.tool_call_id:
+            fields["tool_call_id"] = message.tool_call_id
+        messages.append(fields)
+    tools = [
+        {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
+        for t in conversation.tools
+    ]
+    rendered, _ = render_jinja_template(
+        conversations=[messages], tools=tools or None, chat_template=template, add_generation_prompt=True, **variables
+    )
+    return str(rendered[0])
+
+
+@pytest.mark.parametrize("template", [CHATML, HY3, FEATURES], ids=["chatml", "hy3", "features"])
+@pytest.mark.parametrize("tools", [(), (TOOL,)], ids=["plain", "tools"])
+def test_equal_to_transformers(template: str, tools: tuple[Tool, ...]) -> None:
+    conversation = Conversation(MESSAGES + (CALLS if template == HY3 else ()), tools)
+    ours = ChatTemplate(template, {"bos_token": "<s>"}).render(conversation)
+    assert ours == reference(template, conversation, bos_token="<s>")
+
+
+def test_equal_to_transformers_for_a_real_tokenizer_class(chatml: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    fast = PreTrainedTokenizerFast(tokenizer_file=str(chatml / "tokenizer.json"))
+    fast.chat_template = CHATML
+    messages = [{"role": "user", "content": "hello <|im_end|> there"}]
+    ours = ChatTemplate(CHATML, {}).render(Conversation((Message(Role.USER, messages[0]["content"]),)))
+    assert ours == fast.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def test_reasoning_effort_and_options_reach_the_template() -> None:
+    template = ChatTemplate("{{ reasoning_effort }}/{{ enable_thinking }}", {})
+    options = {"enable_thinking": False}
+    assert template.render(Conversation(MESSAGES, reasoning_effort="high", template_options=options)) == "high/False"
+
+
+def test_a_developer_speaks_as_the_system_and_no_choice_of_tools_hides_them() -> None:
+    template = ChatTemplate("{{ messages[0].role }}{{ tools }}", {})
+    assert template.render(Conversation((Message(Role.DEVELOPER, "x"),), (TOOL,), tool_choice="none")) == "systemNone"
+
+
+def test_a_template_that_complains_is_the_callers_error() -> None:
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
+    with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
+        template.render(Conversation(MESSAGES))
+    assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ messages.__class__.__mro__ }}", "{{ ''.__class__ }}", "{{ messages.append(1) }}"]
+)
+def test_the_sandbox_gives_nothing_away(source: str) -> None:
+    template = ChatTemplate(source, {})
+    try:
+        text = template.render(Conversation(MESSAGES))
+    except InvalidRequestError:
+        return
+    assert "object" not in text
+    assert "class" not in text
+
+
+def test_a_template_that_does_not_parse_stops_the_start() -> None:
+    with pytest.raises(ModelFolderError, match="does not parse"):
+        ChatTemplate("{% if %}", {})

@@ -1,0 +1,105 @@
+"""Tokenising segment by segment gives the ids of the whole text, and remembers within its memory."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from katydid_gateway.text.tokenizer import SegmentCache, TextTokenizer, load_tokenizer
+from katydid_runtime.errors import ModelFolderError
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers, processors
+
+from tests.gateway.model_folders import tiny_tokenizer
+
+SPECIAL = ["<|end|>", "<|im_start|>", "<|im_end|>"]
+TOKENIZER = tiny_tokenizer(SPECIAL, ("<tool>", "<tool_sep>"))
+PIECES = st.one_of(st.text(max_size=12), st.sampled_from([*SPECIAL, "<tool>", "<tool_sep>", "<tool", " ", "\n"]))
+
+
+def encode(tokenizer: TextTokenizer, text: str, **options: bool) -> list[int]:
+    return list(array("I", asyncio.run(tokenizer.encode(text, **options))))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(PIECES, max_size=8).map("".join))
+def test_segments_give_the_ids_of_the_whole(text: str) -> None:
+    cached = TextTokenizer(TOKENIZER, cache_bytes=1 << 20)
+    whole = TOKENIZER.encode(text, add_special_tokens=False).ids
+    assert encode(cached, text) == whole
+    assert encode(cached, text) == whole, "from the cache"
+
+
+def test_special_tokens_of_the_tokenizer_are_added_once() -> None:
+    tokenizer = tiny_tokenizer(SPECIAL)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|end|> $A <|im_end|>", special_tokens=[("<|end|>", 0), ("<|im_end|>", 2)]
+    )
+    text = TextTokenizer(tokenizer)
+    assert encode(text, "hello", special_tokens=True) == tokenizer.encode("hello").ids
+    assert encode(text, "", special_tokens=True) == [0, 2]
+    assert encode(text, "hello") == tokenizer.encode("hello", add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
+def test_tokens_that_reach_beyond_themselves_are_not_split_at(flag: str) -> None:
+    tokenizer = Tokenizer.from_str(TOKENIZER.to_str())
+    tokenizer.add_special_tokens([AddedToken("<mask>", normalized=False, **{flag: True})])
+    for text in ("a <mask> b", "a<mask>b", "<mask>", " <|end|> <mask>  x"):
+        assert encode(TextTokenizer(tokenizer, 1 << 20), text) == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_a_vocabulary_that_marks_the_first_word_is_tokenised_whole() -> None:
+    tokenizer = Tokenizer.from_str(TOKENIZER.to_str())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    text = "one<|im_end|>two"
+    assert encode(TextTokenizer(tokenizer, 1 << 20), text) == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_long_texts_leave_the_loop_running() -> None:
+    async def scenario() -> int:
+        turns = 0
+
+        async def turn() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(turn())
+        await TextTokenizer(TOKENIZER).encode("some words and more. " * 20_000)
+        task.cancel()
+        return turns
+
+    assert asyncio.run(scenario()) > 10
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.text(alphabet="ab🦗", max_size=3), max_size=30), st.integers(0, 2000))
+def test_the_cache_stays_within_its_memory(texts: list[str], capacity: int) -> None:
+    cache = SegmentCache(capacity)
+    for text in texts:
+        ids = text.encode() * 9
+        cache.put(text, ids)
+        assert cache.bytes <= capacity
+        assert cache.get(text) in (None, ids)
+
+
+def test_the_least_recently_used_segment_goes_first() -> None:
+    cache = SegmentCache(3 * 270)
+    for text in "abc":
+        cache.put(text, b"0123")
+    cache.get("a")
+    cache.put("d", b"0123")
+    assert [text for text in "abcd" if cache.get(text)] == ["a", "c", "d"]
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelFolderError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelFolderError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path)
