@@ -1,0 +1,349 @@
+"""A whole engine process over gRPC: generation, the session's promises, refusals, admin, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+import urllib.request
+from array import array
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf import duration_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from katydid.engine.v1 import engine_pb2 as pb
+from katydid.engine.v1.engine_pb2_grpc import AdminServiceStub, EngineServiceStub
+from katydid_runtime.block_hash import fingerprint, hash_chain
+from katydid_runtime.errors import ConflictError, InvalidRequestError, KatydidError
+from katydid_runtime.rpc_errors import from_rpc_error
+from katydid_runtime.tokenizer_digest import tokenizer_digest
+
+from tests.engine.engine_process import Service, SessionClient, engine, session, submission
+from tests.tiny_model import EOS_ID, VOCAB_SIZE, write_tiny_model
+
+pytestmark = pytest.mark.e2e
+
+HTTP_PORT = 0
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    return [(i * 31 + i * i + salt * 17) % 250 for i in range(length)]
+
+
+def run(scenario: Coroutine[None, None, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 120))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def running(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    options = ("--max-batch-tokens", "128", "--kv-pages", "96", "--reattach-window-s", "1", "--fault-delays", "decode:2")
+    options += ("--profile-folder", str(tmp_path_factory.mktemp("profiles")))
+    with engine(folder, tmp_path_factory.mktemp("engine"), *options) as service:
+        yield service
+
+
+def test_describes_itself(running: Service, folder: Path) -> None:
+    async def scenario() -> None:
+        async with grpc.aio.insecure_channel(running.address) as channel:
+            described = await EngineServiceStub(channel).Describe(pb.DescribeRequest())
+            assert described.model == "tiny"
+            assert described.hash_fingerprint == fingerprint(described.identity)
+            assert described.tokenizer_digest == tokenizer_digest(folder)
+            assert (described.vocab_size, list(described.eos_token_ids)) == (VOCAB_SIZE, [EOS_ID])
+            assert (described.pages_per_rank, described.dp_ranks, described.block_tokens) == (96, 1, 64)
+            assert described.max_model_tokens == 4096
+            health = health_pb2_grpc.HealthStub(channel)
+            for name in ("", "katydid.engine.v1.EngineService", "katydid.engine.v1.AdminService"):
+                answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+    run(scenario())
+
+
+def test_tokens_do_not_depend_on_company(running: Service) -> None:
+    """Alone, in a crowd, as one of several choices, and resumed half way: the same tokens."""
+    async def scenario() -> None:
+        async with session(running.address) as client:
+            fields = {"temperature": 0.9, "top_p": 0.95, "max_tokens": 24, "ignore_eos": True}
+            alone = await client.generate(prompt(150), seed=7, **fields)
+            crowd = [client.submit(prompt(20 + 30 * i, i), seed=i, **fields) for i in range(10)]
+            forked = client.submit(prompt(150), seed=6, n=3, bypass_cache=True, **fields)
+            again = await client.generate(prompt(150), seed=7, **fields)
+            await asyncio.gather(*(answer.done.wait() for answer in (*crowd, forked)))
+            assert again.output == alone.output
+            assert forked.tokens[1] == alone.output
+            assert len({tuple(tokens) for tokens in forked.tokens.values()}) == 3
+            generated = array("I", alone.output[:10]).tobytes()
+            resumed = await client.generate(prompt(150), seed=7, generated_ids=generated, **fields)
+            assert resumed.output == alone.output[10:]
+            assert resumed.end.output_tokens == 14
+            assert all(len(answer.output) == 24 for answer in crowd)
+
+    run(scenario())
+
+
+def test_says_where_the_prompt_came_from_and_how_long_it_took(running: Service) -> None:
+    async def scenario() -> None:
+        async with session(running.address) as client:
+            first = await client.generate(prompt(200, 50))
+            assert first.cached() == (0, 0, 0, 0)
+            second = await client.generate(prompt(200, 50))
+            assert second.cached() == (192, 0, 0, 0)
+            assert second.output == first.output
+            assert second.phases() == ["engine.queue", "engine.prefill"]
+            assert [phase.name for phase in second.end.trace.phases] == ["engine.decode"]
+            other_tenant = await client.generate(prompt(200, 50), cache_salt=b"other", public_blocks=1)
+            assert other_tenant.cached() == (64, 0, 0, 0)
+            assert other_tenant.output == first.output
+
+    run(scenario())
+
+
+def test_log_probabilities(running: Service) -> None:
+    async def scenario() -> None:
+        async with session(running.address) as client:
+            answer = await client.generate(prompt(140, 3), max_tokens=4, logprobs=3, prompt_logprobs=0)
+            assert len(answer.chosen[0]) == 4
+            assert len(answer.top[0]) == 12
+            assert [answer.top[0][3 * i][0] for i in range(4)] == answer.output, "greedy takes the likeliest"
+            assert len(answer.prompt_chosen) == 139
+            assert all(value <= 0 for value in (*answer.chosen[0], *answer.prompt_chosen))
+            # The prompt's probabilities are those of generating it.
+            tail = await client.generate(prompt(139, 3), max_tokens=1, logprobs=0, logit_bias={prompt(140, 3)[139]: 100.0})
+            assert tail.chosen[0][0] == pytest.approx(answer.prompt_chosen[-1], abs=1e-5)
+
+    run(scenario())
+
+
+def test_stops(running: Service) -> None:
+    async def scenario() -> None:
+        async with session(running.address) as client:
+            free = await client.generate(prompt(30, 9), max_tokens=12, ignore_eos=True)
+            assert free.end.reason == pb.FINISH_REASON_LENGTH
+            stop = free.output[4]
+            stopped = await client.generate(prompt(30, 9), max_tokens=12, ignore_eos=True, stop_token_ids=[stop])
+            assert stopped.end.reason == pb.FINISH_REASON_STOP
+            assert stopped.end.stop_token == stop
+            assert stopped.output == free.output[: free.output.index(stop) + 1]
+            late = await client.generate(
+                prompt(30, 9), max_tokens=12, ignore_eos=True, stop_token_ids=[stop], min_tokens=12
+            )
+            assert stop not in late.output[:11]
+            assert late.end.output_tokens == 12
+
+    run(scenario())
+
+
+REFUSED = [
+    ({"temperature": -0.1}, "sampling.temperature", "0 to 2"),
+    ({"temperature": float("nan")}, "sampling.temperature", "0 to 2"),
+    ({"top_p": 0.0}, "sampling.top_p", "above 0, at most 1"),
+    ({"min_p": 1.5}, "sampling.min_p", "0 to 1"),
+    ({"repetition_penalty": 0.0}, "sampling.repetition_penalty", "above 0, at most 10"),
+    ({"presence_penalty": 3.0}, "sampling.presence_penalty", "-2 to 2"),
+    ({"frequency_penalty": -3.0}, "sampling.frequency_penalty", "-2 to 2"),
+    ({"logit_bias": {VOCAB_SIZE: 1.0}}, "sampling.logit_bias", f"0 to {VOCAB_SIZE - 1}"),
+    ({"logit_bias": {1: float("inf")}}, "sampling.logit_bias", "-100 to 100"),
+    ({"stop_token_ids": [VOCAB_SIZE]}, "sampling.stop_token_ids", f"0 to {VOCAB_SIZE - 1}"),
+    ({"min_tokens": 9, "max_tokens": 8}, "sampling.min_tokens", "0 to 8"),
+    ({"max_tokens": 0}, "sampling.max_tokens", "at least 1"),
+    ({"n": 0}, "sampling.n", "1 to 64"),
+    ({"n": 65}, "sampling.n", "1 to 64"),
+    ({"n": 2, "generated_ids": b"\1\0\0\0"}, "sampling.n", "1 with generated_ids"),
+    ({"generated_ids": b"\1\0\0\0" * 8, "max_tokens": 8}, "sampling.max_tokens", "at least 9"),
+    ({"logprobs": 21}, "sampling.logprobs", "0 to 20"),
+    ({"prompt_logprobs": 21}, "sampling.prompt_logprobs", "0 to 20"),
+    ({"grammar": pb.Grammar(regex="a")}, "sampling.grammar", "no grammar"),
+    ({"adapter": "poet"}, "adapter", "the base model"),
+    ({"dp_rank": 1}, "dp_rank", "0 to 0"),
+    ({"priority": 1001}, "priority", "-1000 to 1000"),
+    ({"tenant": b"x" * 17}, "tenant", "0 to 16 bytes"),
+    ({"cache_salt": b"x" * 65}, "cache_salt", "0 to 64 bytes"),
+    ({"timeout": duration_pb2.Duration(seconds=-1)}, "timeout", "more than 0 s"),
+]
+
+
+def test_refuses_each_wrong_field_by_name(running: Service) -> None:
+    async def scenario() -> None:
+        async with session(running.address) as client:
+            for fields, name, allowed in REFUSED:
+                answer = await client.generate([1, 2, 3], **fields)
+                error = answer.end.error
+                assert (error.field, error.allowed) == (name, allowed), fields
+                assert error.reason in ("INVALID_REQUEST", "UNSUPPORTED")
+                assert not error.retryable
+            for ids, name in (([], "prompt_ids"), ([VOCAB_SIZE], "prompt_ids")):
+                assert (await client.generate(ids)).end.error.field == name
+            long = await client.generate([1] * 4096)
+            assert (long.end.error.reason, long.end.error.allowed) == ("PROMPT_TOO_LONG", "at most 4095 tokens")
+            client.answers[99] = long.__class__(1)
+            odd = submission(99, [1])
+            odd.prompt_ids = b"123"
+            client.send(submit=odd)
+            await client.answers[99].done.wait()
+            assert client.answers[99].end.error.allowed == "4 bytes a token"
+            assert (await client.generate([1, 2, 3])).end.reason != pb.FINISH_REASON_ERROR
+
+    run(scenario())
+
+
+def test_protocol_breaches_end_the_stream(running: Service) -> None:
+    async def scenario() -> None:
+        async def failure(client: SessionClient) -> KatydidError:
+            async with asyncio.timeout(10):
+                while client.broken is None:
+                    await asyncio.sleep(0.01)
+            with pytest.raises(grpc.RpcError) as caught:
+                raise client.broken
+            return from_rpc_error(caught.value)
+
+        async with session(running.address) as client:
+            client.submit(prompt(10), max_tokens=500, ignore_eos=True)
+            client.send(submit=submission(1, [1]))
+            error = await failure(client)
+            assert isinstance(error, ConflictError)
+            assert error.field == "submit.request"
+        async with session(running.address) as client:
+            client.send(open=pb.SessionOpen())
+            assert isinstance(await failure(client), InvalidRequestError)
+        async with grpc.aio.insecure_channel(running.address) as channel:
+            call = EngineServiceStub(channel).Session()
+            await call.write(pb.SessionRequest(ack=pb.FrameAck(frame=1)))
+            with pytest.raises(grpc.RpcError) as caught:
+                await call.read()
+            assert from_rpc_error(caught.value).allowed == "open"
+
+    run(scenario())
+
+
+def test_abort_and_deadline(running: Service) -> None:
+    async def scenario() -> None:
+        async with session(running.address) as client:
+            victim = client.submit(prompt(50), max_tokens=3000, ignore_eos=True, n=2)
+            late = client.submit(
+                prompt(60), max_tokens=3000, ignore_eos=True, timeout=duration_pb2.Duration(nanos=300_000_000)
+            )
+            while not victim.output:
+                await asyncio.sleep(0.01)
+            client.send(abort=pb.AbortRequest(request=1))
+            client.send(abort=pb.AbortRequest(request=77))
+            await asyncio.wait_for(victim.done.wait(), 5)
+            assert {end.reason for end in victim.ends.values()} == {pb.FINISH_REASON_ABORT}
+            assert victim.end.output_tokens == len(victim.output)
+            await asyncio.wait_for(late.done.wait(), 5)
+            assert late.end.error.reason == "DEADLINE_EXCEEDED"
+            assert client.unknown == [77]
+            await until_idle(client)
+
+    run(scenario())
+
+
+async def until_idle(client: SessionClient) -> None:
+    async with asyncio.timeout(5):
+        while (load := client.frames[-1].loads[0]).running or load.waiting or load.free_pages != load.total_pages:
+            await asyncio.sleep(0.02)
+
+
+def test_takes_up_a_lost_stream_without_a_gap(running: Service) -> None:
+    async def scenario() -> None:
+        async with session(running.address) as client:
+            fields = {"max_tokens": 120, "ignore_eos": True}
+            expected = (await client.generate(prompt(70, 8), **fields)).output
+            answer = client.submit(prompt(70, 8), **fields)
+            while len(answer.output) < 20:
+                await asyncio.sleep(0.005)
+            await client.break_off()
+            answer.done.clear()
+            await asyncio.sleep(0.2)
+            # As if the last frame had been lost on the way.
+            number = client.frames[-1].frame
+            await client.open(client.opened.session_id, number)
+            assert list(client.opened.running) in ([2], [])
+            await asyncio.wait_for(answer.done.wait(), 20)
+            assert answer.output == expected
+
+    run(scenario())
+
+
+def test_aborts_what_nobody_takes_up(running: Service) -> None:
+    async def scenario() -> None:
+        async with session(running.address) as other, session(running.address) as client:
+            client.submit(prompt(70), max_tokens=3000, ignore_eos=True)
+            await asyncio.sleep(0.2)
+            old = client.opened.session_id
+            await client.break_off()
+            await asyncio.sleep(0.5)
+            assert other.frames[-1].loads[0].running == 1
+            await until_idle(other)
+            client.frames.clear()
+            await client.open(old, 5)
+            assert client.opened.session_id != old
+            assert client.frames[0].frame == 1
+
+    run(scenario())
+
+
+def test_watch_follows_the_cache(running: Service) -> None:
+    async def scenario() -> None:
+        async with session(running.address) as client:
+            identity = (await client.stub.Describe(pb.DescribeRequest())).identity
+            await client.generate(prompt(130, 60))
+            chains = {salt: split(hash_chain(array("I", prompt(130, salt)), identity=identity)) for salt in (60, 61)}
+            watch = client.stub.Watch(pb.WatchRequest())
+            held: set[bytes] = set()
+            event = await watch.read()
+            assert event.sequence == 1
+            assert event.snapshot.last
+            held |= set(split(event.snapshot.hashes))
+            assert held >= set(chains[60])
+            assert not held & set(chains[61])
+            await client.generate(prompt(130, 61))
+            sequence = 1
+            while not held >= set(chains[61]):
+                event = await asyncio.wait_for(watch.read(), 5)
+                sequence += 1
+                assert event.sequence == sequence
+                held = (held - set(split(event.delta.removed))) | set(split(event.delta.stored))
+            async with grpc.aio.insecure_channel(running.address) as channel:
+                dropped = (await AdminServiceStub(channel).Flush(pb.FlushRequest())).blocks
+            assert dropped == len(held)
+            while held:
+                event = await asyncio.wait_for(watch.read(), 5)
+                held -= set(split(event.delta.removed))
+            watch.cancel()
+
+    run(scenario())
+
+
+def split(hashes: bytes) -> list[bytes]:
+    return [hashes[i : i + 32] for i in range(0, len(hashes), 32)]
+
+
+def test_admin(running: Service) -> None:
+    async def scenario() -> None:
+        async with session(running.address) as client, grpc.aio.insecure_channel(running.address) as channel:
+            admin = AdminServiceStub(channel)
+            answer = await admin.SetRole(pb.SetRoleRequest(role=pb.ROLE_DECODE))
+            assert answer.previous == pb.ROLE_BOTH
+            assert (await client.stub.Describe(pb.DescribeRequest())).role == pb.ROLE_DECODE
+            await admin.SetRole(pb.SetRoleRequest(role=pb.ROLE_BOTH))
+            for call in (admin.SetRole(pb.SetRoleRequest()), admin.Profile(pb.ProfileRequest(steps=1001))):
+                with pytest.raises(grpc.RpcError) as caught:
+                    await call
+                assert isinstance(from_rpc_error(caught.value), InvalidRequestError)
+            profile = asyncio.ensure_future(admin.Profile(pb.ProfileRequest(steps=3)))
+            await asyncio.sleep(0.1)
+            await client.generate(prompt(20), max_tokens=10, ignore_eos=True)
+            trace = json.loads(Path((await asyncio.wait_for(profile, 20)).path).read_text())
+            assert trace["traceEvents"]
+
+    run(scenario())
