@@ -1,4 +1,4 @@
-"""The block hash chain against its published vectors, an independent implementation, and its time bound."""
+"""The block hash chain against its published vectors and an independent implementation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 import struct
-import time
 from array import array
 from pathlib import Path
 
@@ -126,15 +125,3 @@ def test_refuses_a_key_that_names_nothing():
 def test_refuses_a_previous_hash_that_does_not_fit(first_block, previous):
     with pytest.raises(ValueError, match="first_block"):
         ChainKey(IDENTITY).extend(b"", first_block=first_block, previous=previous)
-
-
-def test_128k_tokens_take_milliseconds():
-    """The bar is 2 ms on an idle core; twice that here, the best of several, because tests share the machine."""
-    key = ChainKey(IDENTITY, salt=b"s" * 32, public_blocks=16)
-    ids = array("I", range(131072)).tobytes()
-    seconds = []
-    for _ in range(20):
-        start = time.perf_counter()
-        key.extend(ids)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.004

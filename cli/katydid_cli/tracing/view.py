@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from katydid_runtime.errors import NotFoundError, SettingsError
@@ -16,6 +16,7 @@ from katydid_cli.tracing.spans import Node, Span, choose_trace, read_spans, tree
 __all__ = ["trace"]
 
 _BAR_WIDTH = 32
+_MS_WIDTH = 9
 _COLOURS = {"gateway": "cyan", "engine": "green", "kvcache": "magenta"}
 _SHOWN_ATTRIBUTES = 4
 
@@ -30,7 +31,7 @@ def trace(paths: Sequence[Path], wanted: str | None, console: Console | None = N
     chosen = choose_trace(spans, wanted)
     services = sorted({span.service for span in chosen})
     console.print(f"trace {chosen[0].trace_id}: {len(chosen)} spans of {', '.join(services)}", soft_wrap=True)
-    console.print(_tree_table(chosen))
+    console.print(_tree_table(chosen, console.width))
     if broken:
         console.print(f"{broken} lines were no spans", style="yellow")
     try:
@@ -56,29 +57,34 @@ def _files(paths: Sequence[Path]) -> list[Path]:
     return files
 
 
-def _tree_table(spans: Sequence[Span]) -> Table:
-    table = Table("span", "ms", "", "", box=None, pad_edge=False)
-    table.columns[1].justify = "right"
+def _tree_table(spans: Sequence[Span], width: int) -> Table:
+    """A row a span. Attributes get the width that is left, and are cut rather than wrapped."""
     begin = min(span.start_ns for span in spans)
     length = max(1, max(span.end_ns for span in spans) - begin)
+    rows = [row for root in tree(spans) for row in _rows(root, "", "")]
+    name_width = max(name.cell_len for name, _ in rows)
+    note_width = max(0, width - name_width - _MS_WIDTH - _BAR_WIDTH - 4)
 
-    def add(node: Node, indent: str, branch: str) -> None:
-        span = node.span
-        colour = _COLOURS.get(span.service, "white")
-        name = Text(indent + branch, "dim").append(span.name, colour)
-        if span.error:
-            name.append(" ✗", "bold red")
-        bar = Text(_bar(span, begin, length), colour)
-        table.add_row(
-            name, f"{span.duration_s * 1e3:.1f}", bar, Text(_note(span), "dim", overflow="ellipsis", no_wrap=True)
-        )
-        below = indent + {"": "", "├─ ": "│  ", "└─ ": "   "}[branch]
-        for child in node.children:
-            add(child, below, "└─ " if child is node.children[-1] else "├─ ")
-
-    for root in tree(spans):
-        add(root, "", "")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("span", no_wrap=True, min_width=name_width)
+    table.add_column("ms", no_wrap=True, min_width=_MS_WIDTH, justify="right")
+    table.add_column("", no_wrap=True, min_width=_BAR_WIDTH)
+    table.add_column("", no_wrap=True)
+    for name, span in rows:
+        bar = Text(_bar(span, begin, length), _COLOURS.get(span.service, "white"))
+        table.add_row(name, f"{span.duration_s * 1e3:.1f}", bar, Text(_note(span)[:note_width], "dim"))
     return table
+
+
+def _rows(node: Node, indent: str, branch: str) -> Iterator[tuple[Text, Span]]:
+    """The node's name with the lines that lead to it, then its children's."""
+    name = Text(indent + branch, "dim").append(node.span.name, _COLOURS.get(node.span.service, "white"))
+    if node.span.error:
+        name.append(" ✗", "bold red")
+    yield name, node.span
+    below = indent + {"": "", "├─ ": "│  ", "└─ ": "   "}[branch]
+    for child in node.children:
+        yield from _rows(child, below, "└─ " if child is node.children[-1] else "├─ ")
 
 
 def _bar(span: Span, begin: int, length: int) -> str:
