@@ -28,7 +28,7 @@ from katydid_runtime.trace_context import TraceContext
 from katydid_engine.block_watch import BlockWatch
 from katydid_engine.engine_metrics import EngineMetrics
 from katydid_engine.frames import FrameDraft, rank_load
-from katydid_engine.messages import Abort, ChoiceEnd, FirstToken, KvAsk, Load, StepReport, Submit, ToWorker
+from katydid_engine.messages import Abort, ChoiceEnd, FirstToken, KvAsk, KvLookup, Load, StepReport, Submit, ToWorker
 from katydid_engine.phase_spans import PhaseSpans
 from katydid_engine.request import CachedTokens, FinishReason, Interval
 from katydid_engine.session import Session
@@ -53,14 +53,14 @@ class _Live:
 
 
 class Face:
-    """``send`` passes a message to a rank's worker group; ``ask_cache`` a worker's wish to the cache connector."""
+    """``send`` passes a message to a rank's worker group; ``ask_cache`` a worker's wish, and its request's trace, to the cache connector."""
 
     def __init__(
         self,
         limits: EngineLimits,
         *,
         send: Callable[[int, ToWorker], None],
-        ask_cache: Callable[[int, KvAsk], None],
+        ask_cache: Callable[[int, KvAsk, TraceContext | None], None],
         blocks: BlockWatch,
         metrics: EngineMetrics,
         telemetry: Telemetry,
@@ -176,7 +176,8 @@ class Face:
         if report.blocks:
             self._blocks.apply(dp_rank, report.blocks)
         for ask in report.kv:
-            self._ask_cache(dp_rank, ask)
+            live = self._live.get(ask.handle) if isinstance(ask, KvLookup) else None
+            self._ask_cache(dp_rank, ask, live.parent if live is not None else None)
         self._count(dp_rank, report)
 
     def fail(self, error: KatydidError) -> None:

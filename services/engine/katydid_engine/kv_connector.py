@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from katydid_cache import CacheClient, LookupResult, PutBlock, PutStatus
 from katydid_cache import Tier as CacheTier
 from katydid_runtime.block_hash import HASH_BYTES
+from katydid_runtime.trace_context import TraceContext
 
 from katydid_engine.engine_metrics import EngineMetrics
 from katydid_engine.faults import FaultDelays
@@ -65,11 +66,11 @@ class KvConnector:
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._stores: asyncio.Queue[KvStore] = asyncio.Queue()
 
-    def ask(self, ask: KvAsk) -> None:
-        """Takes a worker's wish; never waits."""
+    def ask(self, ask: KvAsk, trace: TraceContext | None = None) -> None:
+        """Takes a worker's wish, on behalf of a request's ``trace``; never waits."""
         match ask:
             case KvLookup():
-                task = asyncio.create_task(self._fetch(ask))
+                task = asyncio.create_task(self._fetch(ask, trace))
                 self._fetches[ask.ticket] = task
                 task.add_done_callback(lambda _: self._fetches.pop(ask.ticket, None))
             case KvCancel(ticket):
@@ -100,16 +101,16 @@ class KvConnector:
                 logger.info("cache service is %s", "attached" if told else "away")
             await asyncio.sleep(_ATTACHED_POLL_S)
 
-    async def _fetch(self, ask: KvLookup) -> None:
+    async def _fetch(self, ask: KvLookup, trace: TraceContext | None) -> None:
         found = LookupResult()
         announced = ended = False
         try:
             await asyncio.sleep(self._faults.lookup / 1000)
-            found = await self._client.lookup(ask.hashes[: HASH_BYTES * _LOOKUP_HASHES])
+            found = await self._client.lookup(ask.hashes[: HASH_BYTES * _LOOKUP_HASHES], trace=trace)
             self._send(KvFound(ask.ticket, tuple((_TIERS[run.tier], run.blocks) for run in found.runs if run.blocks)))
             announced = True
             if found.blocks:
-                await self._read(ask, found)
+                await self._read(ask, found, trace)
             ended = True
         except Exception:
             logger.exception("fetch failed", extra={"ticket": ask.ticket})
@@ -121,7 +122,7 @@ class KvConnector:
             if found.lease:
                 await self._client.release(found.lease)
 
-    async def _read(self, ask: KvLookup, found: LookupResult) -> None:
+    async def _read(self, ask: KvLookup, found: LookupResult, trace: TraceContext | None) -> None:
         """Windows of blocks in order, until all are read or one is missing."""
         first = 0
         while first < found.blocks:
@@ -131,7 +132,7 @@ class KvConnector:
                 await asyncio.sleep(self._faults.fetch / 1000)
                 hashes = ask.hashes[HASH_BYTES * first : HASH_BYTES * (first + len(slots))]
                 into = [self._staging.slot(slot) for slot in slots]
-                valid = (await self._client.get(found.lease, hashes, into=into)).prefix
+                valid = (await self._client.get(found.lease, hashes, into=into, trace=trace)).prefix
             finally:
                 self._give_back(slots[valid:])
             first += valid
