@@ -114,11 +114,12 @@ def _scores(q, k_smem, k_full, stage, phase, D: gl.constexpr, N: gl.constexpr, s
 
 
 @gluon.jit
-def _mask(s, tile, at, token, window, N: gl.constexpr):
+def _mask(s, tile, at, token, window, WINDOW: gl.constexpr, N: gl.constexpr):
     seen = (tile * N + token)[None, :]
-    visible = seen <= at[:, None]
-    visible = visible & ((seen > (at - window)[:, None]) | (window == 0))
-    return gl.where(visible, s, float("-inf"))
+    s = gl.where(seen <= at[:, None], s, float("-inf"))
+    if WINDOW:
+        s = gl.where(seen > (at - window)[:, None], s, float("-inf"))
+    return s
 
 
 @gluon.jit
@@ -131,7 +132,7 @@ def _cap(s, soft_cap):
 def _attend(
     which: gl.constexpr, q_smem, k_smem, v_smem, bars, turn_bars, plan_ptr, out_ptr, lse_ptr, q_scale_ptr, k_scale_ptr,
     v_scale_ptr, heads, kv_heads, scale, soft_cap, window, HAS_Q_SCALE: gl.constexpr, HAS_KV_SCALE: gl.constexpr,
-    PER_HEAD: gl.constexpr, SOFT_CAP: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
+    PER_HEAD: gl.constexpr, SOFT_CAP: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
     PERMUTE: gl.constexpr, PING_PONG: gl.constexpr,
 ):
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -161,7 +162,6 @@ def _attend(
 
     items = gl.load(plan_ptr)
     turn = 0
-    rounds = 0
     i = 0
     valid, row, head, q_first, q_end, position, first, last, length = _item(plan_ptr, turn, items, heads, window, N)
     while valid:
@@ -185,12 +185,11 @@ def _attend(
         mbarrier.arrive(k_empty.index(i % STAGES))
         if SOFT_CAP:
             s = _cap(s * factor[:, None], soft_cap)
-        s = _mask(s, last - 1, at, token, window, N)
+        s = _mask(s, last - 1, at, token, window, WINDOW, N)
         maximum = gl.maximum(gl.max(s, 1) * unit, -1e30)
         p32 = gl.exp2(s * unit[:, None] - (maximum - SHIFT)[:, None])
         keep = gl.full([64], 0.0, gl.float32, o_row)
         total = gl.sum(p32, 1)
-        p = _operand(p32, dtype, N, p_layout, PERMUTE)
         valid_tokens = length - (last - 1) * N
         if valid_tokens < N:
             mbarrier.wait(v_full.index(i % STAGES), (i // STAGES) & 1)
@@ -206,23 +205,26 @@ def _attend(
             tile = last - 1 - back
             before = (i - 1) % STAGES
             if PING_PONG:
-                mbarrier.wait(turn_bars.index(which), (rounds & 1) ^ (1 - which))
+                mbarrier.wait(turn_bars.index(which), ((i - turn) & 1) ^ which)
             s = _scores(q, k_smem, k_full, i % STAGES, (i // STAGES) & 1, D, N, s_layout)
             mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
             v = v_smem.index(before)._reinterpret(dtype, [D, N], v_layout).permute((1, 0))
+            p = _operand(p32, dtype, N, p_layout, PERMUTE)
             if FP8:
                 o = warpgroup_mma(p, v, gl.zeros([64, D], gl.float32, o_layout), use_acc=False, is_async=True)
             else:
                 acc = warpgroup_mma(p, v, acc, is_async=True)
             if PING_PONG:
                 mbarrier.arrive(turn_bars.index(1 - which))
-                rounds += 1
             s = warpgroup_mma_wait(1, deps=[s])
             mbarrier.arrive(k_empty.index(i % STAGES))
             if SOFT_CAP:
                 s = _cap(s * factor[:, None], soft_cap)
-            if (tile * N + N > position + 1) | ((window > 0) & (tile * N <= position + 127 - window)):
-                s = _mask(s, tile, at, token, window, N)
+            edge = tile * N + N > position + 1
+            if WINDOW:
+                edge = edge | (tile * N <= position + BLOCK_M - 1 - window)
+            if edge:
+                s = _mask(s, tile, at, token, window, WINDOW, N)
             new_maximum = gl.maximum(maximum, gl.max(s, 1) * unit)
             p32 = gl.exp2(s * unit[:, None] - (new_maximum - SHIFT)[:, None])
             shrink = gl.exp2(maximum - new_maximum)
@@ -238,12 +240,12 @@ def _attend(
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(v_empty.index(before))
                 acc = acc * shrink[:, None]
-            p = _operand(p32, dtype, N, p_layout, PERMUTE)
             i += 1
         mbarrier.arrive(q_empty)
         before = (i - 1) % STAGES
         mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
         v = v_smem.index(before)._reinterpret(dtype, [D, N], v_layout).permute((1, 0))
+        p = _operand(p32, dtype, N, p_layout, PERMUTE)
         if FP8:
             o = warpgroup_mma(p, v, gl.zeros([64, D], gl.float32, o_layout), use_acc=False, is_async=True)
             o = warpgroup_mma_wait(0, deps=[o])
@@ -270,17 +272,32 @@ def _attend(
 @gluon.jit
 def _operand(p, dtype: gl.constexpr, N: gl.constexpr, layout: gl.constexpr, PERMUTE: gl.constexpr):
     """The probabilities as the left operand of the output product, tokens in page order."""
-    p = p.to(dtype)
     if PERMUTE:
         p = p.reshape([64, N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, N])
-    return gl.convert_layout(p, layout)
+        p = gl.convert_layout(p, layout, assert_trivial=True)
+        # Packs by fours at once: element-wise casts to fp8 cost three times the instructions in unpacking and repacking.
+        return gl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }""",
+            "=r,r,r,r,r",
+            [p],
+            dtype=gl.float8e4nv,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return gl.convert_layout(p.to(dtype), layout)
 
 
 @gluon.jit
 def prefill_hopper_kernel(
     q_desc, k_desc, v_desc, plan_ptr, table_ptr, out_ptr, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, heads,
     kv_heads, table_stride, scale, soft_cap, window, HAS_Q_SCALE: gl.constexpr, HAS_KV_SCALE: gl.constexpr,
-    PER_HEAD: gl.constexpr, SOFT_CAP: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
+    PER_HEAD: gl.constexpr, SOFT_CAP: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
     PERMUTE: gl.constexpr, PING_PONG: gl.constexpr, REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
@@ -314,10 +331,10 @@ def prefill_hopper_kernel(
         [
             (_attend, (gl.constexpr(0), q_smem, k_smem, v_smem, bars, turn_bars, plan_ptr, out_ptr, lse_ptr, q_scale_ptr,
                        k_scale_ptr, v_scale_ptr, heads, kv_heads, scale, soft_cap, window, HAS_Q_SCALE, HAS_KV_SCALE,
-                       PER_HEAD, SOFT_CAP, STAGES, D, N, PERMUTE, PING_PONG)),
+                       PER_HEAD, SOFT_CAP, WINDOW, STAGES, D, N, PERMUTE, PING_PONG)),
             (_attend, (gl.constexpr(1), q_smem, k_smem, v_smem, bars, turn_bars, plan_ptr, out_ptr, lse_ptr, q_scale_ptr,
                        k_scale_ptr, v_scale_ptr, heads, kv_heads, scale, soft_cap, window, HAS_Q_SCALE, HAS_KV_SCALE,
-                       PER_HEAD, SOFT_CAP, STAGES, D, N, PERMUTE, PING_PONG)),
+                       PER_HEAD, SOFT_CAP, WINDOW, STAGES, D, N, PERMUTE, PING_PONG)),
             (_load_tiles, (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, plan_ptr, table_ptr, table_stride, heads,
                            kv_heads, window, STAGES, D, N, PERMUTE)),
         ],

@@ -1,4 +1,4 @@
-"""Launches the Hopper prefill kernel: tensor maps and tile shapes for a problem."""
+"""Launches the prefill kernels: tensor maps and tile shapes for a problem."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from katydid_kernels.prefill_attention.hopper_kernel import prefill_hopper_kernel
+from katydid_kernels.prefill_attention.plan import QUERY_TILE
+from katydid_kernels.prefill_attention.tile_kernel import prefill_tile_kernel
 
-__all__ = ["PrefillProblem", "launch_hopper"]
+__all__ = ["PrefillProblem", "launch_hopper", "launch_tile"]
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ def launch_hopper(
         HAS_KV_SCALE=problem.k_scale is not None,
         PER_HEAD=int(problem.k_scale is not None and problem.k_scale.numel() > 1),
         SOFT_CAP=problem.soft_cap is not None,
+        WINDOW=problem.window is not None,
         STAGES=stages,
         D=head_dim,
         N=kv_tile,
@@ -90,4 +93,35 @@ def launch_hopper(
         PING_PONG=ping_pong,
         REGISTERS=registers,
         num_warps=4,
+    )
+
+
+def launch_tile(problem: PrefillProblem, plan: Tensor) -> None:
+    """Run the plain-Triton kernel, the fallback and oracle of the Gluon one."""
+    q, k_pages = problem.q, problem.k_pages
+    heads, head_dim = q.shape[1:]
+    prefill_tile_kernel[(len(plan) - 1, heads)](
+        q,
+        k_pages,
+        problem.v_pages,
+        plan,
+        problem.block_table,
+        problem.out,
+        problem.lse,
+        problem.q_scale,
+        problem.k_scale,
+        problem.v_scale,
+        heads,
+        k_pages.shape[1],
+        problem.block_table.stride(0),
+        problem.scale,
+        problem.soft_cap or 0.0,
+        problem.window or 0,
+        HAS_Q_SCALE=problem.q_scale is not None,
+        HAS_KV_SCALE=problem.k_scale is not None,
+        PER_HEAD=int(problem.k_scale is not None and problem.k_scale.numel() > 1),
+        SOFT_CAP=problem.soft_cap is not None,
+        D=head_dim,
+        BLOCK_M=QUERY_TILE,
+        num_warps=8,
     )

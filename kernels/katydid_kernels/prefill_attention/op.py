@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from katydid_kernels.prefill_attention.launch import PrefillProblem, launch_hopper
+from katydid_kernels.prefill_attention.launch import PrefillProblem, launch_hopper, launch_tile
 from katydid_kernels.prefill_attention.plan import prefill_plan
 from katydid_kernels.prefill_attention.reference import PAGE, prefill_attention_reference
 
@@ -64,12 +64,13 @@ def prefill_attention(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
     if tokens == 0:
         return out, lse
-    if runs_on_hopper(q, k_pages):
+    if q.is_cuda:
         plan = prefill_plan(context_lens, cu_q_lens, tokens) if plan is None else plan
         problem = PrefillProblem(
             q, k_pages, v_pages, block_table, out, lse, scale, soft_cap, window, q_scale, k_scale, v_scale
         )
-        launch_hopper(problem, plan)
+        launch = launch_hopper if runs_on_hopper(q, k_pages) else launch_tile
+        launch(problem, plan)
         return out, lse
     result, log_sum = prefill_attention_reference(
         q,

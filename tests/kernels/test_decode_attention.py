@@ -1,0 +1,143 @@
+"""Decode attention: the split kernel and the Hopper kernel against the reference, on every mix a batch can bring."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from katydid_kernels.decode_attention import (
+    DecodeScratch,
+    decode_attention,
+    decode_attention_reference,
+    decode_ctas,
+)
+from katydid_kernels.decode_attention.launch import DecodeProblem, launch_split
+from katydid_kernels.decode_plan import decode_plan
+from katydid_kernels.prefill_attention import prefill_attention
+from tests.kernels.paged import FP8, make_pages, relative_error, scales
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Rounding of the probabilities to the operand dtype dominates: 2^-9 for bf16, 2^-12 for fp16, 2^-5 for e4m3.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3, FP8: 3e-2}
+if DEVICE == "cpu":
+    TOLERANCE[FP8] = 0.12  # the interpreter truncates its fp8 casts
+EDGES = [0, 1, 63, 64, 65, 700]
+
+
+def queries(batch: int, q_len: int, heads: int, head_dim: int, dtype: torch.dtype, device: str = DEVICE):
+    return torch.randn(batch, q_len, heads, head_dim, device=device).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("lens", "kv_heads", "group", "head_dim", "q_len", "soft_cap", "window", "dtype"),
+    [
+        (EDGES, 2, 4, 64, 1, None, None, torch.float16),
+        ([3, 200, 1000], 1, 8, 128, 3, None, None, torch.float32),
+        ([3, 200, 1000], 1, 3, 64, 2, 20.0, 100, torch.float16),
+        ([130, 1000], 2, 2, 32, 1, None, None, FP8),
+    ],
+)
+def test_the_split_kernel_equals_the_reference(lens, kv_heads, group, head_dim, q_len, soft_cap, window, dtype):
+    pages = make_pages(lens, kv_heads, head_dim, dtype, DEVICE)
+    q = queries(len(lens), q_len, kv_heads * group, head_dim, dtype)
+    scale = scales(q.shape[:3], kv_heads, per_head=True, device=DEVICE) if dtype == FP8 else {}
+    plan = decode_plan(pages.lens, kv_heads, ctas=6, q_len=q_len, window=window, min_tiles=3)
+    scratch = DecodeScratch.allocate(6, q_len, group, head_dim, q.device)
+    out = torch.full(q.shape, float("nan"), device=DEVICE)
+    lse = torch.full(q.shape[:3], float("nan"), device=DEVICE)
+    launch_split(DecodeProblem(q, *pages, out, lse, head_dim**-0.5, soft_cap, window, **scale), plan, scratch)
+    expected, expected_lse = decode_attention_reference(
+        q, *pages, soft_cap=soft_cap, window=window, dtype=torch.float64, **scale
+    )
+    assert relative_error(out, expected) < TOLERANCE[dtype]
+    torch.testing.assert_close(lse.double(), expected_lse, atol=5e-3, rtol=1e-3)
+    assert not scratch.counters.any()
+
+
+def test_a_row_is_the_same_alone_and_in_company():
+    pages = make_pages([300, 0, 77], 2, 16, torch.float32)
+    q = queries(3, 2, 6, 16, torch.float32, "cpu")
+    together, _ = decode_attention(q, *pages)
+    for row in range(3):
+        alone, _ = decode_attention(
+            q[row : row + 1].contiguous(), pages.k, pages.v, pages.table[row : row + 1], pages.lens[row : row + 1]
+        )
+        assert torch.equal(alone[0], together[row])
+    assert not together[1].any()
+
+
+def test_decoding_a_token_equals_prefilling_it():
+    pages = make_pages([300], 2, 16, torch.float32)
+    q = queries(1, 3, 6, 16, torch.float32, "cpu")
+    decoded, _ = decode_attention(q, *pages)
+    prefilled, _ = prefill_attention(q[0], *pages, torch.tensor([0, 3], dtype=torch.int32))
+    assert torch.equal(decoded[0], prefilled)
+
+
+def test_rows_may_share_the_pages_of_a_prefix():
+    pages = make_pages([640, 640], 1, 16, torch.float32)
+    pages.table[1, :5] = pages.table[0, :5]
+    q = queries(1, 1, 2, 16, torch.float32, "cpu").expand(2, -1, -1, -1).contiguous()
+    windowed, _ = decode_attention(q, pages.k, pages.v, pages.table, torch.tensor([320, 320], dtype=torch.int32))
+    assert torch.equal(windowed[0], windowed[1])
+
+
+def test_what_does_not_fit_is_named():
+    pages = make_pages([65], 2, 16, torch.float32)
+    with pytest.raises(ValueError, match=r"q_len 1..8, got \[1, 9, 4, 16\]"):
+        decode_attention(torch.zeros(1, 9, 4, 16), *pages)
+    with pytest.raises(ValueError, match="q must have context_lens' batch 1, got 2"):
+        decode_attention(torch.zeros(2, 1, 4, 16), *pages)
+    with pytest.raises(ValueError, match="k_pages must be contiguous"):
+        decode_attention(torch.zeros(1, 1, 4, 16), pages.k[::2], pages.v[::2], pages.table, pages.lens)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a Hopper GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize(
+    ("lens", "kv_heads", "group", "head_dim", "q_len", "soft_cap", "window"),
+    [
+        ([0, 1, 63, 64, 65, 8191], 1, 8, 128, 1, None, None),
+        ([0, 1, 63, 64, 65, 8191], 8, 8, 128, 2, None, None),
+        ([0, 1, 63, 64, 65, 8191], 1, 8, 128, 8, None, None),
+        ([262144], 1, 8, 128, 1, None, None),
+        ([512] * 64, 1, 8, 128, 4, None, None),
+        ([3000, 0, 77, 64, 1, 900] * 80, 2, 4, 128, 1, None, None),
+        ([100, 5000, 700], 1, 8, 128, 2, 30.0, 300),
+        ([1, 63, 8191], 3, 3, 64, 5, None, None),
+        ([1, 63, 8191], 1, 16, 256, 1, None, None),
+        ([1, 63, 8191], 8, 1, 128, 1, None, None),
+    ],
+)
+def test_the_hopper_kernel_equals_the_reference(dtype, lens, kv_heads, group, head_dim, q_len, soft_cap, window):
+    pages = make_pages(lens, kv_heads, head_dim, dtype, "cuda")
+    q = queries(len(lens), q_len, kv_heads * group, head_dim, dtype, "cuda")
+    scale = scales(q.shape[:3], kv_heads, per_head=True, device="cuda") if dtype == FP8 else {}
+    ctas = decode_ctas(q.device)
+    scratch = DecodeScratch.allocate(ctas, q_len, group, head_dim, q.device)
+    plan = decode_plan(pages.lens, kv_heads, ctas=ctas, q_len=q_len, window=window)
+    runs = [
+        decode_attention(q, *pages, soft_cap=soft_cap, window=window, plan=plan, scratch=scratch, overlap=again, **scale)
+        for again in (False, True, True)
+    ]
+    expected, expected_lse = decode_attention_reference(
+        q, *pages, soft_cap=soft_cap, window=window, dtype=torch.float64, **scale
+    )
+    for out, lse in runs:
+        assert relative_error(out, expected) < TOLERANCE[dtype]
+        torch.testing.assert_close(lse.double(), expected_lse, atol=5e-3, rtol=1e-3)
+    assert not scratch.counters.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a Hopper GPU")
+def test_the_fp8_error_does_not_grow_with_the_context():
+    errors = []
+    for length in (4096, 262144):
+        pages = make_pages([length], 1, 128, FP8, "cuda")
+        q = queries(1, 1, 8, 128, FP8, "cuda")
+        out, _ = decode_attention(q, *pages)
+        expected, _ = decode_attention_reference(q, *pages, dtype=torch.float64)
+        errors.append(relative_error(out, expected))
+    assert errors[1] < 1.5 * errors[0]
