@@ -21,6 +21,8 @@ __all__ = ["Candidate", "Decision", "RoutedPrompt", "Router"]
 # Predictions this close are one: 5 % and 2 ms.
 _NEAR_SHARE = 1.05
 _NEAR_S = 0.002
+# Waiting this share of the work that a warm cache saves is worth it: computing it again would delay others.
+_PATIENCE = 0.25
 # A home may carry a quarter more than the mean.
 _BOUND = 1.25
 
@@ -124,8 +126,13 @@ def _home_key(prompt: RoutedPrompt, deepest_known: int) -> bytes:
 def _choose(able: Sequence[Candidate]) -> tuple[Candidate, str]:
     if len(able) == 1:
         return able[0], "the only one that can take it"
-    fastest = min(candidate.prediction.ttft_s for candidate in able)
-    near = [c for c in able if c.prediction.ttft_s <= fastest * _NEAR_SHARE + _NEAR_S]
+    fastest = min((candidate.prediction for candidate in able), key=lambda prediction: prediction.ttft_s)
+    limit_s = fastest.ttft_s * _NEAR_SHARE + _NEAR_S
+    near = [
+        c
+        for c in able
+        if c.prediction.ttft_s <= limit_s + _PATIENCE * max(0.0, fastest.prefill_s - c.prediction.prefill_s)
+    ]
     deepest = max(candidate.prediction.device_blocks for candidate in near)
     if deepest:
         holders = [c for c in near if c.prediction.device_blocks == deepest]
