@@ -53,7 +53,8 @@ class _Live:
 
 
 class Face:
-    """``send`` passes a message to a rank's worker group; ``ask_cache`` a worker's wish, and its request's trace, to the cache connector."""
+    """``send`` passes a message to a rank's worker group; ``ask_cache`` a worker's wish, with its request's trace, to
+    the cache connector."""
 
     def __init__(
         self,
