@@ -27,9 +27,6 @@ from tests.tiny_model import EOS_ID, VOCAB_SIZE, write_tiny_model
 
 pytestmark = pytest.mark.e2e
 
-HTTP_PORT = 0
-
-
 def prompt(length: int, salt: int = 0) -> list[int]:
     return [(i * 31 + i * i + salt * 17) % 250 for i in range(length)]
 

@@ -170,10 +170,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(attached=st.booleans())
     def attach(self, attached: bool) -> None:
-        if attached:
-            self.rig.scheduler.kv.attached = True
-        else:
-            self.rig.scheduler.kv.detach()
+        self.rig.scheduler.kv.set_attached(attached)
 
     @precondition(lambda self: self.lookups)
     @rule(fraction=st.floats(0, 1))

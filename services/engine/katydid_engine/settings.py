@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from katydid_runtime.settings import ServiceSettings
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from katydid_engine.faults import FaultDelays
@@ -55,6 +55,14 @@ class EngineSettings(ServiceSettings):
     def _check_fault_delays(cls, value: str) -> str:
         FaultDelays.parse(value)
         return value
+
+    @model_validator(mode="after")
+    def _check_batch(self) -> Self:
+        if self.batch_tokens < self.sequences:
+            raise ValueError(
+                f"max_batch_tokens is {self.batch_tokens}; a step decodes max_sequences={self.sequences} tokens at least"
+            )
+        return self
 
     @property
     def name(self) -> str:

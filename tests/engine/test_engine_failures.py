@@ -1,0 +1,143 @@
+"""What an engine process does when something ends, hangs, or was wrong from the start."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from katydid.engine.v1 import engine_pb2 as pb
+
+from tests.engine.engine_process import engine, session
+from tests.engine.test_engine_process import prompt, run
+from tests.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+async def wait_for_health(address: str, status: int, timeout_s: float) -> float:
+    """Seconds until the health service says ``status``."""
+    started = time.monotonic()
+    async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(timeout_s):
+        stub = health_pb2_grpc.HealthStub(channel)
+        while (await stub.Check(health_pb2.HealthCheckRequest())).status != status:
+            await asyncio.sleep(0.02)
+    return time.monotonic() - started
+
+
+def test_a_dead_worker_ends_requests_with_a_typed_error(model: Path, tmp_path: Path) -> None:
+    with engine(model, tmp_path, "--fault-delays", "prefill:300,decode:5") as service:
+
+        async def scenario() -> None:
+            async with session(service.address) as client:
+                delivered = client.submit(prompt(20), max_tokens=3000, ignore_eos=True)
+                while not delivered.output:
+                    await asyncio.sleep(0.01)
+                fresh = client.submit(prompt(600), max_tokens=5)
+                await asyncio.sleep(0.1)
+                (worker,) = service.children()
+                os.kill(worker, signal.SIGKILL)
+                killed = time.monotonic()
+                await asyncio.gather(delivered.done.wait(), fresh.done.wait())
+                assert time.monotonic() - killed < 1.0
+                assert delivered.end.error.reason == "ENGINE_LOST"
+                assert not delivered.end.error.retryable
+                assert fresh.end.error.reason == "UNAVAILABLE"
+                assert fresh.end.error.retryable
+
+        run(scenario())
+        assert service.process.wait(10) not in (0, 2)
+
+
+def test_health_follows_the_step_loop(model: Path, tmp_path: Path) -> None:
+    with engine(model, tmp_path, "--stall-timeout-s", "1") as service:
+
+        async def scenario() -> None:
+            (worker,) = service.children()
+            os.kill(worker, signal.SIGSTOP)
+            assert await wait_for_health(service.address, health_pb2.HealthCheckResponse.NOT_SERVING, 5) > 0.3
+            os.kill(worker, signal.SIGCONT)
+            await wait_for_health(service.address, health_pb2.HealthCheckResponse.SERVING, 5)
+            async with session(service.address) as client:
+                assert len((await client.generate(prompt(20))).output) == 8
+
+        run(scenario())
+
+
+def test_told_to_stop_it_finishes_what_it_has(model: Path, tmp_path: Path) -> None:
+    with engine(model, tmp_path, "--fault-delays", "decode:5") as service:
+
+        async def scenario() -> None:
+            async with session(service.address) as client:
+                answer = client.submit(prompt(20), max_tokens=100, ignore_eos=True)
+                while not answer.output:
+                    await asyncio.sleep(0.01)
+                service.process.send_signal(signal.SIGTERM)
+                while not client.frames[-1].draining:
+                    await asyncio.sleep(0.01)
+                refused = await client.generate(prompt(5))
+                assert (refused.end.error.reason, refused.end.error.retryable) == ("DRAINING", True)
+                await asyncio.wait_for(answer.done.wait(), 20)
+                assert len(answer.output) == 100
+
+        run(scenario())
+        assert service.process.wait(10) == 0
+
+
+def test_drain_aborts_after_its_timeout(model: Path, tmp_path: Path) -> None:
+    with engine(model, tmp_path, "--fault-delays", "decode:20") as service:
+
+        async def scenario() -> None:
+            async with session(service.address) as client:
+                answer = client.submit(prompt(20), max_tokens=3000, ignore_eos=True)
+                request = pb.DrainRequest()
+                request.timeout.FromMilliseconds(300)
+                assert (await client.stub.Drain(request)).aborted == 1
+                await asyncio.wait_for(answer.done.wait(), 5)
+                assert answer.end.reason == pb.FINISH_REASON_ABORT
+
+        run(scenario())
+
+
+def test_a_worker_outlives_its_face_by_no_more_than_a_step(model: Path, tmp_path: Path) -> None:
+    with engine(model, tmp_path) as service:
+        (worker,) = service.children()
+        service.kill()
+        given_up = time.monotonic() + 5
+        while Path(f"/proc/{worker}").exists() and time.monotonic() < given_up:
+            time.sleep(0.02)
+        assert not Path(f"/proc/{worker}").exists()
+
+
+def test_what_cannot_start_says_why_in_one_line(model: Path, tmp_path: Path) -> None:
+    broken = write_tiny_model(tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"\xff" * 64)
+    shallow = write_tiny_model(tmp_path / "shallow")
+    config = json.loads((shallow / "config.json").read_text())
+    (shallow / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for options, said in [
+            (("--model", str(tmp_path / "none")), "config.json"),
+            (("--model", str(broken)), "model.safetensors"),
+            (("--model", str(shallow)), "model.layers.2"),
+            (("--model", str(model), "--listen", address), address),
+        ]:
+            command = [sys.executable, "-m", "katydid_engine", *options]
+            done = subprocess.run(command, capture_output=True, timeout=60)
+            last = done.stderr.decode().splitlines()[-1]
+            assert (done.returncode, said in last) == (2, True), last

@@ -1,0 +1,74 @@
+"""Engines of several ranks: tensor parallel over gloo, and data parallel."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.engine.engine_process import Answer, engine, session
+from tests.engine.test_engine_process import prompt, run
+from tests.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module", params=["llama", "hy_v3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param)
+
+
+async def answers(address: str, dp_rank: int = 0) -> list[Answer]:
+    async with session(address) as client:
+        fields = {"max_tokens": 12, "ignore_eos": True, "dp_rank": dp_rank}
+        first = await client.generate(prompt(130), **fields)
+        rest = [
+            client.submit(prompt(length, length), temperature=0.8, seed=length, n=1 + length % 2, **fields)
+            for length in (1, 64, 65, 200)
+        ]
+        again = client.submit(prompt(130), logprobs=2, prompt_logprobs=1, **fields)
+        await asyncio.gather(*(answer.done.wait() for answer in (*rest, again)))
+        return [first, *rest, again]
+
+
+def test_two_ranks_say_what_one_says(model: Path, tmp_path: Path) -> None:
+    single: list[Answer] = []
+    paired: list[Answer] = []
+
+    async def ask(address: str, into: list[Answer]) -> None:
+        into += await answers(address)
+
+    with engine(model, tmp_path, "--kv-pages", "64") as one, engine(model, tmp_path, "--kv-pages", "64", "--tp", "2") as two:
+        run(ask(one.address, single))
+        run(ask(two.address, paired))
+        assert [answer.tokens for answer in paired] == [answer.tokens for answer in single]
+        assert paired[-1].chosen[0] == pytest.approx(single[-1].chosen[0], abs=1e-4)
+        assert paired[-1].prompt_chosen == pytest.approx(single[-1].prompt_chosen, abs=1e-4)
+        # The rank that only computes dies: the whole engine ends.
+        os.kill(two.children()[1], signal.SIGKILL)
+        killed = time.monotonic()
+        assert two.process.wait(10) not in (0, 2)
+        assert time.monotonic() - killed < 6
+
+
+def test_data_parallel_ranks_are_apart(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny")
+    with engine(model, tmp_path, "--kv-pages", "64", "--dp-ranks", "2") as service:
+
+        async def scenario() -> None:
+            async with session(service.address) as client:
+                first = await client.generate(prompt(130), dp_rank=0)
+                other = await client.generate(prompt(130), dp_rank=1)
+                again = await client.generate(prompt(130), dp_rank=1)
+                assert first.output == other.output == again.output
+                assert (first.cached()[0], other.cached()[0], again.cached()[0]) == (0, 0, 128)
+                await asyncio.sleep(0.5)
+                assert [load.dp_rank for load in client.frames[-1].loads] == [0, 1]
+                wrong = await client.generate(prompt(3), dp_rank=2)
+                assert wrong.end.error.allowed == "0 to 1"
+
+        run(scenario())
