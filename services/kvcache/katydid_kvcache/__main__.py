@@ -47,12 +47,14 @@ async def serve(settings: KvCacheSettings, telemetry: Telemetry) -> None:
         for work in (cache.maintain(), _keep_figures(figures, cache)):
             task = asyncio.create_task(work)
             stack.callback(task.cancel)
+        await server.start()
         if admin is not server:
             await admin.start()
-            await admin.set_serving(True)
             stack.push_async_callback(admin.shut_down)
-        await server.start()
+        # The first READY line of the process names the cache's own address.
         await server.set_serving(True)
+        if admin is not server:
+            await admin.set_serving(True)
 
         async def drain() -> None:
             cache.attachments.draining.set()

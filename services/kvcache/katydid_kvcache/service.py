@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
@@ -12,7 +13,7 @@ from google.protobuf.message_factory import GetMessageClass
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid_cache.records import Snapshot
 from katydid_cache.wire import duration
-from katydid_runtime.errors import UnsupportedError
+from katydid_runtime.errors import ConflictError, InvalidRequestError, UnsupportedError
 from katydid_runtime.telemetry import Span, Telemetry
 from katydid_runtime.trace_context import TraceContext
 
@@ -30,6 +31,7 @@ LONG_LIVED = (f"/{SERVICE}/Attach", f"/{SERVICE}/Watch")
 _RAW = frozenset({"Get", "Put"})
 _IDENTITY_BYTES = 32
 _PREFETCH_LIMIT_S = 600.0
+_READ_OUT_S = 0.1
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -93,6 +95,9 @@ class KvCacheService:
             stream = GetStream(self._cache, messages, context.write)
             try:
                 await stream.run()
+            except (InvalidRequestError, ConflictError):
+                await _read_out(messages)
+                raise
             finally:
                 span.set_all(
                     {
@@ -110,6 +115,9 @@ class KvCacheService:
             stream = PutStream(self._cache, messages, context.write)
             try:
                 await stream.run()
+            except (InvalidRequestError, ConflictError):
+                await _read_out(messages)
+                raise
             finally:
                 span.set_all({"kvcache.blocks.stored": stream.stored, "kvcache.bytes": stream.bytes})
                 self._figures.received_bytes.inc(stream.bytes)
@@ -175,6 +183,14 @@ class KvCacheService:
     async def _delay(self, point: str) -> None:
         if (seconds := self._delays.get(point, 0.0)) > 0:
             await asyncio.sleep(seconds)
+
+
+async def _read_out(messages: AsyncIterator[bytes]) -> None:
+    """Read on for a moment before refusing a stream: a client in mid-write would see its write fail, not the reason."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_READ_OUT_S):
+            async for _ in messages:
+                pass
 
 
 def rpc_handlers(service: KvCacheService) -> grpc.GenericRpcHandler:

@@ -189,7 +189,7 @@ class Store:
         return found
 
     def touch(self, blocks: Sequence[Block]) -> None:
-        """Mark a prefix of one namespace as just used; its deep end is made the colder, so that suffixes go before prefixes."""
+        """Mark a prefix, of one namespace, as just used; its deep end becomes the colder, so that suffixes go first."""
         if blocks:
             for books in self.tiers:
                 order = books.order(blocks[0])
