@@ -57,7 +57,9 @@ class Rig:
 
 
 @asynccontextmanager
-async def rig(folder: Path, *, engines: int = 1, options: MockOptions | None = None, **settings: Any) -> AsyncIterator[Rig]:
+async def rig(
+    folder: Path, *, engines: int = 1, options: MockOptions | None = None, **settings: Any
+) -> AsyncIterator[Rig]:
     """Started and connected; everything is stopped at the end, and nothing may be in flight then."""
     mocks = []
     for _ in range(engines):

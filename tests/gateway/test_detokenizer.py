@@ -34,7 +34,9 @@ def streamed(vocabulary: Vocabulary, ids: list[int], cuts: list[int], *, skip_sp
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, VOCABULARY.size - 1), max_size=40), st.lists(st.integers(0, 40), max_size=6), st.booleans())
+@given(
+    st.lists(st.integers(0, VOCABULARY.size - 1), max_size=40), st.lists(st.integers(0, 40), max_size=6), st.booleans()
+)
 def test_any_ids_in_any_split_equal_decoding_at_once(ids: list[int], cuts: list[int], skip: bool) -> None:
     expected = TOKENIZER.decode(ids, skip_special_tokens=skip)
     assert "".join(streamed(VOCABULARY, ids, cuts, skip_special=skip)) == expected

@@ -88,7 +88,9 @@ def test_a_cold_prefix_has_a_home_that_stays_when_engines_come_and_go() -> None:
     smaller = router(4)
     smaller.engines["e3"].excluded = "draining"
     after = [smaller.decide(key, 0.0).chosen.holder.engine for key in keys]  # type: ignore[union-attr]
-    assert [new for old, new in zip(before, after, strict=True) if old != "e3"] == [old for old in before if old != "e3"]
+    assert [new for old, new in zip(before, after, strict=True) if old != "e3"] == [
+        old for old in before if old != "e3"
+    ]
 
 
 def test_overflow_of_a_home_goes_to_one_second_home() -> None:

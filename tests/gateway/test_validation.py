@@ -11,6 +11,7 @@ from katydid_gateway.requests import (
     Message,
     OutputFormat,
     Prompt,
+    RequestOptions,
     Role,
     SamplingOptions,
     TextPrompt,
@@ -18,7 +19,7 @@ from katydid_gateway.requests import (
     Tool,
     ToolCall,
 )
-from katydid_gateway.validation import ModelLimits, check_model, check_prompt, resolve_sampling
+from katydid_gateway.validation import ModelLimits, check_model, check_options, check_prompt, resolve_sampling
 from katydid_runtime.errors import InvalidRequestError, PromptTooLongError, UnknownModelError
 
 LIMITS = ModelLimits("hy3-tiny", 1000, 500, 4, 5, frozenset({"json_schema"}))
@@ -103,6 +104,26 @@ def test_models() -> None:
     assert (caught.value.field, caught.value.value, caught.value.allowed) == ("model", "gpt-9", "hy3-tiny")
 
 
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (RequestOptions(), None),
+        (RequestOptions(priority=-1000, request_id="x" * 128), None),
+        (RequestOptions(priority=1001), "priority"),
+        (RequestOptions(request_id="x" * 129), "request_id"),
+        (RequestOptions(request_id="a\nb"), "request_id"),
+        (RequestOptions(request_id="ü"), "request_id"),
+    ],
+)
+def test_options(options: RequestOptions, field: str | None) -> None:
+    if field is None:
+        check_options(options)
+        return
+    with pytest.raises(InvalidRequestError) as caught:
+        check_options(options)
+    assert caught.value.field == field
+
+
 USER = Message(Role.USER, "hi")
 CALL = ToolCall(0, "c1", "f", '{"a": 1}')
 
@@ -112,7 +133,9 @@ CALL = ToolCall(0, "c1", "f", '{"a": 1}')
     [
         TextPrompt("hi"),
         TokenPrompt(array("I", [0, 499]).tobytes()),
-        Conversation((USER, Message(Role.ASSISTANT, None, tool_calls=(CALL,)), Message(Role.TOOL, "1", tool_call_id="c1"))),
+        Conversation(
+            (USER, Message(Role.ASSISTANT, None, tool_calls=(CALL,)), Message(Role.TOOL, "1", tool_call_id="c1"))
+        ),
         Conversation((USER,), (Tool("f"), Tool("g.h-i_2")), "none"),
         Conversation((Message(Role.USER, ""),)),
     ],

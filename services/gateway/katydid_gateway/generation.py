@@ -44,7 +44,7 @@ from katydid_gateway.routing.router import Decision, RoutedPrompt
 from katydid_gateway.settings import GatewaySettings
 from katydid_gateway.text.choice_text import ChoiceText
 from katydid_gateway.text.model_text import EncodedPrompt, ModelText
-from katydid_gateway.validation import check_model, check_prompt, resolve_sampling
+from katydid_gateway.validation import check_model, check_options, check_prompt, resolve_sampling
 
 __all__ = ["Generator"]
 
@@ -94,7 +94,8 @@ class Generator:
         Raises InvalidRequestError and its kind for what the caller did wrong, UnavailableError when no engine can
         take it, OverloadedError and DrainingError when this gateway will not.
         """
-        request_id = _request_id(request.options.request_id)
+        check_options(request.options)
+        request_id = request.options.request_id or f"req-{uuid.uuid4().hex}"
         outcome = "internal"
         with (
             log.bind(request=request_id),
@@ -310,16 +311,3 @@ class Generator:
             self._metrics.in_flight.dec()
             if not self._in_flight:
                 self.idle.set()
-
-
-def _request_id(asked: str) -> str:
-    if not asked:
-        return f"req-{uuid.uuid4().hex}"
-    if len(asked) > 128 or not asked.isascii() or not asked.isprintable():
-        raise InvalidRequestError(
-            "the request id is not usable",
-            field="request_id",
-            value=asked,
-            allowed="1 to 128 printable ASCII characters",
-        )
-    return asked

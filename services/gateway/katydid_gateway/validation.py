@@ -19,6 +19,7 @@ from katydid_gateway.requests import (
     Message,
     OutputFormat,
     Prompt,
+    RequestOptions,
     Role,
     Sampling,
     SamplingOptions,
@@ -27,8 +28,10 @@ from katydid_gateway.requests import (
     Tool,
 )
 
-__all__ = ["ModelLimits", "check_model", "check_prompt", "resolve_sampling"]
+__all__ = ["ModelLimits", "check_model", "check_options", "check_prompt", "resolve_sampling"]
 
+MAX_PRIORITY = 1000
+MAX_REQUEST_ID = 128
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_LOGIT_BIAS = 1024
@@ -56,6 +59,20 @@ def check_model(asked: str, limits: ModelLimits) -> None:
     if asked and asked != limits.model:
         raise UnknownModelError(
             f"the model {asked!r} does not exist here", field="model", value=asked, allowed=limits.model
+        )
+
+
+def check_options(options: RequestOptions) -> None:
+    """What concerns the request as a whole. Raises InvalidRequestError."""
+    if not -MAX_PRIORITY <= options.priority <= MAX_PRIORITY:
+        raise _wrong("priority", options.priority, f"an integer in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
+    name = options.request_id
+    if len(name) > MAX_REQUEST_ID or not name.isascii() or not name.isprintable():
+        raise InvalidRequestError(
+            "the request id is not usable",
+            field="request_id",
+            value=name,
+            allowed=f"at most {MAX_REQUEST_ID} printable ASCII characters",
         )
 
 

@@ -199,11 +199,8 @@ def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
 
 
 def _options(body: ChatCompletionBody | CompletionBody, request_id: str) -> RequestOptions:
-    priority = body.priority or 0
-    if not -(2**31) <= priority < 2**31:
-        raise InvalidRequestError("priority is no 32-bit integer", field="priority", value=priority)
     return RequestOptions(
-        priority=priority,
+        priority=body.priority or 0,
         prompt_cache_key=body.prompt_cache_key or "",
         bypass_cache=bool(body.bypass_cache),
         allow_sparse_prefill=bool(body.allow_sparse_prefill),
