@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +24,9 @@ def main() -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run `katydid` with the given words; returns the exit code."""
+    # gRPC's own remarks about lost connections would otherwise stand between the lines of this command.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
     from katydid_cli.app import app
 
     try:

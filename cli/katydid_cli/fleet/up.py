@@ -67,7 +67,7 @@ async def _up(options: FleetOptions, log_level: str, start_timeout_s: float) -> 
     except KatydidError as error:
         code = 2 if isinstance(error, ChildExitError) and error.code == 2 else 1
         display.settle()
-        console.print(f"katydid: {error}", style="bold red", soft_wrap=True, markup=False)
+        Console(stderr=True, highlight=False).print(f"katydid: {error}", style="bold red", soft_wrap=True, markup=False)
     finally:
         display.settle()
         await supervisor.stop()
