@@ -96,7 +96,6 @@ class Engine:
     ) -> None:
         self._settings = settings
         self._model = model
-        self._cache = cache
         self._boot_id = uuid.uuid4().hex
         self._pages = min(worker.ready.num_pages for worker in workers)
         self.groups = [worker.group for worker in workers]
@@ -165,7 +164,7 @@ class Engine:
             reattach_window=duration(settings.reattach_window_s),
             max_choices=limits.max_choices,
             max_logprobs=limits.max_logprobs,
-            kv_cache_attached=self._cache is not None and self._cache.attached,
+            kv_cache_attached=any(connector.attached for connector in self._connectors),
             version=importlib.metadata.version("katydid"),
             tokenizer_digest=tokenizer_digest(folder) if (folder / "tokenizer.json").exists() else b"",
             block_bytes=self._model.layout.block_bytes,

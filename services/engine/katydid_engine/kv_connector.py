@@ -46,7 +46,8 @@ logger = logging.getLogger(__name__)
 
 
 class KvConnector:
-    """Serves one worker group. ``client`` degrades: it never raises because the service is away."""
+    """Serves one worker group. ``client`` degrades: it never raises because the service is away. ``attached`` is what the
+    group was told last."""
 
     def __init__(
         self,
@@ -56,6 +57,7 @@ class KvConnector:
         metrics: EngineMetrics,
         faults: FaultDelays,
     ) -> None:
+        self.attached = False
         self._client = client
         self._staging = staging
         self._send = send
@@ -92,13 +94,12 @@ class KvConnector:
             await asyncio.gather(*fetches, return_exceptions=True)
 
     async def _follow_attachment(self) -> None:
-        told: bool | None = None
         while True:
-            if told != self._client.attached:
-                told = self._client.attached
-                self._send(SetKv(told))
-                self._metrics.kv_attached.set(told)
-                logger.info("cache service is %s", "attached" if told else "away")
+            if self.attached != self._client.attached:
+                self.attached = self._client.attached
+                self._send(SetKv(self.attached))
+                self._metrics.kv_attached.set(self.attached)
+                logger.info("the cache service is %s", "attached" if self.attached else "away")
             await asyncio.sleep(_ATTACHED_POLL_S)
 
     async def _fetch(self, ask: KvLookup, trace: TraceContext | None) -> None:
