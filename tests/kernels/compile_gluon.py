@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import katydid_kernels.gemm.dense as dense
 import katydid_kernels.gemm.experts as experts
@@ -22,7 +22,7 @@ E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 class Recorder:
     """Stands for a kernel: a launch compiles it and remembers the result."""
 
-    launched: list[tuple[str, Cubin]] = []
+    launched: ClassVar[list[tuple[str, Cubin]]] = []
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -52,7 +52,7 @@ def run_experts(dtype: torch.dtype, tokens: int, **scales: torch.Tensor) -> None
     w13, w2 = zeros(count, 2 * width, hidden, dtype=dtype), zeros(count, hidden, width, dtype=dtype)
     x, out = zeros(tokens, hidden, dtype=dtype), zeros(tokens, hidden, dtype=BF16)
     ids = torch.zeros(tokens, top_k, dtype=torch.int32)
-    workspace = experts.ExpertWorkspace.allocate(tokens, top_k, w13, w2)
+    workspace = experts.ExpertWorkspace.allocate(tokens, top_k, w2)
     ones = experts.ExpertScales(torch.ones(count, 2), torch.ones(count), torch.ones(1), **scales)
     experts.run_experts(x, w13, w2, torch.ones(tokens, top_k), ids, out, ones, workspace, shared=out)
 
@@ -63,7 +63,7 @@ def main() -> None:
         for name, value in vars(module).copy().items():
             if name.endswith("_kernel"):
                 setattr(module, name, Recorder(value))
-    experts.plan_routes = lambda ids, plan, count, first_expert: plan  # type: ignore[assignment]
+    experts.plan_routes = lambda ids, plan, count, tile, first_expert: plan  # type: ignore[assignment]
     experts.combine = lambda *args, **kwargs: None  # type: ignore[assignment]
 
     vector, matrix, one = torch.ones(512), zeros(512, 1024, dtype=BF16), torch.ones(1)

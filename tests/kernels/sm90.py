@@ -61,7 +61,9 @@ def compile_gluon(kernel: Any, options: dict[str, int], **arguments: Any) -> Cub
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage = subprocess.run([_TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True)
+        usage = subprocess.run(
+            [_TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
         sass = subprocess.run([_TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True)
     stack = re.search(r"STACK:(\d+)", usage.stdout)
     assert stack is not None, usage.stdout

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-
 from katydid_kernels.decode_plan import MIN_TILES, PIECE_COST, TILE, Piece, decode_plan, decode_plan_reference
 
 lengths = st.one_of(

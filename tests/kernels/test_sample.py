@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from katydid_kernels import LogitBias, Penalties, SamplingBatch, logprobs, sample
 from katydid_kernels.philox import gumbel_noise
+from katydid_kernels.sample import _likeliest
 from torch import Tensor
 
 
@@ -72,6 +73,36 @@ def test_temperature() -> None:
 def test_filters_keep_the_likeliest(fields: dict[str, float], kept: int) -> None:
     expected = [p / sum(P[:kept]) for p in P[:kept]] + [0.0] * (5 - kept)
     assert_frequencies(draw(P, **fields), expected)
+
+
+def kept_by_definition(probabilities: list[float], top_k: int, top_p: float) -> set[int]:
+    order = sorted(range(len(probabilities)), key=lambda token: (-probabilities[token], token))
+    order = order[: top_k or None]
+    total = sum(probabilities[token] for token in order) if top_k else 1.0
+    kept, mass = set(), 0.0
+    for token in order:
+        if top_p < 1 and mass >= top_p * total:
+            break
+        kept.add(token)
+        mass += probabilities[token]
+    return kept
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    # Multiples of 1/256: sums are exact, and equals are common.
+    parts=st.lists(st.integers(0, 12), min_size=6, max_size=24),
+    top_k=st.integers(0, 30),
+    top_p=st.integers(1, 16),
+    candidates=st.integers(1, 30),
+)
+def test_kept_set_whatever_the_number_of_candidates(parts: list[int], top_k: int, top_p: int, candidates: int) -> None:
+    scaled = [part / 256 for part in parts]
+    probabilities = [*scaled, 1.0 - sum(scaled)] if sum(scaled) < 1 else [1.0, *([0.0] * 6)]
+    found = _likeliest(
+        torch.tensor([probabilities]), torch.tensor([top_k], dtype=torch.int32), torch.tensor([top_p / 16]), candidates
+    )
+    assert set(found[0].nonzero()[:, 0].tolist()) == kept_by_definition(probabilities, top_k, top_p / 16)
 
 
 def test_top_k_of_equals_keeps_the_lower_ids() -> None:

@@ -76,32 +76,32 @@ def prefill_attention_reference(
     acc = torch.zeros_like(q_tiles)
     last = position.max(dim=1).values
     oldest = (position.masked_fill(position < 0, 1 << 30).min(dim=1).values - window + 1) if window else None
-    span = _SEGMENT_PAGES * PAGE
-    for begin in range(0, int(last.max()) + 1, span):
+    k_factor = 1.0 if k_scale is None else k_scale.to(dtype).reshape(1, 1, -1, 1, 1)
+    for first_page in range(0, int(last.max()) // PAGE + 1, _SEGMENT_PAGES):
+        begin, end = first_page * PAGE, (first_page + _SEGMENT_PAGES) * PAGE
         seen = last >= begin
         if oldest is not None:
-            seen &= oldest < begin + span
+            seen &= oldest < end
         index = seen.nonzero().squeeze(1)
         if not len(index):
             continue
-        key_position = begin + torch.arange(span, device=q.device)
-        keys, values = _segment(k_pages, v_pages, block_table, rows[index], begin // PAGE, last[index], dtype)
-        if k_scale is not None:
-            keys = keys * k_scale.to(dtype).reshape(1, -1, 1, 1)
-        scores = q_tiles[index] @ keys.transpose(2, 3)
+        pages = _segment(block_table, rows[index], first_page, last[index])
+        values = _written_values(v_pages[pages].to(dtype), first_page, last[index])
+        scores = q_tiles[index, None] @ (k_pages[pages].to(dtype) * k_factor).transpose(3, 4)
         if soft_cap is not None:
             scores = soft_cap * torch.tanh(scores / soft_cap)
-        at = row_position[index][:, None, :, None]
-        visible = key_position <= at
+        at = row_position[index][:, None, None, :, None]
+        token = torch.arange(begin, end, device=q.device).reshape(1, _SEGMENT_PAGES, 1, 1, PAGE)
+        visible = token <= at
         if window is not None:
-            visible &= key_position > at - window
+            visible &= token > at - window
         scores = scores.masked_fill(~visible, float("-inf"))
-        new_maximum = torch.maximum(maximum[index], scores.amax(dim=3))
+        new_maximum = torch.maximum(maximum[index], scores.amax(dim=(1, 4)))
         finite = new_maximum.masked_fill(new_maximum == float("-inf"), 0.0)
-        weights = torch.exp(scores - finite[..., None])
+        weights = torch.exp(scores - finite[:, None, :, :, None])
         keep = torch.exp(maximum[index] - finite)
-        total[index] = total[index] * keep + weights.sum(dim=3)
-        acc[index] = acc[index] * keep[..., None] + weights @ values
+        total[index] = total[index] * keep + weights.sum(dim=(1, 4))
+        acc[index] = acc[index] * keep[..., None] + (weights @ values.transpose(3, 4)).sum(dim=1)
         maximum[index] = new_maximum
 
     if v_scale is not None:
@@ -115,16 +115,23 @@ def prefill_attention_reference(
     return out, lse
 
 
-def _segment(
-    k_pages: Tensor, v_pages: Tensor, block_table: Tensor, rows: Tensor, first_page: int, last: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Keys and values `[tiles, kv_heads, tokens, head_dim]` of one segment; slots no tile may see read as zero."""
+def _segment(block_table: Tensor, rows: Tensor, first_page: int, last: Tensor) -> Tensor:
+    """Page numbers `[tiles, pages]` of one segment; page 0 stands in where a tile has none."""
     index = first_page + torch.arange(_SEGMENT_PAGES, device=rows.device)
-    within = index <= (last // PAGE)[:, None]
-    pages = block_table[rows][:, index.clamp(max=block_table.shape[1] - 1)].long()
-    pages = torch.where(within, pages, 0)
-    keys = k_pages[pages].to(dtype).transpose(1, 2).flatten(2, 3)
-    values = v_pages[pages].to(dtype).permute(0, 2, 1, 4, 3).flatten(2, 3)
-    token = first_page * PAGE + torch.arange(_SEGMENT_PAGES * PAGE, device=rows.device)
-    written = (token <= last[:, None])[:, None, :, None]
-    return keys.masked_fill(~written, 0.0), values.masked_fill(~written, 0.0)
+    pages = block_table[rows[:, None], index.clamp(max=block_table.shape[1] - 1)].long()
+    return torch.where(index <= (last // PAGE)[:, None], pages, 0)
+
+
+def _written_values(values: Tensor, first_page: int, last: Tensor) -> Tensor:
+    """Zero what lies behind a tile's last token, in place: a weight of zero does not silence a NaN.
+
+    `values` is `[tiles, pages, kv_heads, head_dim, 64]`.
+    """
+    for i in range(_SEGMENT_PAGES):
+        written = last + 1 - (first_page + i) * PAGE
+        short = (written < PAGE).nonzero().squeeze(1)
+        if len(short):
+            column = torch.arange(PAGE, device=last.device)
+            unwritten = (column >= written[short, None])[:, None, None, :]
+            values[short, i] = values[short, i].masked_fill(unwritten, 0.0)
+    return values
