@@ -172,6 +172,43 @@ def trace(
     show_trace(files, trace_id)
 
 
+@app.command("eval")
+def evaluate(
+    model: Annotated[str | None, typer.Option(help="Model folder or name; by default the embedded model.")] = None,
+    data: Annotated[Path, typer.Option(help="Folder of the held-out documents.")] = default_cache_dir()
+    / "hy3-tiny-data",
+    configuration: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME and engine options, such as 'bf16 --dtype=bfloat16'; several are compared side by side."
+        ),
+    ] = None,
+    task: Annotated[list[str] | None, typer.Option(help="bits, recall, choice, tools or mtp; by default all.")] = None,
+    extent: Annotated[str, typer.Option(help="quick or full.")] = "quick",
+    in_process: Annotated[
+        bool, typer.Option(help="Run the engine's model in this process, without a service.")
+    ] = False,
+    output: Annotated[Path | None, typer.Option(help="Write all figures to this JSON file.")] = None,
+    cache_dir: CacheDir = default_cache_dir(),
+) -> None:
+    """Measure a model's quality in one or many engine configurations, side by side."""
+    from katydid_cli.evaluation.command import Configuration, EvaluationOptions, parse_configuration
+    from katydid_cli.evaluation.command import evaluate as run_evaluation
+    from katydid_cli.evaluation.suite import TASKS
+    from katydid_cli.model_folder import resolve_model
+
+    options = EvaluationOptions(
+        model=resolve_model(model, cache_dir),
+        data=data,
+        configurations=tuple(map(parse_configuration, configuration or ())) or (Configuration("default"),),
+        tasks=tuple(task or TASKS),
+        extent=extent,
+        in_process=in_process,
+        output=output,
+    )
+    raise typer.Exit(run_evaluation(options))
+
+
 @models_app.command("list")
 def list_models(cache_dir: CacheDir = default_cache_dir()) -> None:
     """Show the models that can be prepared, and what is there already."""

@@ -24,10 +24,13 @@ from katydid_runtime.errors import ModelFolderError, SettingsError, UnknownModel
         (["bench", "--rate", "0"], "--rate=0.0: must be more than 0"),
         (["bench", "--workload", "replay"], "--workload=replay needs --replay FILE"),
         (["bench", "--workload", "dance"], "Invalid value for '--workload'"),
+        (["eval", "--model", "gpt-17"], "model 'gpt-17' is neither a folder nor one of"),
+        (["eval", "--model", "FOLDER", "--task", "poetry"], "poetry"),
     ],
 )
-def test_what_was_asked_wrongly_is_one_line_and_exit_code_2(argv, complaint, capsys):
-    assert run(argv) == 2
+def test_what_was_asked_wrongly_is_one_line_and_exit_code_2(argv, complaint, capsys, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert run([word.replace("FOLDER", str(tmp_path)) for word in argv]) == 2
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
     assert line.startswith("katydid: ")
@@ -44,7 +47,7 @@ def test_no_gateway_is_one_line_and_exit_code_1(argv, capsys):
 def test_help(capsys):
     assert run([]) == 0
     commands = capsys.readouterr().out
-    for command in ("up", "serve-gateway", "serve-engine", "serve-kvcache", "chat", "bench", "trace", "models"):
+    for command in ("up", "serve-gateway", "serve-engine", "serve-kvcache", "chat", "bench", "trace", "eval", "models"):
         assert command in commands
     assert run(["up", "--help"]) == 0
     assert "--kv-disk-dir" in capsys.readouterr().out
