@@ -33,6 +33,8 @@ __all__ = [
     "sample_reference",
 ]
 
+_CANDIDATES = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
@@ -174,17 +176,47 @@ def _unpack_bits(words: Tensor, size: int) -> Tensor:
 def _gumbel_max(logits: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
     scaled = logits / batch.temperature[rows].unsqueeze(1)
     if batch.filters:
-        scaled = _filter(scaled, batch.top_k[rows], batch.top_p[rows], batch.min_p[rows])
+        probabilities = scaled.softmax(dim=-1)
+        kept = _likeliest(probabilities, batch.top_k[rows], batch.top_p[rows], _CANDIDATES)
+        kept &= probabilities >= batch.min_p[rows].unsqueeze(1) * probabilities.amax(dim=-1, keepdim=True)
+        scaled = scaled.masked_fill(~kept, -torch.inf)
     return (scaled + gumbel_noise(batch.seeds[rows], batch.positions[rows], logits.shape[1])).argmax(dim=-1)
 
 
-def _filter(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    # Stable, so that among equals the lower id is kept.
-    ordered, ids = scaled.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(scaled.shape[1], device=scaled.device)
-    dropped = (top_k.unsqueeze(1) > 0) & (rank >= top_k.unsqueeze(1))
-    probabilities = ordered.masked_fill(dropped, -torch.inf).softmax(dim=-1)
-    mass_before = probabilities.cumsum(dim=-1) - probabilities
-    dropped |= (top_p.unsqueeze(1) < 1) & (mass_before >= top_p.unsqueeze(1))
-    dropped |= probabilities < min_p.unsqueeze(1) * probabilities[:, :1]
-    return scaled.masked_fill(torch.zeros_like(dropped).scatter_(1, ids, dropped), -torch.inf)
+def _likeliest(probabilities: Tensor, top_k: Tensor, top_p: Tensor, num_candidates: int) -> Tensor:
+    """What top-k and then top-p keep, bool ``[R, V]``.
+
+    Sorting a vocabulary is a hundred times the rest of the work, and the kept set is small as a rule: only the
+    ``num_candidates`` likeliest are put in order, and rows they do not settle are done again with all.
+    """
+    vocab_size = probabilities.shape[1]
+    num_candidates = min(num_candidates, vocab_size)
+    ordered, ids = _in_order(probabilities, num_candidates)
+    mass = ordered.cumsum(dim=-1)
+    limit = torch.where(top_k > 0, top_k, vocab_size).unsqueeze(1)
+    mass_of_top_k = mass.gather(1, limit.clamp(max=num_candidates).long() - 1)
+    total = torch.where(limit < vocab_size, mass_of_top_k, 1.0)
+    top_p = top_p.unsqueeze(1)
+    kept = torch.arange(num_candidates, device=ids.device) < limit
+    kept &= (top_p >= 1) | (mass - ordered < top_p * total)
+    result = torch.zeros_like(probabilities, dtype=torch.bool).scatter_(1, ids, kept)
+    if num_candidates == vocab_size:
+        return result
+    # Settled: the set ends before the candidates do, and not among equals that may go on outside them.
+    num_kept = kept.sum(dim=-1, keepdim=True).clamp(min=1)  # none where every token is banned
+    unfiltered = (limit >= vocab_size) & (top_p >= 1)
+    settled = unfiltered | ((num_kept < num_candidates) & (ordered.gather(1, num_kept - 1) > ordered[:, -1:]))
+    result |= unfiltered
+    open_rows = (~settled).nonzero()[:, 0]
+    if len(open_rows):
+        result[open_rows] = _likeliest(probabilities[open_rows], top_k[open_rows], top_p[open_rows, 0], vocab_size)
+    return result
+
+
+def _in_order(probabilities: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` largest of each row and their ids, largest first, equals in the order of their ids."""
+    if count == probabilities.shape[1]:
+        return torch.sort(probabilities, dim=-1, descending=True, stable=True)
+    ids = probabilities.topk(count, dim=-1).indices.sort(dim=-1).values
+    ordered, order = torch.sort(probabilities.gather(1, ids), dim=-1, descending=True, stable=True)
+    return ordered, ids.gather(1, order)

@@ -227,5 +227,14 @@ def test_large_vocabulary_rows_keep_their_bits(threads: int) -> None:
         torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize("fields", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"temperature": 0.0}])
+@pytest.mark.parametrize("vocab_size", [10, 3000])
+def test_row_with_every_token_banned(vocab_size: int, fields: dict[str, float]) -> None:
+    logits = torch.zeros(2, vocab_size)
+    logits[0] = -torch.inf
+    logits[1, :-1] = -torch.inf
+    assert sample(logits, batch_of(2, **fields)).tolist() == [0, vocab_size - 1]
+
+
 def test_empty_batch() -> None:
     assert sample(torch.empty(0, 10), batch_of(0)).shape == (0,)
