@@ -1,7 +1,7 @@
-"""The weighted sum that ends a mixture of experts: each token reads the rows its pairs went to, in the order of choice.
+"""The weighted sum that ends a mixture of experts: each token reads the rows its pairs went to, in order of choice.
 
-Bound by memory: top_k rows read for one written. The sum is in fp32 and rounded once, so a token's bits depend neither on
-the batch nor on the order the experts ran in.
+Bound by memory: top_k rows read for one written. The sum is in fp32 and rounded once, so a token's bits depend neither
+on the batch nor on the order the experts ran in.
 """
 
 from __future__ import annotations

@@ -15,7 +15,16 @@ from katydid_kernels.gemm.plain import plain_gemm, scale_step
 from katydid_kernels.gemm.tuning import NarrowTile, WideTile, narrow_tile, wide_tile
 from katydid_kernels.gemm.wide_kernel import wide_gemm_kernel
 
-__all__ = ["GLUON_TYPE", "REGISTERS", "gemm", "gemm_reference", "launch_narrow", "launch_wide", "runs_gluon", "sm_count"]
+__all__ = [
+    "GLUON_TYPE",
+    "REGISTERS",
+    "gemm",
+    "gemm_reference",
+    "launch_narrow",
+    "launch_wide",
+    "runs_gluon",
+    "sm_count",
+]
 
 # Registers a thread at launch, by consumer warpgroups: 64 K over them and the producer's warpgroup.
 REGISTERS = {1: 255, 2: 168, 3: 128}
@@ -128,8 +137,11 @@ def launch_wide(
     tiles: Tensor | None = None,
     tile_count: Tensor | None = None,
 ) -> Tensor:
-    """The wide kernel itself, grouped where `tiles` and `tile_count` of a `RoutePlan` are given (then b is ``[E, N, K]``,
-    N a multiple of the tile's columns, and col_scale ``[E]``). Columns of `a` past K must be finite."""
+    """The wide kernel itself, grouped where `tiles` and `tile_count` of a `RoutePlan` are given.
+
+    Grouped, b is ``[E, N, K]``, N a multiple of the tile's columns, and col_scale ``[E]``. Columns of `a` past K
+    must be finite.
+    """
     n, k = b.shape[-2:]
     block_k = 128 // a.element_size()
     b = b.view(-1, k)
@@ -157,7 +169,8 @@ def launch_wide(
         WGS=tile.warpgroups,
         PINGPONG=tile.pingpong,
         PROMOTE=promote,
-        VECTORS=_vectors(row_scale, col_scale) if tiles is None else "none" if col_scale is None else "scalar",
+        ROW_VECTOR=row_scale is not None and row_scale.numel() > 1,
+        COL_VECTOR=tiles is None and col_scale is not None and col_scale.numel() > 1,
         num_warps=4,
         maxnreg=REGISTERS[tile.warpgroups],
     )
@@ -187,9 +200,7 @@ def launch_narrow(
     m, k = a.shape
     n = b.shape[0]
     block_k = 128 // a.element_size()
-    partial, counters = _narrow_scratch(
-        a.device, tile.warpgroups, tile.tokens, triton.cdiv(n, 64 * tile.warpgroups)
-    )
+    partial, counters = _narrow_scratch(a.device, tile.warpgroups, tile.tokens, triton.cdiv(n, 64 * tile.warpgroups))
     narrow_gemm_kernel[(sm_count(a.device),)](
         descriptor(a, [tile.tokens, block_k]),
         descriptor(b, [64, block_k]),
@@ -214,15 +225,6 @@ def launch_narrow(
         maxnreg=128 if tile.warpgroups == 1 else 112,
     )
     return out
-
-
-def _vectors(row_scale: Tensor | None, col_scale: Tensor | None) -> str:
-    """Which scales vary: none of them exist, all are scalars, or the row, column or both are vectors."""
-    if row_scale is None and col_scale is None:
-        return "none"
-    row = row_scale is not None and row_scale.numel() > 1
-    col = col_scale is not None and col_scale.numel() > 1
-    return {(False, False): "scalar", (True, False): "row", (False, True): "col", (True, True): "both"}[row, col]
 
 
 def gemm_reference(

@@ -1,7 +1,7 @@
 """What the expert kernels share: tiles of D^T = W X^T, with the weights as wgmma's rows and tokens as its columns.
 
-A few tokens then waste nothing: wgmma's columns go down to 8, its rows are always 64. The token rows are read through an
-index, 16 bytes a thread by cp.async, which counts into the same mbarrier as the TMA of the weights.
+A few tokens then waste nothing: wgmma's columns go down to 8, its rows are always 64. The token rows are read through
+an index, 16 bytes a thread by cp.async, which counts into the same mbarrier as the TMA of the weights.
 
 Gate and up rows are interleaved eight by eight as TMA fetches them from ``w13[E, 2 * I, K]`` (a view with the halves as
 an inner dimension), so a thread's accumulator holds the gate and the up of one (expert column, token) side by side and
@@ -46,10 +46,11 @@ def copy_rows(buffer, source, barrier):
 
 @gluon.jit
 def multiply(
-    WHO: gl.constexpr, x_bufs, w_bufs, full, empty, stage, phase, steps, ROWS: gl.constexpr,
-    STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr, GATHERED: gl.constexpr,
+    WHO: gl.constexpr, ring, stage, phase, steps, ROWS: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr,
+    PROMOTE: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
     """The product of `steps` stages, ``[ROWS, tokens]`` for ROWS weight rows, and the place in the ring after them."""
+    x_bufs, w_bufs, full, empty = ring
     TOKENS: gl.constexpr = x_bufs.type.shape[1]
     BLOCK_K: gl.constexpr = x_bufs.type.shape[2]
     K_STEP: gl.constexpr = 256 // x_bufs.dtype.primitive_bitwidth
@@ -81,7 +82,7 @@ def multiply(
 
 @gluon.jit
 def scaled_swiglu(acc, expert, row, end, up_scale_ptr, inverse_scale, token_scale_ptr, rows_ptr):
-    """``silu(gate) * up * inverse_scale`` of an interleaved accumulator, ``[ROWS / 2, TOKENS]`` in registers as it lies.
+    """``silu(gate) * up * inverse_scale`` of an interleaved accumulator, ``[ROWS / 2, TOKENS]``, in place.
 
     up_scale_ptr: fp32 ``[E, 2]`` for gate and up; token_scale_ptr: fp32 ``[T]`` or None.
     """

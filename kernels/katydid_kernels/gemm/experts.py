@@ -43,35 +43,29 @@ class ExpertScales:
 
 @dataclass(frozen=True)
 class ExpertWorkspace:
-    """Scratch of one batch size: nothing is allocated while a batch runs, so the launches can be captured."""
+    """Scratch made once: nothing is allocated while a batch runs, so its launches can be captured. For one stream."""
 
     plan: RoutePlan
     h: Tensor
     y: Tensor
     ready: Tensor
     sync: Tensor
-    tile: DecodeTile | UpTile
 
     @staticmethod
-    def allocate(
-        tokens: int, top_k: int, w13: Tensor, w2: Tensor, tile: DecodeTile | UpTile | None = None
-    ) -> ExpertWorkspace:
-        """Scratch for batches of `tokens` rows through these weights, on the way `tile` takes (tuned when None)."""
+    def allocate(tokens: int, top_k: int, w2: Tensor) -> ExpertWorkspace:
+        """Scratch for batches of up to `tokens` rows through experts of the shape and dtype of ``w2[E, H, I]``."""
         experts, hidden, intermediate = w2.shape
         pairs = tokens * top_k
-        tile = tile or choose_tile(pairs, experts, intermediate, w2.dtype)
-        plan = RoutePlan.allocate(tokens, top_k, experts, tile.tokens, w2.device)
-        block_k = _K_BYTES // w2.element_size()
-        padded = -(-intermediate // block_k) * block_k
+        plan = RoutePlan.allocate(tokens, top_k, experts, w2.device)
+        padded_bytes = -(-intermediate * w2.element_size() // _K_BYTES) * _K_BYTES
         return ExpertWorkspace(
             plan,
             # Zeros, because what pads a row up to a whole stage is multiplied (by zeros, but NaN would stay NaN).
-            torch.zeros(pairs, padded, dtype=torch.uint8 if w2.element_size() == 1 else w2.dtype, device=w2.device).view(w2.dtype),
+            torch.zeros(pairs, padded_bytes, dtype=torch.uint8, device=w2.device).view(w2.dtype),
             torch.empty(pairs, hidden, dtype=torch.bfloat16, device=w2.device),
             torch.zeros(len(plan.tiles), dtype=torch.int32, device=w2.device),
             torch.zeros(2, dtype=torch.int32, device=w2.device),
-            tile,
-        )  # fmt: skip
+        )
 
 
 def choose_tile(pairs: int, experts: int, intermediate: int, dtype: torch.dtype) -> DecodeTile | UpTile:
@@ -91,19 +85,21 @@ def run_experts(
     *,
     first_expert: int = 0,
     shared: Tensor | None = None,
+    tile: DecodeTile | UpTile | None = None,
     down: WideTile | None = None,
 ) -> Tensor:
-    """``out[T, H] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``; arguments as `fused_moe`'s."""
-    plan = plan_routes(ids, workspace.plan, len(w2), first_expert=first_expert)
-    if isinstance(workspace.tile, DecodeTile):
-        _launch_decode(x, w13, w2, weights, shared, out, scales, workspace, workspace.tile)
+    """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``; arguments as `fused_moe`'s."""
+    tile = tile or choose_tile(ids.numel(), len(w2), w2.shape[2], w2.dtype)
+    plan = plan_routes(ids, workspace.plan, len(w2), tile.tokens, first_expert=first_expert)
+    if isinstance(tile, DecodeTile):
+        _launch_decode(x, w13, w2, weights, shared, out, scales, workspace, tile)
     else:
-        _launch_up(x, w13, scales, workspace, workspace.tile)
+        _launch_up(x, w13, scales, workspace, tile)
         launch_wide(
             workspace.h, w2, workspace.y, down or down_tile(w2.dtype), col_scale=scales.down,
             tiles=plan.tiles, tile_count=plan.tile_count,
         )  # fmt: skip
-        combine(workspace.y, plan.slots, weights, out, shared=shared)
+        combine(workspace.y, plan.slots[: len(ids)], weights, out, shared=shared)
     return out
 
 
@@ -151,10 +147,10 @@ def _launch_decode(
         w2.view(experts, hidden // 8, 8, intermediate), [1, tile.rows // 8, 8, _K_BYTES // w2.element_size()]
     )
     experts_decode_kernel[(sm_count(x.device),)](
-        x, x.stride(0), _interleaved(w13, tile.rows), down, h, h.stride(0), y, plan.rows, plan.slots, weights, shared, out,
-        plan.tiles, plan.tile_count, workspace.ready, workspace.sync,
+        x, x.stride(0), _interleaved(w13, tile.rows), down, h, h.stride(0), y,
+        plan.rows, plan.slots, weights, shared, out, plan.tiles, plan.tile_count, workspace.ready, workspace.sync,
         scales.up, scales.inverse_h, scales.down, scales.token, x.shape[0],
-        H=hidden, I=intermediate, TOP_K=plan.slots.shape[1], TOKENS=tile.tokens, STAGES=tile.stages,
+        H=hidden, WIDTH=intermediate, TOP_K=plan.slots.shape[1], TOKENS=tile.tokens, STAGES=tile.stages,
         WGS=tile.warpgroups, PROMOTE=tile.promote, EXCHANGE=tile.exchange,
         X_LAYOUT=_rows_layout(tile.tokens, x.dtype), num_warps=4, maxnreg=128 if tile.warpgroups == 1 else 168,
     )  # fmt: skip

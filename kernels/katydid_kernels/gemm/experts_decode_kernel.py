@@ -4,7 +4,8 @@ Such a batch is bound by reading each hit expert's weights once, so the kernel i
 break: every CTA takes its share of the gate-up tiles, then of the down tiles, and its producer goes on fetching weights
 across the border and across items. A down tile waits only for its own tokens' h, which all gate-up tiles of its expert
 count up; the sum waits for all down tiles. The CTAs (never more than fit the GPU at once) thus depend on each other
-only backwards in this order, and cannot wait in a circle. Counters are zero between calls: the last CTA out resets them.
+only backwards in this order, and cannot wait in a circle. Counters are zero between calls: the last CTA out resets
+them.
 """
 
 from triton.experimental import gluon
@@ -51,9 +52,13 @@ def _down_share(up_items, down_items, EXCHANGE: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    x_ptr, x_stride, w13_desc, w2_desc, h_ptr, h_stride, rows_ptr, tiles_ptr, ready_ptr, x_bufs, w_bufs, full, empty,
-    tiles, up_n, down_n, up_k, down_k, STAGES: gl.constexpr, WGS: gl.constexpr, EXCHANGE: gl.constexpr,
+    x_ptr, x_stride, w13_desc, w2_desc, pairs, hidden, ring, shape,
+    STAGES: gl.constexpr, WGS: gl.constexpr, EXCHANGE: gl.constexpr,
 ):  # fmt: skip
+    rows_ptr, tiles_ptr, ready_ptr = pairs
+    h_ptr, h_stride = hidden
+    x_bufs, w_bufs, full, empty = ring
+    tiles, up_n, down_n, up_k, down_k = shape
     TOKENS: gl.constexpr = x_bufs.type.shape[1]
     BLOCK_K: gl.constexpr = x_bufs.type.shape[2]
     GROUPS: gl.constexpr = w13_desc.block_type.shape[1]
@@ -107,10 +112,14 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    WHO: gl.constexpr, rows_ptr, tiles_ptr, ready_ptr, sync_ptr, h_ptr, h_stride, y_ptr, slots_ptr, weights_ptr,
-    shared_ptr, out_ptr, scales, x_bufs, w_bufs, full, empty, tokens, tiles, up_n, down_n, up_k, down_k, H: gl.constexpr, TOP_K: gl.constexpr,
+    WHO: gl.constexpr, pairs, hidden, result, scales, ring, shape, H: gl.constexpr, TOP_K: gl.constexpr,
     STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr, EXCHANGE: gl.constexpr,
 ):  # fmt: skip
+    rows_ptr, tiles_ptr, ready_ptr = pairs
+    h_ptr, h_stride = hidden
+    y_ptr, _, _, _, _, sync_ptr, _ = result
+    _, w_bufs, _, _ = ring
+    tiles, up_n, down_n, up_k, down_k = shape
     up_scale_ptr, inverse_scale, down_scale_ptr, token_scale_ptr = scales
     ROWS: gl.constexpr = w_bufs.type.shape[2] * 16
     h_layout: gl.constexpr = gl.BlockedLayout([8, 1], [ROWS // 16, 512 // ROWS], [1, 4], [0, 1])
@@ -118,9 +127,7 @@ def _consume(
     stage = 0
     phase = 0
     for item in range(gl.program_id(0), tiles * up_n, gl.num_programs(0)):
-        acc, stage, phase = multiply(
-            WHO, x_bufs, w_bufs, full, empty, stage, phase, up_k, ROWS, STAGES, WGS, PROMOTE, GATHERED=True
-        )
+        acc, stage, phase = multiply(WHO, ring, stage, phase, up_k, ROWS, STAGES, WGS, PROMOTE, GATHERED=True)
         entry = tiles_ptr + item // up_n * 4
         row = gl.load(entry + 1)
         end = gl.load(entry + 2)
@@ -130,9 +137,7 @@ def _consume(
 
     begin, finish = _down_share(tiles * up_n, tiles * down_n, EXCHANGE)
     for item in range(begin, finish):
-        acc, stage, phase = multiply(
-            WHO, x_bufs, w_bufs, full, empty, stage, phase, down_k, ROWS, STAGES, WGS, PROMOTE, GATHERED=True
-        )
+        acc, stage, phase = multiply(WHO, ring, stage, phase, down_k, ROWS, STAGES, WGS, PROMOTE, GATHERED=True)
         entry = tiles_ptr + item // down_n * 4
         acc *= gl.load(down_scale_ptr + gl.load(entry))
         col = (item % down_n * WGS + WHO) * ROWS
@@ -140,7 +145,7 @@ def _consume(
 
     _count(sync_ptr)
     _wait_for(sync_ptr, gl.num_programs(0) * WGS)
-    _combine(WHO, y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, tokens, H, TOP_K, WGS)
+    _combine(WHO, result, H, TOP_K, WGS)
     gl.thread_barrier()
     if gl.atomic_add(sync_ptr + 1, 1, sem="acq_rel") == gl.num_programs(0) * WGS - 1:
         lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -152,19 +157,17 @@ def _consume(
 
 
 @gluon.jit
-def _combine(
-    WHO: gl.constexpr, y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, tokens,
-    H: gl.constexpr, TOP_K: gl.constexpr, WGS: gl.constexpr,
-):  # fmt: skip
+def _combine(WHO: gl.constexpr, result, H: gl.constexpr, TOP_K: gl.constexpr, WGS: gl.constexpr):
     """The weighted sum of `combine.combine`, in pieces of a row over all warpgroups of the GPU."""
-    WIDTH: gl.constexpr = 512 if H % 512 == 0 else 128
-    PIECES: gl.constexpr = H // WIDTH
-    line: gl.constexpr = gl.BlockedLayout([WIDTH // 128], [32], [4], [0])
-    lane = gl.arange(0, WIDTH, line)
+    y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, _, tokens = result
+    PIECE: gl.constexpr = 512 if H % 512 == 0 else 128
+    PIECES: gl.constexpr = H // PIECE
+    line: gl.constexpr = gl.BlockedLayout([PIECE // 128], [32], [4], [0])
+    lane = gl.arange(0, PIECE, line)
     for item in range(gl.program_id(0) * WGS + WHO, tokens * PIECES, gl.num_programs(0) * WGS):
         token = item // PIECES
-        col = item % PIECES * WIDTH + lane
-        total = gl.zeros([WIDTH], gl.float32, line)
+        col = item % PIECES * PIECE + lane
+        total = gl.zeros([PIECE], gl.float32, line)
         for j in gl.static_range(TOP_K):
             slot = gl.load(slots_ptr + token * TOP_K + j)
             weight = gl.load(weights_ptr + token * TOP_K + j)
@@ -181,51 +184,49 @@ def experts_decode_kernel(
     x_ptr, x_stride, w13_desc, w2_desc, h_ptr, h_stride, y_ptr, rows_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr,
     tiles_ptr, tile_count_ptr, ready_ptr, sync_ptr,
     up_scale_ptr, inverse_scale_ptr, down_scale_ptr, token_scale_ptr, tokens,
-    H: gl.constexpr, I: gl.constexpr, TOP_K: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr,
-    PROMOTE: gl.constexpr, EXCHANGE: gl.constexpr, X_LAYOUT: gl.constexpr,
+    H: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    WGS: gl.constexpr, PROMOTE: gl.constexpr, EXCHANGE: gl.constexpr, X_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``, e the expert of pair (t, j).
 
-    w13_desc: boxes ``[1, ROWS / 16, 2, 8, BLOCK_K]`` of w13 seen as ``[E, I / 8, 2, 8, H]``; w2_desc: boxes
-    ``[1, ROWS / 8, 8, BLOCK_K]`` of w2 seen as ``[E, H / 8, 8, I]``. h: ``[pairs, I]``, rows padded with zeros to a multiple
-    of BLOCK_K; y: ``[pairs, H]``; ready: zero, an int32 a tile; sync: two zeros. Rows, slots and tiles are a `RoutePlan`'s.
-    Scales in fp32: up ``[E, 2]``, down ``[E]``, inverse ``[1]`` (what h is multiplied by), token ``[T]`` or None.
+    w13_desc: boxes ``[1, ROWS / 16, 2, 8, BLOCK_K]`` of w13 seen as ``[E, WIDTH / 8, 2, 8, H]``; w2_desc: boxes
+    ``[1, ROWS / 8, 8, BLOCK_K]`` of w2 seen as ``[E, H / 8, 8, WIDTH]``. h: ``[pairs, WIDTH]``, rows padded with zeros
+    to a multiple of BLOCK_K; y: ``[pairs, H]``; ready: zeros, an int32 a tile; sync: two zeros. Rows, slots and tiles
+    are a `RoutePlan`'s. Scales in fp32: up ``[E, 2]``, down ``[E]``, inverse ``[1]`` (what h is multiplied by), token ``[T]``
+    or None.
     """
     GROUPS: gl.constexpr = w13_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = w13_desc.block_type.shape[4]
     x_bufs = gl.allocate_shared_memory(w13_desc.dtype, [STAGES, TOKENS, BLOCK_K], X_LAYOUT)
     w_bufs = gl.allocate_shared_memory(w13_desc.dtype, [STAGES * WGS, 1, GROUPS, 2, 8, BLOCK_K], w13_desc.layout)
     full, empty = make_barriers(STAGES, 129, WGS)
-    up_n = I // (GROUPS * 8 * WGS)
+    up_n = WIDTH // (GROUPS * 8 * WGS)
     down_n = H // (GROUPS * 16 * WGS)
     up_k = H // BLOCK_K
-    down_k = (I + BLOCK_K - 1) // BLOCK_K
+    down_k = (WIDTH + BLOCK_K - 1) // BLOCK_K
     tiles = gl.load(tile_count_ptr)
     scales = (up_scale_ptr, gl.load(inverse_scale_ptr), down_scale_ptr, token_scale_ptr)
+    pairs = (rows_ptr, tiles_ptr, ready_ptr)
+    hidden = (h_ptr, h_stride)
+    result = (y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, sync_ptr, tokens)
+    ring = (x_bufs, w_bufs, full, empty)
+    shape = (tiles, up_n, down_n, up_k, down_k)
     if WGS == 1:
         gl.warp_specialize(
             [
-                (_consume, (0, rows_ptr, tiles_ptr, ready_ptr, sync_ptr, h_ptr, h_stride, y_ptr, slots_ptr, weights_ptr,
-                            shared_ptr, out_ptr, scales, x_bufs, w_bufs, full, empty, tokens, tiles, up_n, down_n, up_k, down_k,
-                            H, TOP_K, STAGES, WGS, PROMOTE, EXCHANGE)),
-                (_produce, (x_ptr, x_stride, w13_desc, w2_desc, h_ptr, h_stride, rows_ptr, tiles_ptr, ready_ptr, x_bufs,
-                            w_bufs, full, empty, tiles, up_n, down_n, up_k, down_k, STAGES, WGS, EXCHANGE)),
+                (_consume, (0, pairs, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE, EXCHANGE)),
+                (_produce, (x_ptr, x_stride, w13_desc, w2_desc, pairs, hidden, ring, shape, STAGES, WGS, EXCHANGE)),
             ],
             [4],
             [104],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, rows_ptr, tiles_ptr, ready_ptr, sync_ptr, h_ptr, h_stride, y_ptr, slots_ptr, weights_ptr,
-                            shared_ptr, out_ptr, scales, x_bufs, w_bufs, full, empty, tokens, tiles, up_n, down_n, up_k, down_k,
-                            H, TOP_K, STAGES, WGS, PROMOTE, EXCHANGE)),
-                (_consume, (1, rows_ptr, tiles_ptr, ready_ptr, sync_ptr, h_ptr, h_stride, y_ptr, slots_ptr, weights_ptr,
-                            shared_ptr, out_ptr, scales, x_bufs, w_bufs, full, empty, tokens, tiles, up_n, down_n, up_k, down_k,
-                            H, TOP_K, STAGES, WGS, PROMOTE, EXCHANGE)),
-                (_produce, (x_ptr, x_stride, w13_desc, w2_desc, h_ptr, h_stride, rows_ptr, tiles_ptr, ready_ptr, x_bufs,
-                            w_bufs, full, empty, tiles, up_n, down_n, up_k, down_k, STAGES, WGS, EXCHANGE)),
+                (_consume, (0, pairs, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE, EXCHANGE)),
+                (_consume, (1, pairs, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE, EXCHANGE)),
+                (_produce, (x_ptr, x_stride, w13_desc, w2_desc, pairs, hidden, ring, shape, STAGES, WGS, EXCHANGE)),
             ],
             [4, 4],
             [200, 104],
-        )  # fmt: skip
+        )

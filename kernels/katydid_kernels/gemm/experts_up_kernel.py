@@ -16,9 +16,10 @@ __all__ = ["experts_up_kernel"]
 
 @gluon.jit
 def _produce(
-    x_ptr, x_stride, w_desc, rows_ptr, tiles_ptr, x_bufs, w_bufs, full, empty, items, tiles_n, tiles_k,
-    STAGES: gl.constexpr, WGS: gl.constexpr,
+    x_ptr, x_stride, w_desc, rows_ptr, tiles_ptr, ring, problem, STAGES: gl.constexpr, WGS: gl.constexpr
 ):  # fmt: skip
+    x_bufs, w_bufs, full, empty = ring
+    items, tiles_n, tiles_k = problem
     TOKENS: gl.constexpr = x_bufs.type.shape[1]
     BLOCK_K: gl.constexpr = x_bufs.type.shape[2]
     GROUPS: gl.constexpr = w_desc.block_type.shape[1]
@@ -49,18 +50,18 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    WHO: gl.constexpr, rows_ptr, tiles_ptr, h_ptr, h_stride, scales, x_bufs, w_bufs, full, empty,
-    items, tiles_n, tiles_k, STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr,
+    WHO: gl.constexpr, rows_ptr, tiles_ptr, h_ptr, h_stride, scales, ring, problem,
+    STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
+    _, w_bufs, _, _ = ring
+    items, tiles_n, tiles_k = problem
     up_scale_ptr, inverse_scale, token_scale_ptr = scales
     ROWS: gl.constexpr = w_bufs.type.shape[2] * 16
     out_layout: gl.constexpr = gl.BlockedLayout([16, 1], [2, 16], [1, 4], [0, 1])
     stage = 0
     phase = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        acc, stage, phase = multiply(
-            WHO, x_bufs, w_bufs, full, empty, stage, phase, tiles_k, ROWS, STAGES, WGS, PROMOTE, GATHERED=True
-        )
+        acc, stage, phase = multiply(WHO, ring, stage, phase, tiles_k, ROWS, STAGES, WGS, PROMOTE, GATHERED=True)
         entry = tiles_ptr + item // tiles_n * 4
         row = gl.load(entry + 1)
         end = gl.load(entry + 2)
@@ -69,52 +70,47 @@ def _consume(
         store_columns(h, h_ptr, h_stride, row, end, col, out_layout)
 
 
-@gluon.jit(do_not_specialize=["K"])
+@gluon.jit(do_not_specialize=["H"])
 def experts_up_kernel(
     x_ptr, x_stride, w_desc, h_ptr, h_stride, rows_ptr, tiles_ptr, tile_count_ptr,
-    up_scale_ptr, inverse_scale_ptr, token_scale_ptr, K, I,
+    up_scale_ptr, inverse_scale_ptr, token_scale_ptr, H, WIDTH,
     TOKENS: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, X_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """``h[r] = swiglu(x[rows[r]] @ w13[expert of r]^T * scales) * inverse_scale`` for every tile of a `RoutePlan`.
 
-    w_desc: boxes ``[1, ROWS / 16, 2, 8, BLOCK_K]`` of w13 seen as ``[E, I / 8, 2, 8, K]``. up_scale: fp32 ``[E, 2]``;
-    inverse_scale: fp32 ``[1]``; token_scale: fp32 ``[T]`` or None.
+    w_desc: boxes ``[1, ROWS / 16, 2, 8, BLOCK_K]`` of w13 seen as ``[E, WIDTH / 8, 2, 8, H]``. up_scale: fp32
+    ``[E, 2]``; inverse_scale: fp32 ``[1]``; token_scale: fp32 ``[T]`` or None.
     """
     GROUPS: gl.constexpr = w_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[4]
     x_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, TOKENS, BLOCK_K], X_LAYOUT)
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES * WGS, 1, GROUPS, 2, 8, BLOCK_K], w_desc.layout)
     full, empty = make_barriers(STAGES, 129, WGS)
-    tiles_n = I // (GROUPS * 8 * WGS)
-    tiles_k = K // BLOCK_K
+    tiles_n = WIDTH // (GROUPS * 8 * WGS)
+    tiles_k = H // BLOCK_K
     items = gl.load(tile_count_ptr) * tiles_n
     scales = (up_scale_ptr, gl.load(inverse_scale_ptr), token_scale_ptr)
+    ring = (x_bufs, w_bufs, full, empty)
+    problem = (items, tiles_n, tiles_k)
     if WGS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, rows_ptr, tiles_ptr, h_ptr, h_stride, scales, x_bufs, w_bufs, full, empty,
-                            items, tiles_n, tiles_k, STAGES, WGS, PROMOTE)),
-                (_consume, (1, rows_ptr, tiles_ptr, h_ptr, h_stride, scales, x_bufs, w_bufs, full, empty,
-                            items, tiles_n, tiles_k, STAGES, WGS, PROMOTE)),
-                (_produce, (x_ptr, x_stride, w_desc, rows_ptr, tiles_ptr, x_bufs, w_bufs, full, empty,
-                            items, tiles_n, tiles_k, STAGES, WGS)),
+                (_consume, (0, rows_ptr, tiles_ptr, h_ptr, h_stride, scales, ring, problem, STAGES, WGS, PROMOTE)),
+                (_consume, (1, rows_ptr, tiles_ptr, h_ptr, h_stride, scales, ring, problem, STAGES, WGS, PROMOTE)),
+                (_produce, (x_ptr, x_stride, w_desc, rows_ptr, tiles_ptr, ring, problem, STAGES, WGS)),
             ],
             [4, 4],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, rows_ptr, tiles_ptr, h_ptr, h_stride, scales, x_bufs, w_bufs, full, empty,
-                            items, tiles_n, tiles_k, STAGES, WGS, PROMOTE)),
-                (_consume, (1, rows_ptr, tiles_ptr, h_ptr, h_stride, scales, x_bufs, w_bufs, full, empty,
-                            items, tiles_n, tiles_k, STAGES, WGS, PROMOTE)),
-                (_consume, (2, rows_ptr, tiles_ptr, h_ptr, h_stride, scales, x_bufs, w_bufs, full, empty,
-                            items, tiles_n, tiles_k, STAGES, WGS, PROMOTE)),
-                (_produce, (x_ptr, x_stride, w_desc, rows_ptr, tiles_ptr, x_bufs, w_bufs, full, empty,
-                            items, tiles_n, tiles_k, STAGES, WGS)),
+                (_consume, (0, rows_ptr, tiles_ptr, h_ptr, h_stride, scales, ring, problem, STAGES, WGS, PROMOTE)),
+                (_consume, (1, rows_ptr, tiles_ptr, h_ptr, h_stride, scales, ring, problem, STAGES, WGS, PROMOTE)),
+                (_consume, (2, rows_ptr, tiles_ptr, h_ptr, h_stride, scales, ring, problem, STAGES, WGS, PROMOTE)),
+                (_produce, (x_ptr, x_stride, w_desc, rows_ptr, tiles_ptr, ring, problem, STAGES, WGS)),
             ],
             [4, 4, 4],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
+        )

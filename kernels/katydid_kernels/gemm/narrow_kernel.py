@@ -1,8 +1,9 @@
 """D = X W^T for a few rows of X: bound by reading W once, so every CTA reads the same share of it.
 
 The tiles of W (64 rows a warpgroup) stand on one line, each as long as its stages of K, and the line is cut into equal
-intervals, one a CTA: a stream-K GEMM (Osama et al., 2023) with the weights as wgmma's rows. A tile cut in two or more is
-summed by whichever CTA finishes it last, from fp32 partial sums, in the order of K: the result is the same every time.
+intervals, one a CTA: a stream-K GEMM (Osama et al., 2023) with the weights as wgmma's rows. A tile cut in two or more
+is summed by whichever CTA finishes it last, from fp32 partial sums, in the order of K: the result is the same every
+time.
 """
 
 from triton.experimental import gluon
@@ -16,9 +17,9 @@ __all__ = ["narrow_gemm_kernel"]
 
 
 @gluon.jit
-def _produce(
-    x_desc, w_desc, x_bufs, w_bufs, full, empty, begin, end, tiles_k, STAGES: gl.constexpr, WGS: gl.constexpr
-):
+def _produce(x_desc, w_desc, ring, interval, STAGES: gl.constexpr, WGS: gl.constexpr):
+    x_bufs, w_bufs, full, empty = ring
+    begin, end, _, tiles_k = interval
     ROWS: gl.constexpr = w_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
     stage = 0
@@ -36,8 +37,9 @@ def _produce(
 
 
 @gluon.jit
-def _finish(acc, col, M, N, out_ptr, out_stride, hooks):
+def _finish(acc, col, target, hooks):
     """Scale, bias, residual, and D token by token from an accumulator that holds it transposed."""
+    out_ptr, out_stride, M, N = target
     row_scale_ptr, row_step, col_scale_ptr, col_step, bias_ptr, residual_ptr, residual_stride = hooks
     layout: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
     value = gl.convert_layout(acc, layout)
@@ -53,15 +55,17 @@ def _finish(acc, col, M, N, out_ptr, out_stride, hooks):
     if residual_ptr is not None:
         source = residual_ptr + rows.to(gl.int64)[None, :] * residual_stride + cols[:, None]
         value += gl.load(source, mask=inside, other=0.0).to(gl.float32)
-    target = out_ptr + rows.to(gl.int64)[None, :] * out_stride + cols[:, None]
-    gl.store(target, value.to(out_ptr.dtype.element_ty), mask=inside)
+    addresses = out_ptr + rows.to(gl.int64)[None, :] * out_stride + cols[:, None]
+    gl.store(addresses, value.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @gluon.jit
 def _consume(
-    WHO: gl.constexpr, out_ptr, out_stride, hooks, partial_ptr, counters_ptr, x_bufs, w_bufs, full, empty,
-    M, N, begin, end, share, tiles_k, STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr,
+    WHO: gl.constexpr, target, hooks, partial_ptr, counters_ptr, ring, interval,
+    STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
+    x_bufs, w_bufs, _, _ = ring
+    begin, end, share, tiles_k = interval
     TOKENS: gl.constexpr = x_bufs.type.shape[1]
     ROWS: gl.constexpr = w_bufs.type.shape[1]
     stage = 0
@@ -71,11 +75,11 @@ def _consume(
             first_k = gl.maximum(begin - tile * tiles_k, 0)
             last_k = gl.minimum(end - tile * tiles_k, tiles_k)
             acc, stage, phase = multiply(
-                WHO, x_bufs, w_bufs, full, empty, stage, phase, last_k - first_k, ROWS, STAGES, WGS, PROMOTE, GATHERED=False
+                WHO, ring, stage, phase, last_k - first_k, ROWS, STAGES, WGS, PROMOTE, GATHERED=False
             )
             col = (tile * WGS + WHO) * ROWS
             if last_k - first_k == tiles_k:
-                _finish(acc, col, M, N, out_ptr, out_stride, hooks)
+                _finish(acc, col, target, hooks)
             else:
                 # A CTA has two places: 1 for a tile it begins, 0 for one it takes up.
                 layout: gl.constexpr = acc.type.layout
@@ -93,7 +97,7 @@ def _consume(
                         place = cta * 2 + gl.where(cta == first_cta, 1, 0)
                         total += gl.load(partial_ptr + (place * WGS + WHO) * (ROWS * TOKENS) + lane)
                     gl.store(counter, 0)
-                    _finish(total, col, M, N, out_ptr, out_stride, hooks)
+                    _finish(total, col, target, hooks)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "K"])
@@ -102,7 +106,7 @@ def narrow_gemm_kernel(
     bias_ptr, residual_ptr, residual_stride, M, N, K,
     STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
-    """``out[M, N] = (X[M, K] W[N, K]^T) * row_scale * col_scale + bias + residual`` for M up to the rows of x_desc's box.
+    """``out = (X[M, K] W[N, K]^T) * row_scale * col_scale + bias + residual`` for M up to the rows of x_desc's box.
 
     x_desc: boxes ``[TOKENS, BLOCK_K]``; w_desc: boxes ``[64, BLOCK_K]``. partial: fp32 ``[2 * CTAs, WGS, 64, TOKENS]``;
     counters: int32, zero, one a warpgroup's tile. row_step, col_step: 0 where the scale is one number.
@@ -119,25 +123,25 @@ def narrow_gemm_kernel(
     begin = gl.program_id(0) * share
     end = gl.minimum(begin + share, steps)
     hooks = (row_scale_ptr, row_step, col_scale_ptr, col_step, bias_ptr, residual_ptr, residual_stride)
+    ring = (x_bufs, w_bufs, full, empty)
+    target = (out_ptr, out_stride, M, N)
+    interval = (begin, end, share, tiles_k)
     if WGS == 1:
         gl.warp_specialize(
             [
-                (_consume, (0, out_ptr, out_stride, hooks, partial_ptr, counters_ptr, x_bufs, w_bufs, full, empty,
-                            M, N, begin, end, share, tiles_k, STAGES, WGS, PROMOTE)),
-                (_produce, (x_desc, w_desc, x_bufs, w_bufs, full, empty, begin, end, tiles_k, STAGES, WGS)),
+                (_consume, (0, target, hooks, partial_ptr, counters_ptr, ring, interval, STAGES, WGS, PROMOTE)),
+                (_produce, (x_desc, w_desc, ring, interval, STAGES, WGS)),
             ],
             [1],
             [24],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, out_ptr, out_stride, hooks, partial_ptr, counters_ptr, x_bufs, w_bufs, full, empty,
-                            M, N, begin, end, share, tiles_k, STAGES, WGS, PROMOTE)),
-                (_consume, (1, out_ptr, out_stride, hooks, partial_ptr, counters_ptr, x_bufs, w_bufs, full, empty,
-                            M, N, begin, end, share, tiles_k, STAGES, WGS, PROMOTE)),
-                (_produce, (x_desc, w_desc, x_bufs, w_bufs, full, empty, begin, end, tiles_k, STAGES, WGS)),
+                (_consume, (0, target, hooks, partial_ptr, counters_ptr, ring, interval, STAGES, WGS, PROMOTE)),
+                (_consume, (1, target, hooks, partial_ptr, counters_ptr, ring, interval, STAGES, WGS, PROMOTE)),
+                (_produce, (x_desc, w_desc, ring, interval, STAGES, WGS)),
             ],
             [4, 1],
             [152, 24],
-        )  # fmt: skip
+        )

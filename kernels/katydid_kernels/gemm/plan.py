@@ -1,9 +1,9 @@
-"""Sorts the (token, choice) pairs of routed experts by expert and cuts every expert's rows into GEMM tiles, on the device.
+"""Sorts the (token, choice) pairs of routed experts by expert and cuts each expert's rows into tiles, on the device.
 
-The grouped GEMMs read token rows through `rows`, so nothing is gathered; `slots` leads each pair back to its row for the
-weighted sum. Few pairs (decode) take one launch of one CTA; many take two: the CTA that counts last places the experts,
-then every pair claims a row of its expert. Rows of one expert come in no particular order, which no result depends on:
-a row's product is the same wherever it stands.
+The grouped GEMMs read token rows through `rows`, so nothing is gathered; `slots` leads each pair back to its row for
+the weighted sum. Few pairs (decode) take one launch of one CTA; many take two: the CTA that counts last places the
+experts, then every pair claims a row of its expert. Rows of one expert come in no particular order, which no result
+depends on: a row's product is the same wherever it stands.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ __all__ = ["PLAN_FIELDS", "RoutePlan", "max_tiles", "plan_routes", "plan_routes_
 
 PLAN_FIELDS = 4
 SINGLE_LAUNCH_PAIRS = 4096
+SMALLEST_TILE = 8
 
 
 @dataclass(frozen=True)
 class RoutePlan:
-    """Where the pairs of one batch went; every tensor lives on the device and is reused call after call.
+    """Where the pairs of one batch went, in tensors made once for batches of up to T tokens.
 
     rows: int32 ``[T * top_k]``: the token of sorted row r; rows past the local pairs are not written.
     slots: int32 ``[T, top_k]``: the sorted row of each pair, -1 where the expert is not local.
     tiles: int32 ``[max_tiles, 4]``: expert, first row, end of the expert's rows, 0.
     tile_count: int32 ``[1]``: how many tiles are in use.
     scratch: int32, zero between calls.
-    tile_rows: rows a tile.
     """
 
     rows: Tensor
@@ -38,18 +38,16 @@ class RoutePlan:
     tiles: Tensor
     tile_count: Tensor
     scratch: Tensor
-    tile_rows: int
 
     @staticmethod
-    def allocate(tokens: int, top_k: int, experts: int, tile_rows: int, device: torch.device | str) -> RoutePlan:
+    def allocate(tokens: int, top_k: int, experts: int, device: torch.device | str) -> RoutePlan:
         pairs = tokens * top_k
         return RoutePlan(
             torch.empty(pairs, dtype=torch.int32, device=device),
             torch.empty(tokens, top_k, dtype=torch.int32, device=device),
-            torch.zeros(max_tiles(pairs, experts, tile_rows), PLAN_FIELDS, dtype=torch.int32, device=device),
+            torch.zeros(max_tiles(pairs, experts, SMALLEST_TILE), PLAN_FIELDS, dtype=torch.int32, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
             torch.zeros(2 * experts + 1, dtype=torch.int32, device=device),
-            tile_rows,
         )
 
 
@@ -58,8 +56,11 @@ def max_tiles(pairs: int, experts: int, tile_rows: int) -> int:
     return max(1, pairs // tile_rows + min(pairs, experts))
 
 
-def plan_routes(topk_ids: Tensor, plan: RoutePlan, experts: int, *, first_expert: int = 0) -> RoutePlan:
-    """Fill `plan` from int32 ``topk_ids[T, top_k]``; ids outside ``[first_expert, first_expert + experts)`` are skipped."""
+def plan_routes(topk_ids: Tensor, plan: RoutePlan, experts: int, tile_rows: int, *, first_expert: int = 0) -> RoutePlan:
+    """Fill `plan` from int32 ``topk_ids[T, top_k]``, in tiles of `tile_rows` (8 or more) rows.
+
+    Ids outside ``first_expert + [0, experts)`` are skipped.
+    """
     pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
     single = pairs <= SINGLE_LAUNCH_PAIRS
     block = 1024
@@ -67,8 +68,8 @@ def plan_routes(topk_ids: Tensor, plan: RoutePlan, experts: int, *, first_expert
     block_e = max(32, triton.next_power_of_2(experts))
     _place_kernel[(1 if single else chunks,)](
         topk_ids, plan.scratch, plan.rows, plan.slots, plan.tiles, plan.tile_count,
-        pairs, top_k, first_expert, experts, len(plan.tiles), chunks if single else 1,
-        TILE=plan.tile_rows, BLOCK=block, BLOCK_E=block_e, SINGLE=single, num_warps=8,
+        pairs, top_k, first_expert, experts, chunks if single else 1,
+        TILE=tile_rows, BLOCK=block, BLOCK_E=block_e, SINGLE=single, num_warps=8,
     )  # fmt: skip
     if not single:
         _claim_kernel[(chunks,)](
@@ -93,7 +94,7 @@ def _claim(expert, valid, pair, cursors_ptr, rows_ptr, slots_ptr, pairs, top_k):
 @triton.jit
 def _place_kernel(
     ids_ptr, scratch_ptr, rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr,
-    pairs, top_k, first_expert, experts, max_tiles, chunks,
+    pairs, top_k, first_expert, experts, chunks,
     TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
     counts_ptr = scratch_ptr
@@ -135,9 +136,7 @@ def _place_kernel(
 
 
 @triton.jit
-def _claim_kernel(
-    ids_ptr, scratch_ptr, rows_ptr, slots_ptr, pairs, top_k, first_expert, experts, BLOCK: tl.constexpr
-):
+def _claim_kernel(ids_ptr, scratch_ptr, rows_ptr, slots_ptr, pairs, top_k, first_expert, experts, BLOCK: tl.constexpr):
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert, valid = _local_expert(ids_ptr, pair, pairs, first_expert, experts)
     _claim(expert, valid, pair, scratch_ptr + experts, rows_ptr, slots_ptr, pairs, top_k)
@@ -160,5 +159,4 @@ def plan_routes_reference(topk_ids: Tensor, experts: int, tile_rows: int, *, fir
         torch.tensor(tiles, dtype=torch.int32, device=topk_ids.device).view(-1, PLAN_FIELDS),
         torch.tensor([len(tiles)], dtype=torch.int32, device=topk_ids.device),
         torch.empty(0, dtype=torch.int32, device=topk_ids.device),
-        tile_rows,
     )

@@ -1,9 +1,9 @@
 """The warp-specialised GEMM for many rows: D = A B^T, dense or grouped, as one persistent Gluon kernel.
 
 One producer warp fills a ring of shared-memory stages by TMA; two or three consumer warpgroups multiply from it with
-wgmma. Together they own a tile, `BLOCK_M` rows each, and share every stage of B (cooperative); or two take turns at whole
-tiles and one multiplies while the other writes its result (ping-pong). The wgmma of one stage stays in flight while the
-next is issued, and a stage is handed back as soon as the one after it has started.
+wgmma. Together they own a tile, `BLOCK_M` rows each, and share every stage of B (cooperative); or two take turns at
+whole tiles and one multiplies while the other writes its result (ping-pong). The wgmma of one stage stays in flight
+while the next is issued, and a stage is handed back as soon as the one after it has started.
 
 fp8 products accumulate at less than fp32 precision inside the tensor cores. With PROMOTE each stage (128 of K) is
 multiplied into a fresh accumulator, half the tile at a time to fit the registers, and added to the total in fp32; the
@@ -29,9 +29,10 @@ __all__ = ["wide_gemm_kernel"]
 
 @gluon.jit
 def _produce(
-    a_desc, b_desc, tiles_ptr, a_bufs, b_bufs, full, empty, tiles_m, tiles_n, tiles_k,
-    BAND: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
+    a_desc, b_desc, tiles_ptr, ring, problem, BAND: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr
 ):  # fmt: skip
+    a_bufs, b_bufs, _, full, empty = ring
+    _, _, tiles_m, tiles_n, tiles_k = problem
     BLOCK_M: gl.constexpr = a_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = b_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]
@@ -121,17 +122,17 @@ def _multiply(
 
 
 @gluon.jit
-def _write(value, row, end, col, scalar, hooks, N, out_desc, out_buf, out_ptr, out_stride, VECTORS: gl.constexpr):
+def _write(value, row, end, col, N, scalar, hooks, target, out_buf, ROW_VECTOR: gl.constexpr, COL_VECTOR: gl.constexpr):
     """Scale, bias, residual; then through shared memory to D, past whose end TMA writes nothing."""
     row_scale_ptr, col_scale_ptr, bias_ptr, residual_ptr, residual_stride = hooks
+    out_desc, out_ptr, out_stride = target
     layout: gl.constexpr = value.type.layout
     rows = row + gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))
     cols = col + gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
-    if VECTORS != "none":
-        value *= scalar
-    if VECTORS == "row" or VECTORS == "both":
+    value *= scalar
+    if ROW_VECTOR:
         value *= gl.load(row_scale_ptr + rows, mask=rows < end, other=0.0)[:, None]
-    if VECTORS == "col" or VECTORS == "both":
+    if COL_VECTOR:
         value *= gl.load(col_scale_ptr + cols, mask=cols < N, other=0.0)[None, :]
     if bias_ptr is not None:
         value += gl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)[None, :]
@@ -152,19 +153,21 @@ def _write(value, row, end, col, scalar, hooks, N, out_desc, out_buf, out_ptr, o
         lines: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
         tail = row + gl.arange(0, value.shape[0], gl.SliceLayout(1, lines))
         line = col + gl.arange(0, value.shape[1], gl.SliceLayout(0, lines))
-        target = out_ptr + tail.to(gl.int64)[:, None] * out_stride + line[None, :]
-        gl.store(target, out_buf.load(lines), mask=(tail < end)[:, None])
+        addresses = out_ptr + tail.to(gl.int64)[:, None] * out_stride + line[None, :]
+        gl.store(addresses, out_buf.load(lines), mask=(tail < end)[:, None])
 
 
 @gluon.jit
 def _consume(
-    WHO: gl.constexpr, out_desc, out_ptr, out_stride, tiles_ptr, hooks, scalar, a_bufs, b_bufs, out_bufs,
-    full, empty, M, N, tiles_m, tiles_n, tiles_k,
-    BAND: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, PINGPONG: gl.constexpr, PROMOTE: gl.constexpr, VECTORS: gl.constexpr,
+    WHO: gl.constexpr, target, hooks, scalar, tiles_ptr, ring, problem, BAND: gl.constexpr, STAGES: gl.constexpr,
+    WGS: gl.constexpr, PINGPONG: gl.constexpr, PROMOTE: gl.constexpr,
+    ROW_VECTOR: gl.constexpr, COL_VECTOR: gl.constexpr,
 ):  # fmt: skip
+    a_bufs, b_bufs, out_bufs, full, empty = ring
+    M, N, tiles_m, tiles_n, tiles_k = problem
     BLOCK_M: gl.constexpr = a_bufs.type.shape[1]
     BLOCK_N: gl.constexpr = b_bufs.type.shape[1]
-    PIECE: gl.constexpr = out_desc.block_type.shape[1]
+    PIECE: gl.constexpr = out_bufs.type.shape[2]
     K_STEP: gl.constexpr = 256 // a_bufs.dtype.primitive_bitwidth
     piece_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, K_STEP])
     PARTS: gl.constexpr = 1 if PINGPONG else WGS
@@ -189,19 +192,19 @@ def _consume(
                 entry = tiles_ptr + item // tiles_n * 4
                 row = gl.load(entry + 1) + PART * BLOCK_M
                 end = gl.load(entry + 2)
-                if VECTORS != "none":
+                if hooks[1] is not None:
                     scalar = gl.load(hooks[1] + gl.load(entry))
             col = tile_n * BLOCK_N
             if PIECE == BLOCK_N // 2:
-                _write(left, row, end, col, scalar, hooks, N, out_desc, out_buf, out_ptr, out_stride, VECTORS)
-                _write(right, row, end, col + PIECE, scalar, hooks, N, out_desc, out_buf, out_ptr, out_stride, VECTORS)
+                _write(left, row, end, col, N, scalar, hooks, target, out_buf, ROW_VECTOR, COL_VECTOR)
+                _write(right, row, end, col + PIECE, N, scalar, hooks, target, out_buf, ROW_VECTOR, COL_VECTOR)
             else:
                 first, second = _halves(left, piece_layout)
-                _write(first, row, end, col, scalar, hooks, N, out_desc, out_buf, out_ptr, out_stride, VECTORS)
-                _write(second, row, end, col + PIECE, scalar, hooks, N, out_desc, out_buf, out_ptr, out_stride, VECTORS)
+                _write(first, row, end, col, N, scalar, hooks, target, out_buf, ROW_VECTOR, COL_VECTOR)
+                _write(second, row, end, col + PIECE, N, scalar, hooks, target, out_buf, ROW_VECTOR, COL_VECTOR)
                 first, second = _halves(right, piece_layout)
-                _write(first, row, end, col + 2 * PIECE, scalar, hooks, N, out_desc, out_buf, out_ptr, out_stride, VECTORS)
-                _write(second, row, end, col + 3 * PIECE, scalar, hooks, N, out_desc, out_buf, out_ptr, out_stride, VECTORS)
+                _write(first, row, end, col + 2 * PIECE, N, scalar, hooks, target, out_buf, ROW_VECTOR, COL_VECTOR)
+                _write(second, row, end, col + 3 * PIECE, N, scalar, hooks, target, out_buf, ROW_VECTOR, COL_VECTOR)
         turn ^= 1
     tma.store_wait(0)
 
@@ -210,15 +213,16 @@ def _consume(
 def wide_gemm_kernel(
     a_desc, b_desc, out_desc, out_ptr, out_stride, tiles_ptr, tile_count_ptr,
     row_scale_ptr, col_scale_ptr, bias_ptr, residual_ptr, residual_stride, M, N, K,
-    BAND: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, PINGPONG: gl.constexpr, PROMOTE: gl.constexpr, VECTORS: gl.constexpr,
+    BAND: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, PINGPONG: gl.constexpr, PROMOTE: gl.constexpr,
+    ROW_VECTOR: gl.constexpr, COL_VECTOR: gl.constexpr,
 ):  # fmt: skip
     """D[M, N] = A[M, K] B[N, K]^T, or grouped: rows of tile t by the weight ``B[tiles[t, 0]]``.
 
-    a_desc, b_desc: boxes ``[BLOCK_M, BLOCK_K]`` of A and ``[BLOCK_N, BLOCK_K]`` of B (its groups stacked, N a multiple of
-    BLOCK_N); out_desc: boxes ``[BLOCK_M, PIECE]``, a half or a quarter of the tile. Grouped, tiles_ptr holds the entries of
-    `plan.RoutePlan.tiles` and out_ptr D itself, for the ragged last tile of a group.
-    VECTORS says which scales are vectors over rows or columns; the others are one number each. Grouped, col_scale is one
-    number a group, and the only scale.
+    a_desc, b_desc: boxes ``[BLOCK_M, BLOCK_K]`` of A and ``[BLOCK_N, BLOCK_K]`` of B (its groups stacked, N a multiple
+    of BLOCK_N); out_desc: boxes ``[BLOCK_M, PIECE]``, a half or a quarter of the tile. Grouped, tiles_ptr holds the
+    entries of `plan.RoutePlan.tiles` and out_ptr D itself, for the ragged last tile of a group.
+    ROW_VECTOR, COL_VECTOR: those scales are vectors; otherwise they are one number, or None. Grouped, col_scale is
+    one number a group, and the only scale.
     """
     BLOCK_M: gl.constexpr = a_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = b_desc.block_type.shape[0]
@@ -230,9 +234,9 @@ def wide_gemm_kernel(
     full, empty = make_barriers(STAGES, 1, PARTS)
     hooks = (row_scale_ptr, col_scale_ptr, bias_ptr, residual_ptr, residual_stride)
     scalar = 1.0
-    if row_scale_ptr is not None and VECTORS != "row" and VECTORS != "both":
+    if row_scale_ptr is not None and not ROW_VECTOR:
         scalar *= gl.load(row_scale_ptr)
-    if col_scale_ptr is not None and VECTORS != "col" and VECTORS != "both":
+    if col_scale_ptr is not None and not COL_VECTOR:
         scalar *= gl.load(col_scale_ptr)
     if tiles_ptr is None:
         tiles_m = gl.cdiv(M, BLOCK_M * PARTS)
@@ -240,16 +244,18 @@ def wide_gemm_kernel(
         tiles_m = gl.load(tile_count_ptr)
     tiles_n = gl.cdiv(N, BLOCK_N)
     tiles_k = gl.cdiv(K, BLOCK_K)
+    target = (out_desc, out_ptr, out_stride)
+    ring = (a_bufs, b_bufs, out_bufs, full, empty)
+    problem = (M, N, tiles_m, tiles_n, tiles_k)
     # A warpgroup's registers come out of one pool: what the producer gives up, the consumers' accumulators take.
     if WGS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, out_desc, out_ptr, out_stride, tiles_ptr, hooks, scalar, a_bufs, b_bufs, out_bufs,
-                            full, empty, M, N, tiles_m, tiles_n, tiles_k, BAND, STAGES, WGS, PINGPONG, PROMOTE, VECTORS)),
-                (_consume, (1, out_desc, out_ptr, out_stride, tiles_ptr, hooks, scalar, a_bufs, b_bufs, out_bufs,
-                            full, empty, M, N, tiles_m, tiles_n, tiles_k, BAND, STAGES, WGS, PINGPONG, PROMOTE, VECTORS)),
-                (_produce, (a_desc, b_desc, tiles_ptr, a_bufs, b_bufs, full, empty, tiles_m, tiles_n, tiles_k,
-                            BAND, STAGES, PARTS)),
+                (_consume, (0, target, hooks, scalar, tiles_ptr, ring, problem,
+                            BAND, STAGES, WGS, PINGPONG, PROMOTE, ROW_VECTOR, COL_VECTOR)),
+                (_consume, (1, target, hooks, scalar, tiles_ptr, ring, problem,
+                            BAND, STAGES, WGS, PINGPONG, PROMOTE, ROW_VECTOR, COL_VECTOR)),
+                (_produce, (a_desc, b_desc, tiles_ptr, ring, problem, BAND, STAGES, PARTS)),
             ],
             [4, 1],
             [240, 24],
@@ -257,14 +263,13 @@ def wide_gemm_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, out_desc, out_ptr, out_stride, tiles_ptr, hooks, scalar, a_bufs, b_bufs, out_bufs,
-                            full, empty, M, N, tiles_m, tiles_n, tiles_k, BAND, STAGES, WGS, PINGPONG, PROMOTE, VECTORS)),
-                (_consume, (1, out_desc, out_ptr, out_stride, tiles_ptr, hooks, scalar, a_bufs, b_bufs, out_bufs,
-                            full, empty, M, N, tiles_m, tiles_n, tiles_k, BAND, STAGES, WGS, PINGPONG, PROMOTE, VECTORS)),
-                (_consume, (2, out_desc, out_ptr, out_stride, tiles_ptr, hooks, scalar, a_bufs, b_bufs, out_bufs,
-                            full, empty, M, N, tiles_m, tiles_n, tiles_k, BAND, STAGES, WGS, PINGPONG, PROMOTE, VECTORS)),
-                (_produce, (a_desc, b_desc, tiles_ptr, a_bufs, b_bufs, full, empty, tiles_m, tiles_n, tiles_k,
-                            BAND, STAGES, PARTS)),
+                (_consume, (0, target, hooks, scalar, tiles_ptr, ring, problem,
+                            BAND, STAGES, WGS, PINGPONG, PROMOTE, ROW_VECTOR, COL_VECTOR)),
+                (_consume, (1, target, hooks, scalar, tiles_ptr, ring, problem,
+                            BAND, STAGES, WGS, PINGPONG, PROMOTE, ROW_VECTOR, COL_VECTOR)),
+                (_consume, (2, target, hooks, scalar, tiles_ptr, ring, problem,
+                            BAND, STAGES, WGS, PINGPONG, PROMOTE, ROW_VECTOR, COL_VECTOR)),
+                (_produce, (a_desc, b_desc, tiles_ptr, ring, problem, BAND, STAGES, PARTS)),
             ],
             [4, 4, 1],
             [160, 160, 24],
