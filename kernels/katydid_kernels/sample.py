@@ -202,10 +202,12 @@ def _likeliest(probabilities: Tensor, top_k: Tensor, top_p: Tensor, num_candidat
     result = torch.zeros_like(probabilities, dtype=torch.bool).scatter_(1, ids, kept)
     if num_candidates == vocab_size:
         return result
-    # Settled: the set ends before the candidates do, and not among equals that may go on outside them.
+    # Settled: the set ends before the candidates do, not among equals that may go on outside them, and top-p knew the
+    # mass that top-k leaves.
     num_kept = kept.sum(dim=-1, keepdim=True).clamp(min=1)  # none where every token is banned
     unfiltered = (limit >= vocab_size) & (top_p >= 1)
-    settled = unfiltered | ((num_kept < num_candidates) & (ordered.gather(1, num_kept - 1) > ordered[:, -1:]))
+    ends_inside = (num_kept < num_candidates) & (ordered.gather(1, num_kept - 1) > ordered[:, -1:])
+    settled = unfiltered | (ends_inside & ((limit <= num_candidates) | (limit >= vocab_size)))
     result |= unfiltered
     open_rows = (~settled).nonzero()[:, 0]
     if len(open_rows):

@@ -88,7 +88,7 @@ def kept_by_definition(probabilities: list[float], top_k: int, top_p: float) -> 
     return kept
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     # Multiples of 1/256: sums are exact, and equals are common.
     parts=st.lists(st.integers(0, 12), min_size=6, max_size=24),
