@@ -25,6 +25,7 @@ from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.e2e
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "sdk" / "examples"
 START_TIMEOUT_S = 90
 _SERVED = "kvcache.service.lookup"
 TEXT = "a prefix of more than two blocks of sixty-four bytes, so that there is something to find again: " * 2
@@ -129,6 +130,12 @@ def test_chat_in_the_terminal(fleet):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("TTFT") == 2
     assert len(re.findall(r"\d+ prompt\s+tokens", done.stdout)) == 2
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_examples_of_the_client_run(fleet, example):
+    done = subprocess.run((sys.executable, str(example), fleet.address), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_bench_reports_what_it_sent(fleet, tmp_path):
