@@ -121,6 +121,7 @@ class MockEngine(EngineServiceServicer):
             await asyncio.gather(self._loop_task, return_exceptions=True)
         if self._server is not None:
             await self._server.grpc.stop(grace=0)
+        self._sessions.clear()
 
     def drop_streams(self) -> None:
         """Breaks every Session stream but keeps its requests, as a lost connection would."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +31,7 @@ def sentencepiece() -> Tokenizer:
 def streamed(vocabulary: Vocabulary, ids: list[int], cuts: list[int], *, skip_special: bool = True) -> list[str]:
     detokenizer = vocabulary.detokenizer(skip_special=skip_special)
     edges = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
-    pieces = [detokenizer.feed(ids[start:end]) for start, end in zip(edges, edges[1:], strict=False)]
+    pieces = [detokenizer.feed(ids[start:end]) for start, end in pairwise(edges)]
     return [*pieces, detokenizer.finish()]
 
 

@@ -224,46 +224,65 @@ def test_completions_echo_logprobs_ids_and_several_prompts(chatml: Path) -> None
 
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def chat(**fields: Any) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode()
+
+
+def message(**fields: Any) -> bytes:
+    return json.dumps({"messages": [fields]}).encode()
+
+
+def complete(prompt: Any, **fields: Any) -> bytes:
+    return json.dumps({"prompt": prompt, **fields}).encode()
+
+
 BAD: list[tuple[str, bytes, int, str | None]] = [
     (CHAT, b"{", 400, "body"),
     (CHAT, b"", 400, "body"),
     (CHAT, b"[]", 400, None),
     (CHAT, b"\xff\xfe", 400, "body"),
-    (CHAT, b'{"messages": []}', 400, "messages"),
-    (CHAT, b'{}', 400, "messages"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "model": "gpt-9"}', 404, "model"),
-    (CHAT, b'{"messages": [{"role": "robot", "content": "x"}]}', 400, "messages[0].role"),
-    (CHAT, b'{"messages": [{"role": "user", "content": 5}]}', 400, "messages[0].content"),
-    (CHAT, b'{"messages": [{"role": "user"}]}', 400, "messages[0].content"),
-    (CHAT, b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', 400, "messages[0].content[0].type"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "temperatur": 1}', 400, "temperatur"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "temperature": "hot"}', 400, "temperature"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "temperature": 2.5}', 400, "temperature"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "n": 99}', 400, "n"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "n": 1.5}', 400, "n"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "logprobs": true, "top_logprobs": 21}', 400, "top_logprobs"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}', 400, "top_logprobs"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}', 400, "max_tokens"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 999999}', 400, "max_tokens"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "stop": [1]}', 400, "stop[0]"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "logit_bias": {"x": 1}}', 400, "logit_bias"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}', 400, "tools[0].function"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": "auto"}', 400, "tool_choice"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "stream_options": {}}', 400, "stream_options"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}', 400,
-     "response_format"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "priority": 5000}', 400, "priority"),
-    (CHAT, b'{"messages": [{"role": "user", "content": "' + b"word " * 9000 + b'"}]}', 400, "prompt"),
-    (COMPLETIONS, b'{"prompt": ""}', 400, "prompt"),
-    (COMPLETIONS, b'{"prompt": []}', 400, "prompt"),
-    (COMPLETIONS, b'{"prompt": [1, "x"]}', 400, "prompt"),
-    (COMPLETIONS, b'{"prompt": [-1]}', 400, "prompt"),
-    (COMPLETIONS, b'{"prompt": [100000]}', 400, "prompt"),
-    (COMPLETIONS, b'{"prompt": [[1], [true]]}', 400, "prompt[1]"),
-    (COMPLETIONS, b'{"prompt": "x", "logprobs": 6}', 400, "logprobs"),
-    (COMPLETIONS, b'{"prompt": "x", "best_of": 3}', 400, "best_of"),
-    (COMPLETIONS, b'{"prompt": "x", "suffix": "y"}', 400, "suffix"),
-]  # fmt: skip
+    (CHAT, b"{}", 400, "messages"),
+    (CHAT, chat(messages=[]), 400, "messages"),
+    (CHAT, chat(model="gpt-9"), 404, "model"),
+    (CHAT, message(role="robot", content="x"), 400, "messages[0].role"),
+    (CHAT, message(role="user", content=5), 400, "messages[0].content"),
+    (CHAT, message(role="user"), 400, "messages[0].content"),
+    (CHAT, message(role="user", content=[{"type": "image_url"}]), 400, "messages[0].content[0].type"),
+    (CHAT, message(role="tool", content="x"), 400, "messages[0].tool_call_id"),
+    (CHAT, chat(temperatur=1), 400, "temperatur"),
+    (CHAT, chat(temperature="hot"), 400, "temperature"),
+    (CHAT, chat(temperature=2.5), 400, "temperature"),
+    (CHAT, chat(n=99), 400, "n"),
+    (CHAT, chat(n=1.5), 400, "n"),
+    (CHAT, chat(logprobs=True, top_logprobs=21), 400, "top_logprobs"),
+    (CHAT, chat(top_logprobs=2), 400, "top_logprobs"),
+    (CHAT, chat(max_tokens=0), 400, "max_tokens"),
+    (CHAT, chat(max_tokens=999_999), 400, "max_tokens"),
+    (CHAT, chat(max_tokens=5, max_completion_tokens=6), 400, "max_completion_tokens"),
+    (CHAT, chat(stop=[1]), 400, "stop[0]"),
+    (CHAT, chat(logit_bias={"x": 1}), 400, "logit_bias"),
+    (CHAT, chat(tools=[{"type": "function"}]), 400, "tools[0].function"),
+    (CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools"),
+    (CHAT, chat(tool_choice="auto"), 400, "tool_choice"),
+    (CHAT, chat(stream_options={}), 400, "stream_options"),
+    (CHAT, chat(response_format={"type": "json_object"}), 400, "response_format"),
+    (CHAT, chat(response_format={"type": "json_schema"}), 400, "response_format.json_schema"),
+    (CHAT, chat(chat_template_kwargs={"messages": []}), 400, "chat_template_kwargs.messages"),
+    (CHAT, chat(priority=5000), 400, "priority"),
+    (CHAT, message(role="user", content="word " * 9000), 400, "prompt"),
+    (COMPLETIONS, complete(""), 400, "prompt"),
+    (COMPLETIONS, complete([]), 400, "prompt"),
+    (COMPLETIONS, complete([1, "x"]), 400, "prompt"),
+    (COMPLETIONS, complete([-1]), 400, "prompt"),
+    (COMPLETIONS, complete([100_000]), 400, "prompt"),
+    (COMPLETIONS, complete([[1], [True]]), 400, "prompt[1]"),
+    (COMPLETIONS, complete(["x"] * 65), 400, "prompt"),
+    (COMPLETIONS, complete("x", logprobs=6), 400, "logprobs"),
+    (COMPLETIONS, complete("x", best_of=3), 400, "best_of"),
+    (COMPLETIONS, complete("x", suffix="y"), 400, "suffix"),
+]
 
 
 def test_bad_input_gets_an_error_that_names_the_field_and_harms_nobody(chatml: Path) -> None:

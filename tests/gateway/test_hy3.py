@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -25,7 +26,8 @@ WEATHER = Tool(
     },
 )
 CALLS = (
-    "I will look.\n<tool_calls>\n<tool_call>weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Köln \"am\" Rhein</arg_value>\n"
+    "I will look.\n<tool_calls>\n<tool_call>weather<tool_sep>\n"
+    "<arg_key>city</arg_key>\n<arg_value>Köln \"am\" Rhein</arg_value>\n"
     "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n<arg_key>exact</arg_key>\n<arg_value>true</arg_value>\n</tool_call>\n"
     "<tool_call>weather<tool_sep>\n<arg_key>where</arg_key>\n<arg_value>{\"x\": [1, 2]}</arg_value>\n"
     "<arg_key>zip</arg_key>\n<arg_value>50667</arg_value>\n<arg_key>new</arg_key>\n<arg_value>1.5</arg_value></tool_call>\n"
@@ -54,7 +56,7 @@ def parse(chunks: list[str], tools: tuple[Tool, ...] = (WEATHER,), *, reasoning:
 
 def split(text: str, cuts: list[int]) -> list[str]:
     edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    return [text[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [text[start:end] for start, end in pairwise(edges)]
 
 
 @settings(max_examples=150, deadline=None)

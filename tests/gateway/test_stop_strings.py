@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from katydid_gateway.text.partial_match import held_suffix
@@ -30,7 +32,7 @@ def run(chunks: list[str], stops: list[str], include: bool = False) -> tuple[str
 @given(LETTERS, STOPS, st.lists(st.integers(0, 30), max_size=8), st.booleans())
 def test_any_split_finds_the_same_stop(text: str, stops: list[str], cuts: list[int], include: bool) -> None:
     edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
-    chunks = [text[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    chunks = [text[start:end] for start, end in pairwise(edges)]
     assert run(chunks, stops, include) == expected(text, stops, include)
 
 

@@ -7,7 +7,7 @@ import time
 from typing import Protocol
 
 import msgspec
-from katydid_runtime.errors import KatydidError, NotFoundError, RequestAbortedError, UnknownModelError
+from katydid_runtime.errors import KatydidError, NotFoundError, RequestAbortedError, SlowClientError, UnknownModelError
 from katydid_runtime.rpc_errors import internal_error
 from katydid_runtime.trace_context import TraceContext
 from starlette.applications import Starlette
@@ -54,8 +54,8 @@ class _Post:
             caller = Caller(received_ns, tenant, TraceContext.from_headers(exchange.headers.raw))
             await self._work.handle(exchange, raw, caller)
         except RequestAbortedError as error:
-            # A slow client gets the reason if it comes back in time; for one that left there is nobody to tell.
-            if exchange.started:
+            # A slow client gets the reason if it comes back in time; of one that left nobody is there to tell.
+            if isinstance(error, SlowClientError):
                 await exchange.send_error(error)
         except KatydidError as error:
             await exchange.send_error(error)

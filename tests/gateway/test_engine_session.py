@@ -1,0 +1,219 @@
+"""What happens to requests when streams break, engines die, restart, or turn out to be of another kind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from katydid.engine.v1 import engine_pb2 as pb
+from katydid_gateway.engines.connection import check_parity
+from katydid_runtime.block_hash import fingerprint
+from katydid_runtime.errors import IdentityMismatchError
+
+from tests.gateway.mock_engine import MockEngine, MockOptions
+from tests.gateway.rig import Rig, rig, until
+
+USER = [{"role": "user", "content": "hello there"}]
+
+
+def run(folder: Path, scenario: Any, **options: Any) -> None:
+    async def body() -> None:
+        async with rig(folder, **options) as built:
+            await scenario(built)
+
+    asyncio.run(body())
+
+
+def serving(built: Rig) -> MockEngine:
+    return next(engine for engine in built.engines if engine.in_flight)
+
+
+async def revive(built: Rig, engine: MockEngine) -> MockEngine:
+    """Another process at the same address."""
+    successor = MockEngine(engine.options)
+    await successor.start(engine.address)
+    built.engines[built.engines.index(engine)] = successor
+    return successor
+
+
+def test_before_the_first_token_another_engine_takes_over(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        for engine in built.engines:
+            engine.options.prefill_s = 0.5
+        running = asyncio.create_task(built.chat(max_tokens=4))
+        await until(lambda: any(engine.in_flight for engine in built.engines))
+        await serving(built).stop()
+        response = await running
+        assert response.status_code == 200
+        assert response.json()["timing"]["phases_ms"]["retry"] > 0
+        metrics = (await built.http.get("/metrics")).text
+        assert "katydid_gateway_retried_requests_total" in metrics
+        assert built.gateway.fleet.healthy == 1
+
+    run(chatml, scenario, engines=2)
+
+
+def test_in_mid_stream_the_client_gets_a_typed_error_at_once(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        for engine in built.engines:
+            engine.options.step_s = 0.02
+        lines: list[str] = []
+        async with built.http.stream(
+            "POST", "/v1/chat/completions", json={"messages": USER, "stream": True, "max_tokens": 500}
+        ) as response:
+            async for line in response.aiter_lines():
+                if not line:
+                    continue
+                lines.append(line)
+                if len(lines) == 5:
+                    await asyncio.wait_for(serving(built).stop(), 5)
+        error = json.loads(lines[-1].removeprefix("data: "))["error"]
+        assert error["code"] == "engine_lost"
+        assert "data: [DONE]" not in lines
+        assert (await built.chat()).status_code == 200, "the other engine"
+
+    run(chatml, scenario, engines=2)
+
+
+def test_when_every_engine_is_gone_the_answer_is_503_and_a_restart_rejoins(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        engine = built.engines[0]
+        await engine.stop()
+        await until(lambda: not built.gateway.fleet.ready)
+        response = await built.chat()
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+        successor = await revive(built, engine)
+        await until(lambda: built.gateway.fleet.ready)
+        assert (await built.chat()).status_code == 200
+        assert len(successor.submitted) == 1
+
+    run(chatml, scenario)
+
+
+def test_a_lost_stream_is_taken_up_again_without_a_gap(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        engine = built.engines[0]
+        ids = built.tokenizer.encode("abcdefghijklmnopqrstuvwxyz" * 4, add_special_tokens=False).ids
+        engine.options.script = lambda _p, _s, _c: ids
+        engine.options.step_s = 0.005
+        running = asyncio.create_task(built.chat(max_tokens=200))
+        await until(lambda: engine.in_flight == 1)
+        for _ in range(3):
+            await asyncio.sleep(0.05)
+            engine.drop_streams()
+        response = await running
+        assert response.json()["choices"][0]["message"]["content"] == built.tokenizer.decode(ids)
+        assert response.json()["usage"]["completion_tokens"] == len(ids)
+        assert len(engine.submitted) == 1
+
+    run(chatml, scenario)
+
+
+def test_block_events_make_warm_prompts_stick_and_restarts_forget_them(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        text = "the quick brown fox jumps over the lazy dog " * 60
+        await built.chat(text)
+        first = next(engine for engine in built.engines if engine.submitted)
+        for _ in range(3):
+            assert (await built.chat(text)).json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        assert len(first.submitted) == 4
+        index = built.gateway.fleet.router.index
+        holder = next(h for h in index._bits if h.engine == f"engine-{built.engines.index(first)}")
+        await until(lambda: index.blocks(holder) > 3)
+        await first.stop()
+        await revive(built, first)
+        await until(lambda: built.gateway.fleet.healthy == 2 and index.blocks(holder) == 0)
+        index.check_integrity()
+
+    run(chatml, scenario, engines=2)
+
+
+def test_a_draining_engine_gets_no_new_requests(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        await built.engines[0].Drain(pb.DrainRequest(), None)
+        await until(lambda: built.gateway.fleet.healthy == 1)
+        for number in range(4):
+            assert (await built.chat(f"hello {number}")).status_code == 200
+        assert not built.engines[0].submitted
+
+    run(chatml, scenario, engines=2)
+
+
+DESCRIPTION = pb.DescribeResponse(
+    identity=b"i" * 32, hash_fingerprint=fingerprint(b"i" * 32), block_tokens=64, tokenizer_digest=b"t"
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({}, None),
+        ({"block_tokens": 32}, "block_tokens"),
+        ({"hash_fingerprint": b"x" * 32}, "hash_fingerprint"),
+        ({"identity": b"j" * 32}, "hash_fingerprint"),
+        ({"tokenizer_digest": b"u"}, "tokenizer_digest"),
+        ({"tokenizer_digest": b""}, "tokenizer_digest"),
+    ],
+)
+def test_parity(change: dict[str, Any], field: str | None) -> None:
+    description = pb.DescribeResponse()
+    description.CopyFrom(DESCRIPTION)
+    for name, value in change.items():
+        setattr(description, name, value)
+    if field is None:
+        check_parity("e", description, b"t")
+        return
+    with pytest.raises(IdentityMismatchError) as caught:
+        check_parity("e", description, b"t")
+    assert caught.value.field == field
+
+
+def test_an_engine_of_another_kind_is_refused_and_the_others_serve(
+    chatml: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario(built: Rig) -> None:
+        stranger = MockEngine(MockOptions(tokenizer_digest=b"other"))
+        address = await stranger.start()
+        await built.engines[0].stop()
+        await stranger.stop()
+        impostor = MockEngine(MockOptions(tokenizer_digest=b"other"))
+        await impostor.start(built.engines[0].address)
+        built.engines[0] = impostor
+        del address
+        state = built.gateway.fleet.router.engines["engine-0"]
+        await until(lambda: state.excluded.startswith("refused"))
+        assert (await built.chat()).status_code == 200, "the others serve"
+        assert not impostor.submitted
+        metrics = (await built.http.get("/metrics")).text
+        assert 'katydid_gateway_engine_refused_info_total{engine="engine-0",field="tokenizer_digest"} 1.0' in metrics
+        assert "engine refused" in caplog.text
+
+    run(chatml, scenario, engines=2)
+
+
+def test_64_streams_of_mixed_lengths_end_as_they_do_alone(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        for engine in built.engines:
+            engine.options.step_s = 0.002
+
+        async def ask(number: int) -> tuple[str, int]:
+            events = await built.events(
+                messages=[{"role": "user", "content": f"question {number} " * (1 + number % 7)}],
+                max_tokens=3 + number % 40,
+                stream_options={"include_usage": True},
+            )
+            assert events[-1] == "[DONE]"
+            text = "".join(c["delta"].get("content", "") for event in events[:-1] for c in event["choices"])
+            return text, events[-2]["usage"]["completion_tokens"]
+
+        together = await asyncio.gather(*(ask(number) for number in range(64)))
+        alone = [await ask(number) for number in (0, 7, 33, 63)]
+        assert [together[number] for number in (0, 7, 33, 63)] == alone
+        assert [tokens for _, tokens in together] == [3 + number % 40 for number in range(64)]
+        assert all(len(engine.submitted) > 10 for engine in built.engines)
+        assert "katydid_gateway_in_flight_requests 0.0" in (await built.http.get("/metrics")).text
+
+    run(chatml, scenario, engines=2)
