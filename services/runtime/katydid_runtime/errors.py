@@ -96,8 +96,8 @@ class KatydidError(Exception):
 
     @property
     def outcome(self) -> Outcome:
-        """The row of `OUTCOMES` for this class."""
-        return OUTCOMES[type(self)]
+        """The row of `OUTCOMES` for this class, or for the nearest base of one defined elsewhere."""
+        return next(OUTCOMES[base] for base in type(self).__mro__ if base in OUTCOMES)
 
     @property
     def retryable(self) -> bool:
