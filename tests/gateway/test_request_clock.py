@@ -89,28 +89,23 @@ DELAYS = {
 
 @pytest.mark.parametrize("delayed", DELAYS)
 def test_a_delay_shows_in_its_own_phase_and_no_other(chatml: Path, delayed: str) -> None:
-    phases: list[dict[str, float]] = []
-
-    async def body() -> None:
+    async def body() -> list[dict[str, float]]:
         async with rig(chatml, **DELAYS[delayed]) as built:
-            for _ in range(3):
-                phases.append((await built.chat(max_tokens=2)).json()["timing"]["phases_ms"])
+            return [(await built.chat(max_tokens=2)).json()["timing"]["phases_ms"] for _ in range(3)]
 
-    asyncio.run(body())
+    phases = asyncio.run(body())
     best = {name: min(measured[name] for measured in phases) for name in phases[0]}
     assert 79 < best.pop(delayed) < 100
     assert all(value < 20 for value in best.values()), best
 
 
 def test_the_unexplained_rest_is_small(chatml: Path) -> None:
-    rests: list[float] = []
-
-    async def body() -> None:
+    async def body() -> list[float]:
         async with rig(chatml) as built:
-            for number in range(150):
-                rests.append((await built.chat(f"hello {number}", max_tokens=2)).json()["timing"]["phases_ms"]["rest"])
+            answers = [await built.chat(f"hello {number}", max_tokens=2) for number in range(150)]
+        return [answer.json()["timing"]["phases_ms"]["rest"] for answer in answers]
 
-    asyncio.run(body())
+    rests = asyncio.run(body())
     assert min(rests) > -0.5
     assert sorted(rests)[147] <= 2.0
 

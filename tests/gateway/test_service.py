@@ -47,7 +47,9 @@ def test_generate_streams_text_ids_and_an_account(chatml: Path) -> None:
     async def scenario(built: Rig) -> None:
         built.engines[0].options.script = built.says("hi, Köln 🦗")
         sampling = pb.SamplingOptions(max_tokens=40, logprobs=1, seed=5)
-        events = await collect(built.stub.Generate(pb.GenerateRequest(prompt=pb.Prompt(text="hello"), sampling=sampling)))
+        events = await collect(
+            built.stub.Generate(pb.GenerateRequest(prompt=pb.Prompt(text="hello"), sampling=sampling))
+        )
         assert "".join(event.text for event in events) == "hi, Köln 🦗"
         ids = array("I", b"".join(event.token_ids for event in events))
         assert built.tokenizer.decode(list(ids)) == "hi, Köln 🦗"
@@ -121,11 +123,11 @@ def test_a_route_is_explained_without_being_taken(chatml: Path) -> None:
         assert cold.blocks == cold.prompt_tokens // 64
         assert [candidate.home for candidate in cold.candidates].count(True) == 1
         for candidate in cold.candidates:
-            terms = candidate.queue.ToNanoseconds() + candidate.fetch.ToNanoseconds() + candidate.prefill.ToNanoseconds()
+            terms = (
+                candidate.queue.ToNanoseconds() + candidate.fetch.ToNanoseconds() + candidate.prefill.ToNanoseconds()
+            )
             assert candidate.predicted_ttft.ToNanoseconds() == pytest.approx(terms, abs=3)
-        await collect(
-            built.stub.Generate(pb.GenerateRequest(prompt=prompt, sampling=pb.SamplingOptions(max_tokens=1)))
-        )
+        await collect(built.stub.Generate(pb.GenerateRequest(prompt=prompt, sampling=pb.SamplingOptions(max_tokens=1))))
         warm = await built.stub.ExplainRoute(explain)
         assert warm.candidates[0].engine == cold.candidates[0].engine
         assert warm.candidates[0].device_blocks == warm.blocks

@@ -53,7 +53,7 @@ def load_api_keys(path: str | None) -> ApiKeys:
         match = _LINE.fullmatch(content)
         if match is None:
             raise SettingsError(
-                f"{path} line {number} is no key", field="api_keys_file", value=path, allowed="NAME SHA256-IN-HEX"
+                f"{path} line {number} is no key; a line is NAME SHA256-IN-HEX", field="api_keys_file", value=path
             )
         tenants[bytes.fromhex(match[2])] = match[1]
     if not tenants:
