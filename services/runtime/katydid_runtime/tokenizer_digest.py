@@ -1,6 +1,6 @@
 """Whether two processes cut text into the same tokens: one digest over the files of a model folder that decide it.
 
-Engines report it in `DescribeResponse.tokenizer_digest`; a gateway with another one would send ids that mean other text.
+Engines report it in `DescribeResponse.tokenizer_digest`; ids from a gateway with another one would mean other text.
 """
 
 from __future__ import annotations
