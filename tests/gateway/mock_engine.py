@@ -23,6 +23,8 @@ from katydid_runtime.server import RpcServer
 from katydid_runtime.tokenizer_digest import tokenizer_digest
 from katydid_runtime.trace_context import TraceContext
 
+from tests.gateway.mock_frames import ended, logprob_columns
+
 Script = Callable[[array, pb.SamplingParams, int], list[int]]
 
 
@@ -217,7 +219,7 @@ class MockEngine(EngineServiceServicer):
                 case "abort":
                     self.aborted.append(message.abort.request)
                     if session.running.pop(message.abort.request, None) is not None:
-                        self._emit(session, _ended(message.abort.request, pb.FINISH_REASON_ABORT))
+                        self._emit(session, ended(message.abort.request, pb.FINISH_REASON_ABORT))
                 case "ack":
                     while session.frames and session.frames[0].frame <= message.ack.frame:
                         session.frames.popleft()
@@ -225,7 +227,7 @@ class MockEngine(EngineServiceServicer):
     def _submit(self, session: _Session, message: pb.SubmitRequest) -> None:
         self.submitted.append(message)
         if self.options.refusal is not None:
-            frame = _ended(message.request, pb.FINISH_REASON_ERROR)
+            frame = ended(message.request, pb.FINISH_REASON_ERROR)
             frame.finishes[0].error.CopyFrom(self.options.refusal)
             self._emit(session, frame)
             return
@@ -322,9 +324,11 @@ class MockEngine(EngineServiceServicer):
     ) -> None:
         sampling = running.message.sampling
         if sampling.HasField("prompt_logprobs") and running.sent == 0 and choice == 0:
-            frame.logprobs.append(_logprobs(number, 0, array("I", running.message.prompt_ids)[1:], 0, prompt=True))
+            frame.logprobs.append(
+                logprob_columns(number, 0, array("I", running.message.prompt_ids)[1:], 0, prompt=True)
+            )
         if sampling.HasField("logprobs"):
-            frame.logprobs.append(_logprobs(number, choice, array("I", row), sampling.logprobs))
+            frame.logprobs.append(logprob_columns(number, choice, array("I", row), sampling.logprobs))
 
     def _trace(self, running: _Running, *, decode: bool) -> pb.TraceSummary:
         options = self.options
@@ -366,21 +370,6 @@ class MockEngine(EngineServiceServicer):
             )
         session.frames.append(frame)
         session.wake.set()
-
-
-def _ended(request: int, reason: pb.FinishReason) -> pb.SessionResponse:
-    frame = pb.SessionResponse()
-    frame.finishes.add(request=request, reason=reason)
-    return frame
-
-
-def _logprobs(request: int, choice: int, ids: array, top: int, *, prompt: bool = False) -> pb.TokenLogprobs:
-    """Token `t` has log probability -t / 1000; beside it stand ids 1, 2, ... with -1, -2, ..."""
-    message = pb.TokenLogprobs(request=request, choice=choice, top=top, prompt=prompt)
-    message.chosen = array("f", [-token / 1000 for token in ids]).tobytes()
-    message.top_tokens = array("I", [place + 1 for _ in ids for place in range(top)]).tobytes()
-    message.top_logprobs = array("f", [-(place + 1.0) for _ in ids for place in range(top)]).tobytes()
-    return message
 
 
 async def _serve(listen: str, options: MockOptions) -> None:

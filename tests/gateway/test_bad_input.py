@@ -1,0 +1,117 @@
+"""Every kind of bad input over HTTP: a 4xx in OpenAI's shape that names the field, and the gateway goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.gateway.rig import Rig, rig
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def run(folder: Path, scenario: Any, **options: Any) -> None:
+    async def body() -> None:
+        async with rig(folder, **options) as built:
+            await scenario(built)
+
+    asyncio.run(body())
+
+
+def chat(**fields: Any) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": "x"}], **fields}).encode()
+
+
+def message(**fields: Any) -> bytes:
+    return json.dumps({"messages": [fields]}).encode()
+
+
+def complete(prompt: Any, **fields: Any) -> bytes:
+    return json.dumps({"prompt": prompt, **fields}).encode()
+
+
+BAD: list[tuple[str, bytes, int, str | None]] = [
+    (CHAT, b"{", 400, "body"),
+    (CHAT, b"", 400, "body"),
+    (CHAT, b"[]", 400, None),
+    (CHAT, b"\xff\xfe", 400, "body"),
+    (CHAT, b"{}", 400, "messages"),
+    (CHAT, chat(messages=[]), 400, "messages"),
+    (CHAT, chat(model="gpt-9"), 404, "model"),
+    (CHAT, message(role="robot", content="x"), 400, "messages[0].role"),
+    (CHAT, message(role="user", content=5), 400, "messages[0].content"),
+    (CHAT, message(role="user"), 400, "messages[0].content"),
+    (CHAT, message(role="user", content=[{"type": "image_url"}]), 400, "messages[0].content[0].type"),
+    (CHAT, message(role="tool", content="x"), 400, "messages[0].tool_call_id"),
+    (CHAT, chat(temperatur=1), 400, "temperatur"),
+    (CHAT, chat(temperature="hot"), 400, "temperature"),
+    (CHAT, chat(temperature=2.5), 400, "temperature"),
+    (CHAT, chat(n=99), 400, "n"),
+    (CHAT, chat(n=1.5), 400, "n"),
+    (CHAT, chat(logprobs=True, top_logprobs=21), 400, "top_logprobs"),
+    (CHAT, chat(top_logprobs=2), 400, "top_logprobs"),
+    (CHAT, chat(max_tokens=0), 400, "max_tokens"),
+    (CHAT, chat(max_tokens=999_999), 400, "max_tokens"),
+    (CHAT, chat(max_tokens=5, max_completion_tokens=6), 400, "max_completion_tokens"),
+    (CHAT, chat(stop=[1]), 400, "stop[0]"),
+    (CHAT, chat(logit_bias={"x": 1}), 400, "logit_bias"),
+    (CHAT, chat(tools=[{"type": "function"}]), 400, "tools[0].function"),
+    (CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools"),
+    (CHAT, chat(tool_choice="auto"), 400, "tool_choice"),
+    (CHAT, chat(stream_options={}), 400, "stream_options"),
+    (CHAT, chat(response_format={"type": "json_object"}), 400, "response_format"),
+    (CHAT, chat(response_format={"type": "json_schema"}), 400, "response_format.json_schema"),
+    (CHAT, chat(chat_template_kwargs={"messages": []}), 400, "chat_template_kwargs.messages"),
+    (CHAT, chat(priority=5000), 400, "priority"),
+    (CHAT, message(role="user", content="word " * 9000), 400, "prompt"),
+    (COMPLETIONS, complete(""), 400, "prompt"),
+    (COMPLETIONS, complete([]), 400, "prompt"),
+    (COMPLETIONS, complete([1, "x"]), 400, "prompt"),
+    (COMPLETIONS, complete([-1]), 400, "prompt"),
+    (COMPLETIONS, complete([100_000]), 400, "prompt"),
+    (COMPLETIONS, complete([[1], [True]]), 400, "prompt[1]"),
+    (COMPLETIONS, complete(["x"] * 65), 400, "prompt"),
+    (COMPLETIONS, complete("x", logprobs=6), 400, "logprobs"),
+    (COMPLETIONS, complete("x", best_of=3), 400, "best_of"),
+    (COMPLETIONS, complete("x", suffix="y"), 400, "suffix"),
+]
+
+
+def test_bad_input_gets_an_error_that_names_the_field_and_harms_nobody(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        for path, body, status, field in BAD:
+            response = await built.http.post(path, content=body)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (status, field), (body[:100], response.text)
+            assert error["message"]
+            assert error["type"] == "invalid_request_error"
+        codes = {
+            "model_not_found": await built.chat(model="gpt-9"),
+            "context_length_exceeded": await built.chat("word " * 9000),
+        }
+        assert {code: response.json()["error"]["code"] for code, response in codes.items()} == {c: c for c in codes}
+        assert (await built.http.post("/v1/nothing", json={})).status_code == 404
+        assert (await built.http.get(CHAT)).status_code == 405
+        assert (await built.http.get("/v1/models/none")).status_code == 404
+        assert built.engines[0].submitted == []
+        assert (await built.chat()).status_code == 200
+
+    run(chatml, scenario)
+
+
+def test_an_oversize_body_is_refused_before_it_is_read(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        response = await built.chat("x" * 5000)
+        assert response.status_code == 413
+        assert response.json()["error"]["code"] == "payload_too_large"
+
+        async def endless() -> Any:
+            for _ in range(100):
+                yield b"x" * 100
+
+        assert (await built.http.post(CHAT, content=endless())).status_code == 413
+        assert (await built.chat()).status_code == 200
+
+    run(chatml, scenario, max_body_bytes=2000)
