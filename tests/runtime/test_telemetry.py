@@ -7,7 +7,9 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +17,14 @@ from katydid_runtime import log
 from katydid_runtime.errors import OverloadedError, SettingsError
 from katydid_runtime.telemetry import Telemetry
 from katydid_runtime.trace_context import TraceContext
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
 
 PARENT = TraceContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", True, "vendor=1")
 
@@ -102,6 +112,42 @@ def test_spans_appear_while_the_process_runs(tmp_path):
         time.sleep(0.02)
     assert path.read_text()
     telemetry.shutdown()
+
+
+def test_spans_reach_an_otlp_collector():
+    """A collector of our own, over a real connection: names, ids and the resource arrive."""
+    received: list[ExportTraceServiceRequest] = []
+
+    class Collector(TraceServiceServicer):
+        def Export(self, request, context):
+            received.append(request)
+            return ExportTraceServiceResponse()
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    add_TraceServiceServicer_to_server(Collector(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    telemetry = Telemetry("sample", otlp_endpoint=f"http://127.0.0.1:{port}")
+    context = telemetry.record("engine.prefill", PARENT, start_ns=5, end_ns=9, attributes={"tokens": 3})
+    telemetry.shutdown()
+    server.stop(None)
+    (resource,) = received[0].resource_spans
+    (span,) = resource.scope_spans[0].spans
+    assert {a.key: a.value.string_value for a in resource.resource.attributes}["service.name"] == "katydid-sample"
+    assert (span.name, span.span_id.hex(), span.parent_span_id.hex()) == (
+        "engine.prefill",
+        context.span_id,
+        PARENT.span_id,
+    )
+    assert (span.trace_id.hex(), span.start_time_unix_nano, span.end_time_unix_nano) == (PARENT.trace_id, 5, 9)
+
+
+def test_a_collector_that_is_away_delays_the_end_by_seconds_at_most():
+    telemetry = Telemetry("sample", otlp_endpoint="http://127.0.0.1:1")
+    telemetry.start("request").end()
+    started = time.monotonic()
+    telemetry.shutdown()
+    assert time.monotonic() - started < 10
 
 
 def test_off_passes_the_trace_through_and_imports_nothing():

@@ -62,7 +62,7 @@ def test_no_template_at_all(folder):
 @pytest.mark.parametrize("text", ["{", "[]", '{"chat_template": 3}'])
 def test_a_broken_config_is_named(folder, text):
     (folder / "tokenizer_config.json").write_text(text)
-    with pytest.raises(ModelFolderError, match="chat.template"):
+    with pytest.raises(ModelFolderError, match=r"chat.template"):
         tokenizer_digest(folder)
 
 
