@@ -35,7 +35,7 @@ def cycling(prompt: array, sampling: pb.SamplingParams, choice: int) -> list[int
 
 @dataclass
 class MockOptions:
-    """How the engine behaves; may be changed while it runs."""
+    """How the engine behaves; may be changed while it runs. With `refusal` every request ends with that error."""
 
     script: Script = cycling
     model: str = "mock"
@@ -58,12 +58,9 @@ class MockOptions:
     block_tokens: int = BLOCK_TOKENS
     hash_fingerprint: bytes | None = None
     grammar_kinds: tuple[str, ...] = ()
-    # Reported before the first token: ids of spans in the trace, so that links can be checked.
+    # Ids of the spans it reports, so that links can be checked.
     span_ids: dict[str, bytes] = field(default_factory=dict)
-    # Ends every request with this error instead of tokens.
     refusal: pb.RequestError | None = None
-    # Called with (request, tokens so far) before each step of a request.
-    on_step: Callable[[pb.SubmitRequest, int], None] | None = None
 
 
 @dataclass
@@ -106,6 +103,7 @@ class MockEngine(EngineServiceServicer):
 
     @property
     def in_flight(self) -> int:
+        """Requests being answered."""
         return sum(len(session.running) for session in self._sessions.values())
 
     async def start(self, address: str = "127.0.0.1:0") -> str:
@@ -205,7 +203,7 @@ class MockEngine(EngineServiceServicer):
         finally:
             self._watchers.discard(queue)
 
-    async def Drain(self, _request: pb.DrainRequest, _context: object) -> pb.DrainResponse:
+    async def Drain(self, _request: object, _context: object) -> pb.DrainResponse:
         self.draining = True
         for session in self._sessions.values():
             self._emit(session, pb.SessionResponse())
@@ -275,8 +273,6 @@ class MockEngine(EngineServiceServicer):
         for number, running in list(session.running.items()):
             if time.monotonic() < running.ready_at:
                 continue
-            if self.options.on_step is not None:
-                self.options.on_step(running.message, running.sent)
             if running.sent == 0:
                 first = frame.first_tokens.add(request=number)
                 first.cached.device = running.cached
