@@ -1,8 +1,7 @@
 """The LMDB index of the disk tier: which slot holds which block, written only after the slot's bytes.
 
 It makes a restart cheap. It is not believed: every read checks the slot's own header, and a catalogue that is missing,
-unreadable or unfinished is rebuilt from the headers. Rows carry a checksum of their own, so a rotten page of the index
-costs rows, not answers.
+unreadable, damaged or unfinished is rebuilt from the headers. Rows carry a checksum of their own, so that damage shows.
 """
 
 from __future__ import annotations
@@ -100,20 +99,22 @@ class Catalog:
             return transaction.get(_COMPLETE, db=self._meta) is not None
 
     def namespaces(self) -> Iterator[tuple[bytes, BlockLayout]]:
+        """All namespaces. Raises lmdb.CorruptedError for one that is not what was written."""
         with self._env.begin() as transaction:
             for identity, value in transaction.cursor(db=self._namespaces):
                 try:
                     yield bytes(identity), BlockLayout(**json.loads(value))
                 except (ValueError, TypeError, InvalidRequestError):
-                    continue
+                    raise lmdb.CorruptedError("a namespace of the index is damaged") from None
 
     def rows(self) -> Iterator[Row]:
-        """All rows that are intact."""
+        """All rows. Raises lmdb.CorruptedError for one that is not what was written."""
         with self._env.begin() as transaction:
             for key, value in transaction.cursor(db=self._blocks):
                 row = Row.decode(bytes(key), bytes(value))
-                if row is not None:
-                    yield row
+                if row is None:
+                    raise lmdb.CorruptedError("a row of the index is damaged")
+                yield row
 
     def rebuild(self, namespaces: Iterable[tuple[bytes, BlockLayout]], rows: Iterable[Row]) -> None:
         """Replace everything, and mark the index as complete."""

@@ -23,6 +23,7 @@ from katydid_runtime.errors import SettingsError
 
 from katydid_kvcache.blocks import PAGE_BYTES
 from katydid_kvcache.disk.catalog import Catalog, Row
+from katydid_kvcache.disk.index_probe import index_is_sound
 from katydid_kvcache.disk.segments import SegmentFiles
 from katydid_kvcache.disk.slot_header import HEADER_BYTES, SlotHeader
 from katydid_kvcache.slabs import Slot
@@ -90,37 +91,36 @@ def lock_folder(folder: Path) -> int:
 def open_folder(folder: Path, *, slabs: int, slab_bytes: int, direct: bool, map_bytes: int) -> DiskFolder:
     """Open a locked folder and find out what is in it. Raises OSError or lmdb.Error when the disk fails."""
     segments = SegmentFiles(folder / "segments", slab_bytes, direct=direct)
-    slot_bytes = segments.existing(slabs)
-    catalog = _open_catalog(folder / "index", map_bytes)
     try:
-        if catalog.complete:
-            boot = catalog.begin_boot(0)
-            namespaces = dict(catalog.namespaces())
-            rows = list(catalog.rows())
-        else:
-            headers = list(_scan(segments, slot_bytes, slab_bytes))
-            newest = max((slot.generation >> GENERATION_BITS for _, slot in headers), default=0)
-            boot = catalog.begin_boot(newest)
-            namespaces = {header.identity: header.layout for header, _ in headers}
-            rows = [Row.of(header, slot) for header, slot in headers]
-            rows = _newest(rows, namespaces, slot_bytes, slab_bytes)
-            catalog.rebuild(namespaces.items(), rows)
-            logger.warning("index of the disk tier rebuilt from slot headers", extra={"blocks": len(rows)})
+        slot_bytes = segments.existing(slabs)
+        index = folder / "index"
+        if (index / "data.mdb").exists() and index_is_sound(index, map_bytes):
+            catalog = Catalog(index, map_bytes)
+            try:
+                if catalog.complete:
+                    namespaces, rows = dict(catalog.namespaces()), list(catalog.rows())
+                    rows = _newest(rows, namespaces, slot_bytes, slab_bytes)
+                    return DiskFolder(segments, catalog, catalog.begin_boot(0), namespaces, slot_bytes, rows)
+            except lmdb.CorruptedError as error:
+                logger.error("index of the disk tier: %s", error)
+            catalog.close()
+        shutil.rmtree(index, ignore_errors=True)
+        return _rebuilt(segments, Catalog(index, map_bytes), slot_bytes, slab_bytes)
     except BaseException:
-        catalog.close()
         segments.close()
         raise
-    rows = _newest(rows, namespaces, slot_bytes, slab_bytes)
+
+
+def _rebuilt(segments: SegmentFiles, catalog: Catalog, slot_bytes: dict[int, int], slab_bytes: int) -> DiskFolder:
+    """The folder as its slot headers tell it, with a new catalogue."""
+    headers = list(_scan(segments, slot_bytes, slab_bytes))
+    newest = max((slot.generation >> GENERATION_BITS for _, slot in headers), default=0)
+    namespaces = {header.identity: header.layout for header, _ in headers}
+    rows = _newest([Row.of(header, slot) for header, slot in headers], namespaces, slot_bytes, slab_bytes)
+    boot = catalog.begin_boot(newest)
+    catalog.rebuild(namespaces.items(), rows)
+    logger.warning("index of the disk tier rebuilt from slot headers", extra={"blocks": len(rows)})
     return DiskFolder(segments, catalog, boot, namespaces, slot_bytes, rows)
-
-
-def _open_catalog(folder: Path, map_bytes: int) -> Catalog:
-    try:
-        return Catalog(folder, map_bytes)
-    except lmdb.Error as error:
-        logger.error("index of the disk tier is unreadable and removed: %s", error)
-        shutil.rmtree(folder)
-        return Catalog(folder, map_bytes)
 
 
 def _scan(segments: SegmentFiles, slot_bytes: dict[int, int], slab_bytes: int) -> Iterator[tuple[SlotHeader, Slot]]:
