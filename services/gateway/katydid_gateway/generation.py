@@ -246,7 +246,8 @@ class Generator:
         if not bypass:
             public = self._settings.public_blocks if salt else 0
             chain = hash_chain(encoded.ids, identity=self.fleet.identity, salt=salt, public_blocks=public)
-        return RoutedPrompt(tuple(split_hashes(chain)), encoded.tokens, affinity, sha256(encoded.ids).digest())
+        digest = b"" if chain else sha256(encoded.ids).digest()
+        return RoutedPrompt(tuple(split_hashes(chain)), encoded.tokens, affinity, digest)
 
     def _salt(self, tenant: str) -> bytes:
         if self._secret is None or not tenant:

@@ -45,8 +45,9 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._bits: dict[Holder, int] = {}
         self._confirmed: dict[bytes, int] = {}
-        self._predicted: dict[bytes, dict[int, float]] = {}
-        self._expiries: deque[tuple[float, int, bytes]] = deque()
+        self._predicted: dict[bytes, int] = {}
+        self._until: dict[tuple[bytes, int], float] = {}
+        self._expiries: deque[tuple[float, bytes, int]] = deque()
         self._counts: dict[Holder, int] = {}
 
     def blocks(self, holder: Holder) -> int:
@@ -61,6 +62,8 @@ class PrefixIndex:
             if not before & bit:
                 self._confirmed[block] = before | bit
                 self._counts[holder] += 1
+            if block in self._predicted:
+                self._drop_prediction(block, bit)
 
     def removed(self, holder: Holder, hashes: Iterable[bytes]) -> None:
         """These blocks have left the holder's cache."""
@@ -73,13 +76,14 @@ class PrefixIndex:
                     del self._confirmed[block]
                 else:
                     self._confirmed[block] = before & ~bit
-            self._drop_prediction(block, bit)
+            if block in self._predicted:
+                self._drop_prediction(block, bit)
 
     def cleared(self, holder: Holder) -> None:
         """The holder dropped everything, or is gone."""
         bit = self._bit(holder)
         self.removed(holder, [block for block, bits in self._confirmed.items() if bits & bit])
-        for block in [block for block, bits in self._predicted.items() if bit in bits]:
+        for block in [block for block, bits in self._predicted.items() if bits & bit]:
             self._drop_prediction(block, bit)
 
     def predict(self, holder: Holder, hashes: Iterable[bytes], now: float) -> None:
@@ -88,23 +92,23 @@ class PrefixIndex:
         bit, until = self._bit(holder), now + PREDICTION_S
         for block in hashes:
             if not self._confirmed.get(block, 0) & bit:
-                self._predicted.setdefault(block, {})[bit] = until
-                self._expiries.append((until, bit, block))
+                self._predicted[block] = self._predicted.get(block, 0) | bit
+                self._until[block, bit] = until
+                self._expiries.append((until, block, bit))
 
     def depths(self, chain: Sequence[bytes], now: float) -> dict[Holder, int]:
         """Leading blocks of `chain` that each known holder is believed to have."""
         self._expire(now)
         left = (1 << len(self._bits)) - 1
         depth_of_bit: dict[int, int] = {}
+        confirmed, predicted = self._confirmed.get, self._predicted.get
         for place, block in enumerate(chain):
-            here = self._confirmed.get(block, 0)
-            if predicted := self._predicted.get(block):
-                here |= sum(predicted.keys() - _bits_of(here))
-            gone, left = left & ~here, left & here
-            for bit in _bits_of(gone):
-                depth_of_bit[bit] = place
-            if not left:
-                break
+            here = confirmed(block, 0) | predicted(block, 0)
+            if gone := left & ~here:
+                depth_of_bit.update(dict.fromkeys(_bits_of(gone), place))
+                left &= here
+                if not left:
+                    break
         return {holder: depth_of_bit.get(bit, len(chain)) for holder, bit in self._bits.items()}
 
     def check_integrity(self) -> None:
@@ -113,7 +117,8 @@ class PrefixIndex:
             held = sum(1 for bits in self._confirmed.values() if bits & bit)
             assert self._counts[holder] == held, (holder, self._counts[holder], held)
         assert all(self._confirmed.values())
-        assert all(self._predicted.values())
+        believed = {(block, bit) for block, bits in self._predicted.items() for bit in _bits_of(bits)}
+        assert believed == self._until.keys()
 
     def _bit(self, holder: Holder) -> int:
         bit = self._bits.get(holder)
@@ -123,15 +128,19 @@ class PrefixIndex:
         return bit
 
     def _drop_prediction(self, block: bytes, bit: int) -> None:
-        bits = self._predicted.get(block)
-        if bits is not None and bits.pop(bit, None) is not None and not bits:
+        if self._until.pop((block, bit), None) is None:
+            return
+        left = self._predicted[block] & ~bit
+        if left:
+            self._predicted[block] = left
+        else:
             del self._predicted[block]
 
     def _expire(self, now: float) -> None:
         while self._expiries and self._expiries[0][0] <= now:
-            until, bit, block = self._expiries.popleft()
+            until, block, bit = self._expiries.popleft()
             # A later prediction of the same block keeps it alive.
-            if self._predicted.get(block, {}).get(bit, now + 1) <= until:
+            if self._until.get((block, bit), now + 1) <= until:
                 self._drop_prediction(block, bit)
 
 
@@ -170,10 +179,8 @@ class TierIndex:
         return tiers
 
 
-def _bits_of(bits: int) -> set[int]:
-    found = set()
+def _bits_of(bits: int) -> Iterator[int]:
     while bits:
         lowest = bits & -bits
-        found.add(lowest)
+        yield lowest
         bits ^= lowest
-    return found
