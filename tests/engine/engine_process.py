@@ -149,7 +149,9 @@ class SessionClient:
         """Sends a request; fields of SamplingParams are given by name, others of SubmitRequest too."""
         self._numbers += 1
         message = submission(self._numbers, prompt, **fields)
-        answer = self.answers[self._numbers] = Answer(message.sampling.n if 1 <= message.sampling.n <= MAX_CHOICES else 1)
+        answer = self.answers[self._numbers] = Answer(
+            message.sampling.n if 1 <= message.sampling.n <= MAX_CHOICES else 1
+        )
         self.send(submit=message)
         return answer
 

@@ -1,4 +1,4 @@
-"""Engines beside a cache service: blocks move between them, and nothing that happens to the service reaches an answer."""
+"""Engines beside a cache service: blocks move between them, and what happens to the service reaches no answer."""
 
 from __future__ import annotations
 

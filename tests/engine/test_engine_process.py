@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
-import time
-import urllib.request
 from array import array
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -27,6 +24,7 @@ from tests.tiny_model import EOS_ID, VOCAB_SIZE, write_tiny_model
 
 pytestmark = pytest.mark.e2e
 
+
 def prompt(length: int, salt: int = 0) -> list[int]:
     return [(i * 31 + i * i + salt * 17) % 250 for i in range(length)]
 
@@ -42,7 +40,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    options = ("--max-batch-tokens", "128", "--kv-pages", "96", "--reattach-window-s", "1", "--fault-delays", "decode:2")
+    options = (
+        "--max-batch-tokens",
+        "128",
+        "--kv-pages",
+        "96",
+        "--reattach-window-s",
+        "1",
+        "--fault-delays",
+        "decode:2",
+    )
     options += ("--profile-folder", str(tmp_path_factory.mktemp("profiles")))
     with engine(folder, tmp_path_factory.mktemp("engine"), *options) as service:
         yield service
@@ -68,6 +75,7 @@ def test_describes_itself(running: Service, folder: Path) -> None:
 
 def test_tokens_do_not_depend_on_company(running: Service) -> None:
     """Alone, in a crowd, as one of several choices, and resumed half way: the same tokens."""
+
     async def scenario() -> None:
         async with session(running.address) as client:
             fields = {"temperature": 0.9, "top_p": 0.95, "max_tokens": 24, "ignore_eos": True}
@@ -115,7 +123,9 @@ def test_log_probabilities(running: Service) -> None:
             assert len(answer.prompt_chosen) == 139
             assert all(value <= 0 for value in (*answer.chosen[0], *answer.prompt_chosen))
             # The prompt's probabilities are those of generating it.
-            tail = await client.generate(prompt(139, 3), max_tokens=1, logprobs=0, logit_bias={prompt(140, 3)[139]: 100.0})
+            tail = await client.generate(
+                prompt(139, 3), max_tokens=1, logprobs=0, logit_bias={prompt(140, 3)[139]: 100.0}
+            )
             assert tail.chosen[0][0] == pytest.approx(answer.prompt_chosen[-1], abs=1e-5)
 
     run(scenario())
@@ -340,7 +350,8 @@ def test_admin(running: Service) -> None:
             profile = asyncio.ensure_future(admin.Profile(pb.ProfileRequest(steps=3)))
             await asyncio.sleep(0.1)
             await client.generate(prompt(20), max_tokens=10, ignore_eos=True)
-            trace = json.loads(Path((await asyncio.wait_for(profile, 20)).path).read_text())
-            assert trace["traceEvents"]
+            paths.append((await asyncio.wait_for(profile, 20)).path)
 
+    paths: list[str] = []
     run(scenario())
+    assert json.loads(Path(paths[0]).read_text())["traceEvents"]

@@ -42,7 +42,10 @@ def test_two_ranks_say_what_one_says(model: Path, tmp_path: Path) -> None:
     async def ask(address: str, into: list[Answer]) -> None:
         into += await answers(address)
 
-    with engine(model, tmp_path, "--kv-pages", "64") as one, engine(model, tmp_path, "--kv-pages", "64", "--tp", "2") as two:
+    with (
+        engine(model, tmp_path, "--kv-pages", "64") as one,
+        engine(model, tmp_path, "--kv-pages", "64", "--tp", "2") as two,
+    ):
         run(ask(one.address, single))
         run(ask(two.address, paired))
         assert [answer.tokens for answer in paired] == [answer.tokens for answer in single]

@@ -58,6 +58,9 @@ class BlockingChannel:
             messages += self._take()
         return messages
 
+    def close(self) -> None:
+        self._socket.close()
+
     def _take(self) -> list[Any]:
         messages = []
         while len(self._received) >= _LENGTH_BYTES:

@@ -46,8 +46,10 @@ logger = logging.getLogger(__name__)
 
 
 class KvConnector:
-    """Serves one worker group. ``client`` degrades: it never raises because the service is away. ``attached`` is what the
-    group was told last."""
+    """Serves one worker group, which was told last that the service is ``attached`` or not.
+
+    ``client`` degrades: it never raises because the service is away.
+    """
 
     def __init__(
         self,

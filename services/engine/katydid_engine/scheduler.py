@@ -231,9 +231,10 @@ class Scheduler:
     def _schedule_prefills(self, budget: int) -> list[tuple[Sequence, int]]:
         """Chunks for the sequences that prefill: half of what is left for each in order, then the rest in order."""
         prefills = [sequence for sequence in self._queues.running if not sequence.decodes]
+        least = max(1, min(BLOCK_TOKENS, budget // 2))
         chunks = {}
         for sequence in prefills:
-            chunks[sequence.id] = min(sequence.num_uncomputed, max(budget // 2, BLOCK_TOKENS), budget)
+            chunks[sequence.id] = min(sequence.num_uncomputed, max(budget // 2, least), budget)
             budget -= chunks[sequence.id]
         for sequence in prefills:
             more = min(sequence.num_uncomputed - chunks[sequence.id], budget)

@@ -59,15 +59,15 @@ class Session:
         Raises:
             ConflictError: the frame after ``last_frame`` is no longer kept, or was never made.
         """
-        self.acknowledge(last_frame)
         first = self._frames[0].frame if self._frames else self._last_number + 1
-        if first != last_frame + 1:
+        if not first - 1 <= last_frame <= self._last_number:
             raise ConflictError(
                 f"frame {last_frame + 1} of the session is not there",
                 field="open.last_frame",
                 value=last_frame,
                 allowed=f"{first - 1} to {self._last_number}",
             )
+        self.acknowledge(last_frame)
         self.attached = True
         self._sent = last_frame
         self._stream += 1

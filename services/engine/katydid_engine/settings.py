@@ -60,7 +60,7 @@ class EngineSettings(ServiceSettings):
     def _check_batch(self) -> Self:
         if self.batch_tokens < self.sequences:
             raise ValueError(
-                f"max_batch_tokens is {self.batch_tokens}; a step decodes max_sequences={self.sequences} tokens at least"
+                f"max_batch_tokens is {self.batch_tokens}, below max_sequences={self.sequences} that a step may decode"
             )
         return self
 
