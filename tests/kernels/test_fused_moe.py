@@ -77,3 +77,11 @@ def test_swiglu() -> None:
     expected = F.silu(x[:, :5]) * x[:, 5:]
     torch.testing.assert_close(swiglu(x), expected)
     assert swiglu(x.to(torch.bfloat16)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("width", [1, 13, 20])
+def test_swiglu_of_a_row_does_not_depend_on_its_batch(width: int) -> None:
+    x = torch.randn(40, 2 * width)
+    whole = swiglu(x)
+    for row in range(40):
+        assert torch.equal(swiglu(x[row : row + 1])[0], whole[row])

@@ -55,6 +55,14 @@ def test_ties_go_to_the_lower_expert() -> None:
     assert ids.tolist() == [list(range(8))] * 3
 
 
+@pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
+def test_a_token_does_not_depend_on_its_batch(scoring: Scoring) -> None:
+    x, weight = torch.randn(40, 32), torch.randn(13, 32)
+    whole, _ = router(x, weight, top_k=3, scoring=scoring)
+    for token in range(40):
+        assert torch.equal(router(x[token : token + 1], weight, top_k=3, scoring=scoring)[0][0], whole[token])
+
+
 def test_low_precision_input_is_scored_in_fp32() -> None:
     torch.manual_seed(1)
     x, weight = torch.randn(20, 64).to(torch.bfloat16), torch.randn(16, 64)
