@@ -1,123 +1,114 @@
-"""`make demo`: three services, a real model, one conversation through the SDK, one question through curl, one trace.
-
-Exit code 0 only when everything happened: sensible answers, a second turn that found its prefix in a cache, and one
-trace with spans of gateway and engine that adds up to the time to first token.
-"""
+"""The main job on this machine, start to end: three services, a real model, a two-turn chat, curl, and one trace."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
-from katydid_cli.chat import cost_line
 from katydid_cli.fleet.plan import free_ports
-from katydid_cli.tracing.spans import read_spans
-from katydid_cli.tracing.view import trace
-from katydid_client import AsyncKatydid, Completion, Message, UnavailableError
+from katydid_client import Completion, Katydid
 
 MODEL = "SmolLM2-135M-Instruct"
+BIN = Path(sys.executable).parent
 SYSTEM = (
-    "You are a helpful assistant. Answer in one short sentence, in plain English, and stop. Do not repeat a question, "
-    "do not apologise, do not add explanations that nobody asked for, do not use lists, headings or any other markup, "
-    "and never write more than twenty words. When you do not know an answer, say so in four words."
+    "You are a patient geography teacher. You answer in one or two short, complete sentences, in plain English, "
+    "without lists and without headings. You name places exactly, you never invent facts, and when you are asked "
+    "about a place that you named before you stay with that place. Your pupils are twelve years old and curious; "
+    "they like to hear one surprising detail, but only when you are sure that it is true."
 )
-QUESTIONS = ("What is the capital of France?", "And what is the capital of Italy?")
-START_TIMEOUT_S = 180.0
-STOP_TIMEOUT_S = 30.0
+QUESTIONS = ("What is the capital of France?", "Which river flows through that city?")
+START_TIMEOUT_S = 300
+
+
+def wait_ready(fleet: subprocess.Popen[bytes], http_port: int) -> None:
+    """Returns once the gateway has an engine.
+
+    Raises:
+        SystemExit: the fleet ended, or is not ready after START_TIMEOUT_S.
+    """
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if fleet.poll() is not None:
+            raise SystemExit(f"katydid up ended with {fleet.returncode}")
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/readyz", timeout=1):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise SystemExit(f"no engine is ready after {START_TIMEOUT_S} s")
+
+
+def heading(text: str) -> None:
+    print(f"\n== {text}", flush=True)
+
+
+def show(answer: Completion) -> None:
+    timing, usage = answer.timing, answer.usage
+    print(f"  {answer.text.strip()}")
+    print(
+        f"  TTFT {timing.ttft_s * 1e3:.0f} ms, TPOT {timing.tpot_s * 1e3:.0f} ms, "
+        f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens cached, on {timing.engine}",
+        flush=True,
+    )
+
+
+def chat(grpc_port: int) -> None:
+    """Two turns through the SDK; the second finds the first one's blocks in the cache."""
+    messages = [{"role": "system", "content": SYSTEM}]
+    with Katydid(f"127.0.0.1:{grpc_port}") as client:
+        for turn, question in enumerate(QUESTIONS, 1):
+            heading(f"SDK, turn {turn}: {question}")
+            messages.append({"role": "user", "content": question})
+            answer = client.chat(messages, max_tokens=48, temperature=0)
+            messages.append({"role": "assistant", "content": answer.text})
+            show(answer)
+
+
+def curl(http_port: int) -> None:
+    url = f"http://127.0.0.1:{http_port}/v1/chat/completions"
+    question = "Name three primary colours."
+    body = {"model": MODEL, "messages": [{"role": "user", "content": question}], "max_tokens": 48, "temperature": 0}
+    command = ["curl", "-s", url, "-H", "Content-Type: application/json", "-d", json.dumps(body)]
+    heading(f"curl: {question}")
+    answer = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    print(" ", answer["choices"][0]["message"]["content"].strip())
+    print(f"  usage {json.dumps(answer['usage'])}", flush=True)
 
 
 def main() -> int:
     http_port, grpc_port = free_ports(2)
     with tempfile.TemporaryDirectory(prefix="katydid-demo-") as folder:
-        trace_file = Path(folder) / "trace.jsonl"
-        command = (
-            *(sys.executable, "-m", "katydid_cli", "up", "--model", MODEL, "--engines", "1", "--kv-memory-mb", "256"),
-            *("--port", str(http_port), "--grpc-port", str(grpc_port), "--trace-file", str(trace_file)),
-        )
-        say("katydid " + " ".join(command[3:]))
-        with subprocess.Popen(command) as fleet:
-            try:
-                second = asyncio.run(converse(fleet, f"127.0.0.1:{grpc_port}"))
-                curl(f"http://127.0.0.1:{http_port}/v1/chat/completions")
-                show_trace(trace_file, second.timing.trace_id)
-            finally:
-                fleet.send_signal(signal.SIGINT)
-                code = fleet.wait(STOP_TIMEOUT_S)
-    if code != 0:
-        raise SystemExit(f"katydid up ended with exit code {code}")
-    say("done")
-    return 0
-
-
-async def converse(fleet: subprocess.Popen[bytes], address: str) -> Completion:
-    """Two turns through the SDK; returns the second."""
-    async with AsyncKatydid(address) as client:
-        await ready(fleet, client)
-        say("two turns through the SDK")
-        conversation = [Message("system", SYSTEM)]
-        for question in QUESTIONS:
-            print(f"> {question}")
-            conversation.append(Message("user", question))
-            async with client.chat_stream(conversation, max_tokens=60, temperature=0) as stream:
-                async for event in stream:
-                    print(event.text, end="", flush=True)
-                completion = await stream.get_final()
-            print(f"\n  [{cost_line(completion)}]")
-            conversation.append(completion.message())
-        if not completion.usage.cached_tokens:
-            raise SystemExit("the second turn found nothing of the first in any cache")
-        return completion
-
-
-async def ready(fleet: subprocess.Popen[bytes], client: AsyncKatydid) -> None:
-    """Wait for the gateway to have an engine."""
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if fleet.poll() is not None:
-            raise SystemExit(f"katydid up ended with exit code {fleet.returncode}")
+        trace = Path(folder) / "trace.jsonl"
+        heading(f"katydid up --model {MODEL} --engines 1")
+        command = [str(BIN / "katydid"), "up", "--model", MODEL, "--trace-file", str(trace)]
+        command += ["--port", str(http_port), "--grpc-port", str(grpc_port), "--kv-disk-dir", str(Path(folder) / "kv")]
+        fleet = subprocess.Popen(command)
         try:
-            if any(model.engines for model in await client.models()):
-                return
-        except UnavailableError:
-            pass
-        await asyncio.sleep(0.2)
-    raise SystemExit(f"nothing was ready within {START_TIMEOUT_S:g} s")
+            wait_ready(fleet, http_port)
+            chat(grpc_port)
+            curl(http_port)
+        finally:
+            fleet.send_signal(signal.SIGINT)
+            code = fleet.wait(60)
+        heading("katydid trace: the second turn, across three services")
+        second = _trace_of_turn_two(trace)
+        subprocess.run([str(BIN / "katydid"), "trace", str(trace), "--id", second], check=True)
+    return code
 
 
-def curl(url: str) -> None:
-    """One question in OpenAI's form, without any SDK."""
-    say("the same model through curl")
-    body = json.dumps({"messages": [{"role": "user", "content": "What is 2 + 2?"}], "max_tokens": 40, "temperature": 0})
-    command = ("curl", "--silent", "--show-error", "--fail-with-body", url, "-H", "content-type: application/json")
-    print(" ".join(command), "-d", f"'{body}'")
-    done = subprocess.run((*command, "-d", body), check=True, capture_output=True, text=True, timeout=120)
-    answer = json.loads(done.stdout)
-    print(answer["choices"][0]["message"]["content"])
-    print(f"  [{answer['usage']}]")
-
-
-def show_trace(trace_file: Path, trace_id: str) -> None:
-    """The spans of turn two, once all processes have written theirs."""
-    say(f"where turn two spent its time: katydid trace {trace_file.name}")
-    deadline = time.monotonic() + 10
-    names: set[str] = set()
-    while not {"gateway.request", "ttft", "engine.prefill", "engine.decode"} <= names:
-        if time.monotonic() > deadline:
-            raise SystemExit(f"the trace is incomplete: {sorted(names)}")
-        time.sleep(0.2)
-        names = {span.name for span in read_spans([trace_file])[0] if span.trace_id == trace_id}
-    trace([trace_file], trace_id)
-
-
-def say(what: str) -> None:
-    print(f"\n== {what}", flush=True)
+def _trace_of_turn_two(trace: Path) -> str:
+    """Trace id of the second request that reached the gateway."""
+    spans = [json.loads(line) for line in trace.read_text().splitlines()]
+    requests = sorted((s for s in spans if s["name"] == "gateway.request"), key=lambda s: s["start_ns"])
+    return str(requests[1]["trace_id"])
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())
