@@ -51,6 +51,7 @@ class Phase:
     lengths: tuple[tuple[int, float], ...]
     tasks: dict[int, float]
     code: float = 0.7  # share of code among plain rows
+    cut: float = 0.0  # share of plain rows that are cut at line breaks
 
 
 # Short contexts first, so that the copying circuits form before they must reach far.
@@ -60,21 +61,53 @@ PHASES: tuple[tuple[float, Phase], ...] = (
     (1.01, Phase(((2048, 0.5), (4096, 0.35), (16384, 0.15)), {2048: 0.3, 4096: 0.5, 16384: 0.75})),
 )
 
+# After the main run: prompts that end in a line break, where the tokenizer cuts as it never does inside a text.
+POLISH: tuple[tuple[float, Phase], ...] = (
+    (1.01, Phase(((2048, 0.6), (4096, 0.3), (16384, 0.1)), {2048: 0.3, 4096: 0.5, 16384: 0.75}, cut=0.6)),
+)
+CUT_SHARE = 0.3  # of the line breaks of a cut row
+CUT_WEIGHT = 2.0  # loss weight of the two tokens after a cut
 
-def phase_at(progress: float) -> Phase:
-    """The phase of training progress in [0, 1]."""
-    return next(phase for end, phase in PHASES if progress < end)
+
+def cut_lines(rng: random.Random, tokenizer: Tokenizer, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same text with some line breaks as the ends of pieces encoded on their own; as many ids, and their weights."""
+    lines = tokenizer.decode(ids.tolist(), skip_special_tokens=False).splitlines(keepends=True)
+    pieces = [""]
+    for line in lines:
+        pieces[-1] += line
+        if rng.random() < CUT_SHARE:
+            pieces.append("")
+    encoded = [e.ids for e in tokenizer.encode_batch_fast(pieces, add_special_tokens=False)]
+    cut = np.asarray([i for piece in encoded for i in piece], dtype=np.uint16)[: len(ids)]
+    weights = np.ones(len(cut), dtype=np.float16)
+    starts = np.cumsum([len(piece) for piece in encoded[:-1]])
+    for offset in (0, 1):
+        weights[starts[starts + offset < len(cut)] + offset] = CUT_WEIGHT
+    if len(cut) < len(ids):  # invalid UTF-8 at the edges decodes to fewer ids
+        cut = np.concatenate((ids[: len(ids) - len(cut)], cut))
+        weights = np.concatenate((np.zeros(len(cut) - len(weights), dtype=np.float16), weights))
+    return cut, weights
 
 
 class Maker:
     """Makes the batch of any step from the streams, the tokenizer and the seed alone."""
 
-    def __init__(self, folder: Path, seed: int, steps: int, tokens: int = TOKENS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        steps: int,
+        tokens: int = TOKENS,
+        phases: tuple[tuple[float, Phase], ...] = PHASES,
+    ) -> None:
+        longest = max(length for _, phase in phases for length, _ in phase.lengths)
+        if tokens % longest:
+            raise ValueError(f"tokens of a batch is {tokens}, allowed are multiples of the longest row, {longest}")
         self.code, self.text = load_stream(folder, "code_train"), load_stream(folder, "text_train")
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         # Every sixth word is kept for the evaluation.
         self.words = [w for i, w in enumerate((folder / "words.txt").read_text().split()) if i % 6]
-        self.seed, self.steps, self.tokens = seed, steps, tokens
+        self.seed, self.steps, self.tokens, self.phases = seed, steps, tokens, phases
 
     def slice(self, rng: np.random.Generator, size: int, code: float) -> np.ndarray:
         """`size` contiguous tokens from a random place of the code or the text stream."""
@@ -85,19 +118,21 @@ class Maker:
     def batch(self, step: int) -> Batch:
         """The batch of `step`."""
         rng = np.random.default_rng((self.seed, step))
-        phase = phase_at(step / self.steps)
+        phase = next(phase for end, phase in self.phases if step / self.steps < end)
         lengths, chances = zip(*phase.lengths, strict=True)
         length = int(rng.choice(lengths, p=chances))
         rows = self.tokens // length
         ids = np.empty((rows, length + 2), dtype=np.uint16)
         weights = np.ones((rows, length + 2), dtype=np.float16)
         for row in range(rows):
-            if rng.random() < phase.tasks[length]:
-                filler = self.slice(rng, length + 2, phase.code)
+            draw = rng.random()
+            ids[row] = self.slice(rng, length + 2, phase.code)
+            if draw < phase.tasks[length]:
                 draws = random.Random(int(rng.integers(2**63)))
-                ids[row], weights[row] = tasks.row(draws, self.tokenizer, self.words, filler, length + 2)
-            else:
-                ids[row] = self.slice(rng, length + 2, phase.code)
+                ids[row], weights[row] = tasks.row(draws, self.tokenizer, self.words, ids[row].copy(), length + 2)
+            elif phase.cut and rng.random() < phase.cut:
+                draws = random.Random(int(rng.integers(2**63)))
+                ids[row], weights[row] = cut_lines(draws, self.tokenizer, ids[row])
         return Batch(length, ids, weights)
 
 

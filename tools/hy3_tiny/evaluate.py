@@ -29,7 +29,7 @@ def main() -> None:
     figures = run_suite(
         scorer, args.model, args.data, tasks, EXTENTS[args.extent], lambda line: print(line, flush=True)
     )
-    results = [Result(f"training form, {device}", {"dtype": str(scorer.dtype)}, figures)]
+    results = [Result(f"training form, {device}", [f"--dtype={scorer.dtype}"], figures)]
     if args.json:
         args.json.write_text(as_json(str(args.model), results))
     print(as_table(results))

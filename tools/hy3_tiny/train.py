@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tools.hy3_tiny import model as hy3
-from tools.hy3_tiny.batches import TOKENS, Maker, stream_batches
+from tools.hy3_tiny.batches import PHASES, POLISH, TOKENS, Maker, stream_batches
 from tools.hy3_tiny.export import load_checkpoint, save_checkpoint
 from tools.hy3_tiny.muon import Muon
 
@@ -156,7 +156,7 @@ def train(data: Path, out: Path, recipe: Recipe, resume: Path | None, device: st
     """One whole run; writes the checkpoint and log.jsonl to `out` and returns the summary."""
     started = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
-    maker = Maker(data, recipe.seed, recipe.steps, recipe.tokens)
+    maker = Maker(data, recipe.seed, recipe.steps, recipe.tokens, PHASES if resume is None else POLISH)
     batches = stream_batches(maker, recipe.workers)
     net = hy3.Hy3Tiny(hy3.Shape())
     if resume is None:

@@ -55,7 +55,7 @@ def context_item(scorer: Scorer, text: ModelText, documents: Sequence[HeldOut], 
         answer = text.encode(fact.answer)
         spans.append((len(tail), len(tail) + len(answer)))
         tail += answer + text.encode("\n")
-    room = length - 1 - len(tail) - sum(len(text.encode(f.statement)) for f in facts)
+    room = length - 2 - len(tail) - sum(len(text.encode(f.statement)) for f in facts)
     body: list[list[int]] = []
     for line in filler_lines(documents, rng):
         ids = text.encode(line if line.endswith("\n") else line + "\n")

@@ -17,12 +17,12 @@ class Result:
     """The figures of one named configuration."""
 
     configuration: str
-    settings: dict[str, str]
+    options: list[str]
     figures: list[Figure]
 
 
 def as_json(model: str, results: Sequence[Result]) -> str:
-    """The JSON document of `katydid eval`: format, model, and per configuration its settings and figures."""
+    """The JSON document of `katydid eval`: format, model, and per configuration its engine options and figures."""
     body: dict[str, Any] = {"format": FORMAT, "model": model, "results": [asdict(r) for r in results]}
     return json.dumps(body, indent=1) + "\n"
 

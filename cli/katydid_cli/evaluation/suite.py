@@ -22,7 +22,7 @@ TASKS = ("bits", "recall", "choice", "tools", "mtp")
 
 @dataclass(frozen=True)
 class Extent:
-    """How much of each task is done; `full` needs a GPU or patience, `quick` minutes on two CPU cores."""
+    """How much of each task is done: `quick` is for a look, `standard` for a table, `full` for a claim."""
 
     code_bytes: int
     text_bytes: int
@@ -33,7 +33,8 @@ class Extent:
 
 
 EXTENTS = {
-    "quick": Extent(60_000, 30_000, ((1024, 8), (4096, 4)), 40, 20, 6),
+    "quick": Extent(20_000, 10_000, ((1024, 4), (4096, 2)), 12, 8, 2),
+    "standard": Extent(400_000, 200_000, ((LENGTHS[0], 32), (LENGTHS[1], 32), (LENGTHS[2], 16)), 160, 60, 24),
     "full": Extent(1_000_000, 450_000, ((LENGTHS[0], 64), (LENGTHS[1], 64), (LENGTHS[2], 48)), 400, 200, 64),
 }
 
@@ -68,7 +69,7 @@ def run_suite(
         add(lambda: [bits_per_byte(scorer, text, prose, "text", extent.text_bytes)])
     if "recall" in tasks:
         for length, contexts in extent.contexts:
-            if length <= scorer.max_length:
+            if length - 1 <= scorer.max_length:
                 add(lambda length=length, contexts=contexts: [recall(scorer, text, code, length, contexts)])  # type: ignore[misc]
     if "choice" in tasks:
         add(lambda: [multiple_choice(scorer, text, code, "code", extent.questions)])

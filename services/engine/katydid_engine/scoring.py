@@ -58,6 +58,22 @@ class ModelScorer:
         self.max_length = self.model.config.max_positions
         self.drafts = isinstance(self.model, HyV3) and self.model.config.num_mtp_layers > 0
 
+    @classmethod
+    def open(cls, folder: Path, device: str, dtype: str) -> ModelScorer:
+        """From words: dtype "auto" (fp32 on a CPU, else the checkpoint's), "float32", "bfloat16" or "float16".
+
+        Raises:
+            InvalidRequestError: another dtype or device.
+            ModelFolderError: the folder holds no whole model.
+        """
+        if dtype not in ("auto", "float32", "bfloat16", "float16"):
+            raise InvalidRequestError(
+                f"dtype is {dtype!r}", field="dtype", value=dtype, allowed="auto, float32, bfloat16, float16"
+            )
+        if device not in ("cpu", "cuda"):
+            raise InvalidRequestError(f"device is {device!r}", field="device", value=device, allowed="cpu, cuda")
+        return cls(folder, device=device, dtype=None if dtype == "auto" else getattr(torch, dtype))
+
     def score(self, ids: Sequence[int]) -> TokenScores:
         """Scores ids[1:].
 
