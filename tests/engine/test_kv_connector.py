@@ -1,0 +1,221 @@
+"""The connector against a cache client that does what a script says: every ticket ends, no slot is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from katydid_cache import GetResult, LookupResult, PutBlock, PutOutcome, PutStatus, TierRun
+from katydid_cache import Tier as CacheTier
+from katydid_engine.engine_metrics import EngineMetrics
+from katydid_engine.faults import FaultDelays
+from katydid_engine.kv_connector import KvConnector
+from katydid_engine.messages import (
+    KvArrived,
+    KvCancel,
+    KvFound,
+    KvLookup,
+    KvReadSlotsFree,
+    KvStore,
+    KvWriteSlotsFree,
+    SetKv,
+    ToWorker,
+)
+from katydid_engine.request import Tier
+from katydid_engine.staging import Staging, StagingShape
+
+SLOT_BYTES = 16
+READ_SLOTS = 3
+
+
+def name(block: int) -> bytes:
+    return bytes([block]) * 32
+
+
+class ScriptedCache:
+    """Holds block ``i`` as 16 bytes of ``i``; ``missing`` blocks vanish between lookup and read."""
+
+    def __init__(self, held: int, missing: frozenset[int] = frozenset(), broken: frozenset[str] = frozenset()) -> None:
+        self.attached = True
+        self.held = held
+        self.missing = missing
+        self.broken = broken
+        self.released: list[int] = []
+        self.stored: dict[bytes, bytes] = {}
+        self.tenants: list[tuple[bytes, float | None]] = []
+
+    async def lookup(self, hashes: bytes, *, trace: object) -> LookupResult:
+        await asyncio.sleep(0)
+        if "lookup" in self.broken:
+            raise RuntimeError("lookup")
+        blocks = min(self.held, len(hashes) // 32)
+        memory = blocks // 2
+        runs = (TierRun(CacheTier.MEMORY, memory, 0.0), TierRun(CacheTier.DISK, blocks - memory, 0.0))
+        return LookupResult(blocks, runs, lease=7 if blocks else 0)
+
+    async def get(
+        self,
+        lease: int,
+        hashes: bytes,
+        *,
+        into: Sequence[memoryview],
+        trace: object,
+    ) -> GetResult:
+        assert lease == 7
+        await asyncio.sleep(0)
+        if "get" in self.broken:
+            raise RuntimeError("get")
+        blocks = list(hashes[::32])
+        for block, buffer in zip(blocks, into, strict=True):
+            buffer[:] = bytes([block]) * SLOT_BYTES
+        return GetResult(tuple(block not in self.missing for block in blocks))
+
+    async def put(self, blocks: Sequence[PutBlock], *, tenant: bytes, hold_s: float | None) -> list[PutOutcome]:
+        await asyncio.sleep(0)
+        if "put" in self.broken:
+            raise RuntimeError("put")
+        self.tenants.append((tenant, hold_s))
+        self.stored.update((block.hash, bytes(block.payload)) for block in blocks)
+        return [PutOutcome(PutStatus.STORED) for _ in blocks]
+
+    async def release(self, lease: int) -> None:
+        self.released.append(lease)
+
+
+class Worker:
+    """The other side: frees read slots a moment after they arrive."""
+
+    def __init__(self, staging: Staging) -> None:
+        self.staging = staging
+        self.messages: list[ToWorker] = []
+        self.read: dict[int, list[bytes]] = {}
+        self.ended: set[int] = set()
+        self.connector: KvConnector | None = None
+
+    def take(self, message: ToWorker) -> None:
+        self.messages.append(message)
+        if isinstance(message, KvFound) and not message.runs:
+            self.ended.add(message.ticket)
+        if isinstance(message, KvArrived):
+            self.read.setdefault(message.ticket, []).extend(bytes(self.staging.slot(slot)) for slot in message.slots)
+            if message.last:
+                assert message.ticket not in self.ended
+                self.ended.add(message.ticket)
+            if message.slots:
+                asyncio.get_running_loop().call_soon(self.ask, KvReadSlotsFree(message.slots))
+
+    def ask(self, ask: KvReadSlotsFree) -> None:
+        assert self.connector is not None
+        self.connector.ask(ask)
+
+
+def drive(cache: ScriptedCache, scenario: Callable[[KvConnector, Worker], Awaitable[None]]) -> Worker:
+    async def body() -> Worker:
+        staging = Staging.create(StagingShape(SLOT_BYTES, 4, READ_SLOTS))
+        worker = Worker(staging)
+        connector = KvConnector(cache, staging, worker.take, EngineMetrics(), FaultDelays())  # type: ignore[arg-type]
+        worker.connector = connector
+        running = asyncio.create_task(connector.run())
+        await asyncio.wait_for(scenario(connector, worker), 10)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return worker
+
+    return asyncio.run(body())
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    tickets=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    held=st.integers(0, 12),
+    missing=st.frozensets(st.integers(0, 11), max_size=2),
+    broken=st.frozensets(st.sampled_from(["lookup", "get"]), max_size=1),
+)
+def test_every_ticket_ends_and_no_slot_is_lost(
+    tickets: list[int], held: int, missing: frozenset[int], broken: frozenset[str]
+) -> None:
+    cache = ScriptedCache(held, missing, broken)
+
+    async def scenario(connector: KvConnector, worker: Worker) -> None:
+        for ticket, blocks in enumerate(tickets):
+            connector.ask(KvLookup(ticket, ticket, b"".join(name(block) for block in range(blocks))))
+        while len(worker.ended) < len(tickets):
+            await asyncio.sleep(0.001)
+        # All read slots are free again: a fetch as large as all of them together goes through.
+        cache.held, cache.missing, cache.broken = READ_SLOTS, frozenset(), frozenset()
+        connector.ask(KvLookup(99, 99, b"".join(name(block) for block in range(READ_SLOTS))))
+        while 99 not in worker.ended:
+            await asyncio.sleep(0.001)
+        arrivals = [m for m in worker.messages if isinstance(m, KvArrived) and m.ticket == 99]
+        assert max(len(arrival.slots) for arrival in arrivals) == READ_SLOTS
+
+    worker = drive(cache, scenario)
+    for ticket, blocks in enumerate(tickets):
+        found = min(held, blocks)
+        usable = min([found, *(block for block in missing if block < found)])
+        expected = [] if broken else [bytes([block]) * SLOT_BYTES for block in range(usable)]
+        assert worker.read.get(ticket, []) == expected
+
+
+def test_tiers_are_told_in_order_and_the_lease_is_given_back() -> None:
+    cache = ScriptedCache(held=5)
+
+    async def scenario(connector: KvConnector, worker: Worker) -> None:
+        connector.ask(KvLookup(1, 1, b"".join(name(block) for block in range(9))))
+        while not cache.released:
+            await asyncio.sleep(0.001)
+
+    worker = drive(cache, scenario)
+    assert worker.messages[:2] == [SetKv(True), KvFound(1, ((Tier.HOST, 2), (Tier.DISK, 3)))]
+    assert cache.released == [7]
+
+
+def test_a_cancelled_ticket_gives_its_slots_back() -> None:
+    cache = ScriptedCache(held=3)
+
+    async def scenario(connector: KvConnector, worker: Worker) -> None:
+        connector.ask(KvLookup(1, 1, b"".join(name(block) for block in range(3))))
+        await asyncio.sleep(0)
+        connector.ask(KvCancel(1))
+        await asyncio.sleep(0.01)
+        connector.ask(KvLookup(2, 2, b"".join(name(block) for block in range(3))))
+        while 2 not in worker.ended:
+            await asyncio.sleep(0.001)
+
+    assert len(drive(cache, scenario).read[2]) == 3
+
+
+def test_blocks_are_written_by_tenant_and_their_slots_come_back() -> None:
+    cache = ScriptedCache(held=0)
+
+    async def scenario(connector: KvConnector, worker: Worker) -> None:
+        for slot, tenant in enumerate([b"a", b"b", b"a"]):
+            worker.staging.slot(slot)[:] = bytes([slot]) * SLOT_BYTES
+            connector.ask(KvStore(slot, name(slot), b"", tenant, None))
+        while len(cache.stored) < 3:
+            await asyncio.sleep(0.001)
+        cache.broken = frozenset({"put"})
+        connector.ask(KvStore(3, name(3), b"", b"a", 5.0))
+        while not any(isinstance(m, KvWriteSlotsFree) and 3 in m.slots for m in worker.messages):
+            await asyncio.sleep(0.001)
+
+    worker = drive(cache, scenario)
+    assert cache.stored == {name(slot): bytes([slot]) * SLOT_BYTES for slot in range(3)}
+    assert sorted(cache.tenants) == [(b"a", None), (b"b", None)]
+    freed = [slot for message in worker.messages if isinstance(message, KvWriteSlotsFree) for slot in message.slots]
+    assert sorted(freed) == [0, 1, 2, 3]
+
+
+def test_the_worker_hears_when_the_service_comes_and_goes() -> None:
+    cache = ScriptedCache(held=0)
+
+    async def scenario(connector: KvConnector, worker: Worker) -> None:
+        for attached in (False, True):
+            await asyncio.sleep(0.01)
+            cache.attached = attached
+            while connector.attached is not attached:
+                await asyncio.sleep(0.01)
+
+    assert drive(cache, scenario).messages == [SetKv(True), SetKv(False), SetKv(True)]

@@ -1,0 +1,144 @@
+"""The runner with real models: the same seed gives the same tokens whatever shares the batch, and however it is cut."""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from katydid_engine.block_pool import BlockPool
+from katydid_engine.collectives import SingleRank
+from katydid_engine.loader import load_model
+from katydid_engine.models.decoder_lm import DecoderLM
+from katydid_engine.plan import Start
+from katydid_engine.request import Request, Sampling
+from katydid_engine.runner import Runner
+from katydid_engine.sampler import Row, SequenceSampler, sample_rows
+from katydid_engine.scheduler import Scheduler, SchedulerConfig
+from katydid_runtime.block_hash import ChainKey
+
+from tests.tiny_model import write_tiny_model
+
+Output = dict[tuple[int, int], list[int]]
+
+
+@pytest.fixture(scope="module", params=["llama", "hy_v3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DecoderLM:
+    torch.set_num_threads(1)
+    return load_model(write_tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param))
+
+
+def generate(model: DecoderLM, requests: Iterable[Request], *, num_pages: int = 64, chunk: int = 512) -> Output:
+    pool = BlockPool(num_pages)
+    config = SchedulerConfig(max_model_tokens=600, max_batch_tokens=chunk, max_sequences=min(8, chunk))
+    scheduler = Scheduler(config, pool, time.monotonic)
+    runner = Runner(model, num_pages, collectives=SingleRank())
+    runner.warm_up()
+    output: Output = defaultdict(list)
+    for request in requests:
+        scheduler.add(request)
+    while (plan := scheduler.schedule()) is not None:
+        scheduler.commit(plan, runner.run(plan))
+        for row in scheduler.take_outcome().tokens:
+            output[row.handle, row.choice] += row.tokens
+    scheduler.check_integrity()
+    assert pool.num_available == num_pages
+    return dict(output)
+
+
+def requests() -> list[Request]:
+    """Lengths around block borders, every kind of sampling, shared prefixes, several choices."""
+    samplings = [
+        Sampling(max_tokens=24),
+        Sampling(max_tokens=24, temperature=1.0, top_p=0.9, n=2),
+        Sampling(max_tokens=24, temperature=0.8, top_k=20, min_p=0.02, repetition_penalty=1.3),
+        Sampling(max_tokens=24, temperature=1.2, presence_penalty=0.5, frequency_penalty=0.5, logprobs=2),
+        Sampling(max_tokens=24, logit_bias=((7, 3.0), (9, -100.0)), stop_token_ids=(7,), min_tokens=5),
+    ]
+    lengths = [1, 63, 64, 65, 128, 130, 200, 128, 65, 64]
+    return [
+        Request(
+            handle,
+            array("I", [(position * 7 + position * position) % 250 for position in range(length)]),
+            ChainKey(b"m" * 32),
+            replace(samplings[handle % len(samplings)], seed=(1 << 64) - 1 - handle // 5, ignore_eos=True),
+        )
+        for handle, length in enumerate(lengths)
+    ]
+
+
+def test_tokens_depend_on_the_request_alone(model: DecoderLM) -> None:
+    alone: Output = {}
+    for request in requests():
+        alone |= generate(model, [request])
+    assert len(alone) == 12
+    assert generate(model, requests()) == alone, "all at once"
+    assert generate(model, reversed(requests())) == alone, "in another order"
+    assert generate(model, requests(), chunk=24) == alone, "in small chunks"
+    assert generate(model, requests(), num_pages=10, chunk=100) == alone, "preempted again and again"
+    resumed = []
+    for request in requests():
+        if request.sampling.n == 1:
+            first = alone[request.handle, 0][: len(alone[request.handle, 0]) // 2]
+            resumed.append(replace(request, generated=array("I", first)))
+    rest = generate(model, resumed)
+    assert {key: [*request.generated, *rest[key]] for request in resumed for key in [(request.handle, 0)]} == {
+        (request.handle, 0): alone[request.handle, 0] for request in resumed
+    }
+
+
+def start(prompt: list[int], output: list[int], sampling: Sampling) -> SequenceSampler:
+    tokens = array("I", prompt + output)
+    return SequenceSampler(Start(1, sampling, len(prompt), tokens), eos_token_ids=(5,))
+
+
+def test_penalties_count_what_they_should() -> None:
+    sampler = start([1, 2, 1], [3, 3], Sampling(repetition_penalty=1.2))
+    assert sampler.seen() == ([1, 2, 3, 3], [False, False, True, True])
+    sampler.note(4)
+    assert sampler.seen()[0][-1] == 4
+    assert start([1, 2], [3], Sampling(presence_penalty=1.0)).seen() == ([3], [True])
+    assert not start([1, 2], [3], Sampling()).penalises
+
+
+def test_stop_tokens_are_banned_before_min_tokens() -> None:
+    sampler = start([1, 2], [], Sampling(min_tokens=2, stop_token_ids=(7,), logit_bias=((7, 5.0), (8, 1.0))))
+    banned = {7: -math.inf, 8: 1.0, 5: -math.inf}
+    assert sampler.bias(2) == banned
+    assert sampler.bias(3) == {7: 5.0, 8: 1.0}
+    free = start([1, 2], [], Sampling(min_tokens=2, ignore_eos=True))
+    assert free.bias(2) == {}
+
+
+def test_a_row_is_sampled_by_its_seed_choice_and_position_alone() -> None:
+    logits = torch.randn(1, 50).repeat(3, 1)
+    sampler = start([1], [], Sampling(temperature=1.0, seed=41))
+    same = start([1], [], Sampling(temperature=1.0, seed=42))
+    rows = [Row(sampler, 1, 9), Row(same, 0, 9), Row(same, 0, 9)]
+    assert len(set(sample_rows(logits, rows))) == 1
+    draws = sample_rows(logits[:1].repeat(200, 1), [Row(same, 0, position) for position in range(200)])
+    assert len(set(draws)) > 10
+
+
+def test_logits_that_are_no_numbers_stop_the_step(model: DecoderLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(model), "logits", lambda _, hidden: torch.full((hidden.shape[0], 272), torch.nan))
+    with pytest.raises(FloatingPointError, match="step 0"):
+        generate(model, requests()[:1])
+
+
+def test_profile(model: DecoderLM, tmp_path: Path) -> None:
+    from katydid_engine.profiling import StepProfiler
+
+    profiler = StepProfiler()
+    assert not profiler.step_done()
+    profiler.start(2, str(tmp_path / "trace.json"))
+    with pytest.raises(RuntimeError, match="being recorded"):
+        profiler.start(1, "elsewhere")
+    assert [profiler.step_done(), profiler.step_done(), profiler.step_done()] == [False, True, False]
+    assert (tmp_path / "trace.json").exists()
