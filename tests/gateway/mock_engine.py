@@ -1,7 +1,7 @@
 """An engine without a model: speaks katydid.engine.v1 with scripted tokens, a real prefix cache and chosen delays.
 
 Used in-process by tests and benches, or as a process of its own that can be killed:
-`python tests/gateway/mock_engine.py --listen 127.0.0.1:0 --model FOLDER`.
+`python -m tests.gateway.mock_engine --listen 127.0.0.1:0 --model FOLDER`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import time
 import uuid
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 from katydid.engine.v1 import engine_pb2 as pb
 from katydid.engine.v1.engine_pb2_grpc import EngineServiceServicer, add_EngineServiceServicer_to_server
@@ -24,43 +24,7 @@ from katydid_runtime.tokenizer_digest import tokenizer_digest
 from katydid_runtime.trace_context import TraceContext
 
 from tests.gateway.mock_frames import ended, logprob_columns
-
-Script = Callable[[array, pb.SamplingParams, int], list[int]]
-
-
-def cycling(prompt: array, sampling: pb.SamplingParams, choice: int) -> list[int]:
-    """The default script: the prompt's ids again and again, from another start for every choice."""
-    return [prompt[(choice + place) % len(prompt)] for place in range(sampling.max_tokens)]
-
-
-@dataclass
-class MockOptions:
-    """How the engine behaves; may be changed while it runs. With `refusal` every request ends with that error."""
-
-    script: Script = cycling
-    model: str = "mock"
-    identity: bytes = hashlib.sha256(b"mock model").digest()
-    tokenizer_digest: bytes = b""
-    vocab_size: int = 1000
-    max_model_tokens: int = 8192
-    max_choices: int = 8
-    max_logprobs: int = 20
-    dp_ranks: int = 1
-    pages: int = 4096
-    eos: int = 0
-    queue_s: float = 0.0
-    lookup_s: float = 0.0
-    fetch_s: float = 0.0
-    prefill_s: float = 0.0
-    step_s: float = 0.0
-    tokens_per_step: int = 1
-    reattach_window_s: float = 5.0
-    block_tokens: int = BLOCK_TOKENS
-    hash_fingerprint: bytes | None = None
-    grammar_kinds: tuple[str, ...] = ()
-    # Ids of the spans it reports, so that links can be checked.
-    span_ids: dict[str, bytes] = field(default_factory=dict)
-    refusal: pb.RequestError | None = None
+from tests.gateway.mock_options import MockOptions
 
 
 @dataclass
@@ -224,6 +188,8 @@ class MockEngine(EngineServiceServicer):
 
     def _submit(self, session: _Session, message: pb.SubmitRequest) -> None:
         self.submitted.append(message)
+        if self.options.deaf:
+            return
         if self.options.refusal is not None:
             frame = ended(message.request, pb.FINISH_REASON_ERROR)
             frame.finishes[0].error.CopyFrom(self.options.refusal)

@@ -75,7 +75,7 @@ class Process:
 
 def mock_engine(folder: Path, *options: str) -> tuple[Process, str]:
     """An engine process and its address."""
-    process = Process(str(ROOT / "tests" / "gateway" / "mock_engine.py"), "--model", str(folder), *options)
+    process = Process("-m", "tests.gateway.mock_engine", "--model", str(folder), *options)
     return process, process.expect("READY").split()[1]
 
 

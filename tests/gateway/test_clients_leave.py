@@ -169,3 +169,20 @@ def test_an_engine_that_dies_under_a_grpc_stream_is_an_error_of_its_own(chatml: 
         assert isinstance(await failure_of(call), EngineLostError)
 
     run(chatml, scenario)
+
+
+def test_when_the_drain_takes_too_long_streams_end_with_a_typed_error(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        engine = built.engines[0]
+        engine.options.step_s = 0.02
+        events = asyncio.create_task(built.events(messages=USER, max_tokens=5000))
+        whole = asyncio.create_task(built.chat(max_tokens=5000))
+        await until(lambda: engine.in_flight == 2)
+        await asyncio.sleep(0.1)
+        await built.gateway.stop()
+        last = (await events)[-1]
+        assert last["error"]["code"] == "draining"
+        assert (await whole).json()["error"]["code"] == "draining"
+        await until(lambda: engine.in_flight == 0)
+
+    run(chatml, scenario, drain_timeout_s=1.3)

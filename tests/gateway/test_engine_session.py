@@ -112,6 +112,31 @@ def test_a_lost_stream_is_taken_up_again_without_a_gap(chatml: Path) -> None:
     run(chatml, scenario)
 
 
+def test_a_request_lost_with_its_stream_is_sent_again(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        engine = built.engines[0]
+        engine.options.deaf = True
+        running = asyncio.create_task(built.chat(max_tokens=4))
+        await until(lambda: len(engine.submitted) == 1)
+        engine.options.deaf = False
+        engine.drop_streams()
+        assert (await running).status_code == 200
+        assert [message.request for message in engine.submitted] == [1, 2]
+
+    run(chatml, scenario)
+
+
+def test_a_request_every_engine_loses_is_given_up(chatml: Path) -> None:
+    refusal = pb.RequestError(reason="OVERLOADED", message="the engine is full", retryable=True)
+
+    async def scenario(built: Rig) -> None:
+        response = await built.chat()
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
+        assert sum(len(engine.submitted) for engine in built.engines) == 3
+
+    run(chatml, scenario, engines=2, options=MockOptions(refusal=refusal))
+
+
 def test_block_events_make_warm_prompts_stick_and_restarts_forget_them(chatml: Path) -> None:
     async def scenario(built: Rig) -> None:
         text = "the quick brown fox jumps over the lazy dog " * 60

@@ -28,6 +28,8 @@ SLOW_CLIENT_GRACE_S = 5.0
 # What a delta costs a client beside its text: framing of an event.
 _DELTA_BYTES = 256
 _LOGPROB_BYTES = 96
+# Engines asked before the caller is told.
+MAX_ATTEMPTS = 3
 
 
 class Answer:
@@ -69,6 +71,7 @@ class Answer:
         self._dispatch: Dispatch | None = None
         self._running = set(range(len(choices)))
         self._failed: set[str] = set()
+        self._attempts = 0
         self._cached = CachedTokens()
         self._pending: dict[int, Delta] = {}
         self._pending_bytes = 0
@@ -191,7 +194,8 @@ class Answer:
         if self._dispatch is None:
             return
         self._failed.add(self._dispatch.engine)
-        if retryable and not self.tokens:
+        self._attempts += 1
+        if retryable and not self.tokens and self._attempts < MAX_ATTEMPTS:
             self._let_go()
             self.clock.lost()
             self._retry_for = error
@@ -206,7 +210,8 @@ class Answer:
             self._dispatch = await self._send(self, self._failed)
         except KatydidError as no_other:
             no_other.__cause__ = error
-            self._failure = no_other
+            # Nothing was delivered, so a lost engine is a reason to try again; an engine's own refusal says more.
+            self._failure = no_other if error is None or isinstance(error, EngineLostError) else error
 
     def _push(self, delta: Delta) -> None:
         waiting = self._pending.get(delta.index)

@@ -55,8 +55,14 @@ class Dispatcher:
         self._books = itertools.count()
 
     def decide(self, prompt: RoutedPrompt, span: Span, without: Collection[str] = ()) -> Candidate:
-        """The best rank; its terms go into `span`. Raises UnavailableError when there is none."""
-        decision = self._router.decide(prompt, time.monotonic(), without)
+        """The best rank; its terms go into `span`. Raises UnavailableError when there is none.
+
+        Engines in `without` failed this request before: they get it again only where no other can take it.
+        """
+        now = time.monotonic()
+        decision = self._router.decide(prompt, now, without)
+        if decision.chosen is None and without:
+            decision = self._router.decide(prompt, now)
         if decision.chosen is None:
             raise UnavailableError(_why_none(decision), retry_after_s=1.0)
         if span.recording:

@@ -25,6 +25,8 @@ __all__ = ["Gateway"]
 
 _SERVICE = gateway_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
+CUT_BEFORE_S = 1.0
+
 logger = logging.getLogger(__name__)
 
 
@@ -72,8 +74,14 @@ class Gateway:
         await self._close()
 
     async def _drain(self) -> None:
+        """Wait for what is in flight; a second before the server's patience ends, tell the rest that it is cut."""
         self.generator.draining = True
-        await self.generator.idle.wait()
+        try:
+            async with asyncio.timeout(max(0.0, self._settings.drain_timeout_s - CUT_BEFORE_S)):
+                await self.generator.idle.wait()
+        except TimeoutError:
+            self.generator.cut()
+            await self.generator.idle.wait()
 
     async def _close(self) -> None:
         await self.fleet.stop()

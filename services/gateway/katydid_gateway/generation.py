@@ -86,6 +86,7 @@ class Generator:
         self._metrics = metrics
         self._dispatcher = Dispatcher(fleet, metrics)
         self._in_flight = 0
+        self._answers: set[Answer] = set()
 
     @asynccontextmanager
     async def answer(self, request: GenerationRequest, caller: Caller, api: str) -> AsyncIterator[Answer]:
@@ -113,6 +114,7 @@ class Generator:
             try:
                 prepared = await self._prepare(request, request_id, caller, clock)
                 answer = self._open(prepared, request.prompt, clock)
+                self._answers.add(answer)
                 timer = asyncio.get_running_loop().call_later(
                     max(0.0, prepared.timeout_s),
                     answer.fail,
@@ -131,6 +133,11 @@ class Generator:
                 if timer is not None:
                     timer.cancel()
                 self._finish(answer, clock, api, outcome)
+
+    def cut(self) -> None:
+        """End every answer in flight with DrainingError: the time to finish them is over."""
+        for answer in tuple(self._answers):
+            answer.fail(DrainingError("the gateway stopped before the answer was complete"))
 
     async def encode(self, model: str, prompt: Prompt) -> EncodedPrompt:
         """A prompt's token ids. Raises InvalidRequestError and its kind."""
@@ -262,6 +269,7 @@ class Generator:
         self._metrics.finished.labels(api, outcome).inc()
         if answer is None:
             return
+        self._answers.discard(answer)
         answer.close()
         usage, tokens = answer.usage, answer.tokens
         self._metrics.settled(usage)

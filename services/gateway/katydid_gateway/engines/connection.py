@@ -89,7 +89,6 @@ class EngineConnection:
         self._delay_s = transport_delay_s
         self._channel = grpc.aio.insecure_channel(where.address, options=(*CHANNEL_OPTIONS, *_RECONNECT))
         self._state = router.engines[where.name] = EngineState(where.name)
-        self._boot_id = ""
 
     @property
     def ready(self) -> bool:
@@ -114,7 +113,12 @@ class EngineConnection:
                     failures += 1
                     continue
                 failures = 0
-                await self._attend(description)
+                try:
+                    await self._attend(description)
+                except Exception:
+                    # A defect met on one engine's stream must not cost the fleet that engine for good.
+                    logger.exception("session failed", extra={"engine": self.name})
+                    await asyncio.sleep(REFUSED_RETRY_S)
         finally:
             await self._channel.close()
 
@@ -143,9 +147,6 @@ class EngineConnection:
         return description
 
     async def _attend(self, description: pb.DescribeResponse) -> None:
-        if description.boot_id != self._boot_id:
-            self._router.forget(self.name)
-            self._boot_id = description.boot_id
         self.description = description
         self._state.ranks = [RankState() for _ in range(max(1, description.dp_ranks))]
         self._state.block_bytes = description.block_bytes
@@ -169,6 +170,7 @@ class EngineConnection:
             await asyncio.gather(watch, return_exceptions=True)
             self.session = None
             self.description = None
+            self._router.forget(self.name)
 
     def _refused(self, error: IdentityMismatchError) -> None:
         self._state.excluded = f"refused: {error.message}"

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Mapping
+from functools import reduce
 
 import grpc
 from katydid.engine.v1 import engine_pb2 as pb
@@ -91,30 +92,20 @@ class Fleet:
             await self._cache_channel.close()
 
     def _admit(self, newcomer: EngineConnection, description: pb.DescribeResponse) -> None:
-        others = [c for c in self.connections.values() if c is not newcomer and c.description is not None]
-        limits = ModelLimits(
-            model=description.model,
-            max_model_tokens=description.max_model_tokens,
-            vocab_size=description.vocab_size,
-            max_choices=max(1, description.max_choices),
-            max_logprobs=description.max_logprobs,
-            grammar_kinds=frozenset(description.grammar_kinds),
-        )
-        for other in others:
-            assert other.description is not None
-            if description.identity != other.description.identity:
+        others = {c.name: c.description for c in self.connections.values() if c is not newcomer and c.description}
+        for name, other in others.items():
+            if description.identity != other.identity:
                 raise IdentityMismatchError(
-                    f"engine {newcomer.name} has another model identity than engine {other.name}: "
+                    f"engine {newcomer.name} has another model identity than engine {name}: "
                     "other weights, KV type, page layout or numerics",
                     field="identity",
                 )
-            if description.model != other.description.model:
+            if description.model != other.model:
                 raise IdentityMismatchError(
-                    f"engine {newcomer.name} calls its model {description.model}, engine {other.name} calls it "
-                    f"{other.description.model}",
+                    f"engine {newcomer.name} calls its model {description.model}, engine {name} calls it {other.model}",
                     field="model",
                 )
-        self._limits = limits if not others or self._limits is None else _both(limits, self._limits)
+        self._limits = reduce(_both, (_limits(each) for each in (description, *others.values())))
         if description.identity != self._identity:
             self._identity = description.identity
             self._follow_cache()
@@ -127,6 +118,17 @@ class Fleet:
         if self._cache_task is not None:
             self._cache_task.cancel()
         self._cache_task = asyncio.create_task(follow_cache(self._identity, self._cache_channel, self.router.tiers))
+
+
+def _limits(description: pb.DescribeResponse) -> ModelLimits:
+    return ModelLimits(
+        model=description.model,
+        max_model_tokens=description.max_model_tokens,
+        vocab_size=description.vocab_size,
+        max_choices=max(1, description.max_choices),
+        max_logprobs=description.max_logprobs,
+        grammar_kinds=frozenset(description.grammar_kinds),
+    )
 
 
 def _both(one: ModelLimits, other: ModelLimits) -> ModelLimits:

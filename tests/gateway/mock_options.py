@@ -1,0 +1,52 @@
+"""What a mock engine can be told: what it says, how long it takes, who it claims to be."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from katydid.engine.v1 import engine_pb2 as pb
+from katydid_runtime.block_hash import BLOCK_TOKENS
+
+Script = Callable[[array, pb.SamplingParams, int], list[int]]
+
+
+def cycling(prompt: array, sampling: pb.SamplingParams, choice: int) -> list[int]:
+    """The default script: the prompt's ids again and again, from another start for every choice."""
+    return [prompt[(choice + place) % len(prompt)] for place in range(sampling.max_tokens)]
+
+
+@dataclass
+class MockOptions:
+    """How the engine behaves; may be changed while it runs. With `refusal` every request ends with that error.
+
+    While `deaf`, requests are recorded and forgotten, as if the stream had broken under way.
+    """
+
+    script: Script = cycling
+    model: str = "mock"
+    identity: bytes = hashlib.sha256(b"mock model").digest()
+    tokenizer_digest: bytes = b""
+    vocab_size: int = 1000
+    max_model_tokens: int = 8192
+    max_choices: int = 8
+    max_logprobs: int = 20
+    dp_ranks: int = 1
+    pages: int = 4096
+    eos: int = 0
+    queue_s: float = 0.0
+    lookup_s: float = 0.0
+    fetch_s: float = 0.0
+    prefill_s: float = 0.0
+    step_s: float = 0.0
+    tokens_per_step: int = 1
+    reattach_window_s: float = 5.0
+    block_tokens: int = BLOCK_TOKENS
+    hash_fingerprint: bytes | None = None
+    grammar_kinds: tuple[str, ...] = ()
+    # Ids of the spans it reports, so that links can be checked.
+    span_ids: dict[str, bytes] = field(default_factory=dict)
+    refusal: pb.RequestError | None = None
+    deaf: bool = False
