@@ -105,6 +105,8 @@ def test_wrong_fields(tmp_path: Path, change: dict[str, Any], field: str, messag
     [
         ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9, expected at most num_experts=8"),
         ({"mlp_layer_types": ["dense"]}, "mlp_layer_types is ['dense'], expected 2 times"),
+        ({"qk_norm": False}, "qk_norm is False, expected true"),
+        ({"moe_router_use_sigmoid": False}, "moe_router_use_sigmoid is False, expected true"),
         ({"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
     ],
 )

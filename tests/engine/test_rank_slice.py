@@ -22,7 +22,6 @@ MOE = MoeConfig(
     renormalise=True,
     routed_scale=2.826,
     shared_intermediate_size=32,
-    fp32_combine=True,
 )
 CONFIG = ModelConfig(
     architecture="hy_v3",

@@ -32,14 +32,14 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """Routed experts of a sparse layer.
+    """Routed experts of a sparse layer. Routed and shared output are always summed in fp32 (Hy3's
+    ``enable_moe_fp32_combine``): without the flag the sum would only be rounded more often.
 
     Attributes:
         scoring: ``sigmoid`` (Hy3, with a selection bias per expert) or ``softmax`` (Qwen3-MoE, without).
         renormalise: divide the chosen weights by their sum.
         routed_scale: factor on the chosen weights, after renormalising.
         shared_intermediate_size: width of the shared expert every token passes; 0 without one.
-        fp32_combine: sum routed and shared output in fp32 before rounding to the model's dtype.
     """
 
     num_experts: int
@@ -49,7 +49,6 @@ class MoeConfig:
     renormalise: bool
     routed_scale: float
     shared_intermediate_size: int
-    fp32_combine: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +153,9 @@ def _hy_v3_moe(fields: _Fields, num_layers: int) -> tuple[MoeConfig, tuple[bool,
     # The released checkpoint calls the experts' width expert_hidden_dim, transformers moe_intermediate_size.
     width = "moe_intermediate_size" if "moe_intermediate_size" in fields.values else "expert_hidden_dim"
     intermediate_size = fields.positive(width)
+    for name in ("qk_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias"):
+        if not fields.flag(name, True):
+            raise fields.wrong(name, "true (as in every released Hy3)")
     kinds = fields.values.get("mlp_layer_types")
     if kinds is None:
         num_dense = fields.count("first_k_dense_replace", 1)
@@ -169,7 +171,6 @@ def _hy_v3_moe(fields: _Fields, num_layers: int) -> tuple[MoeConfig, tuple[bool,
         renormalise=fields.flag("route_norm", True),
         routed_scale=fields.number("router_scaling_factor", 2.826),
         shared_intermediate_size=intermediate_size * fields.count("num_shared_experts", 1),
-        fp32_combine=fields.flag("enable_moe_fp32_combine", True),
     )
     return moe, tuple(kind == "sparse" for kind in kinds)
 
@@ -189,7 +190,6 @@ def _qwen3_moe(fields: _Fields, num_layers: int) -> tuple[MoeConfig, tuple[bool,
         renormalise=fields.flag("norm_topk_prob", False),
         routed_scale=1.0,
         shared_intermediate_size=0,
-        fp32_combine=False,
     )
     return moe, tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
 
