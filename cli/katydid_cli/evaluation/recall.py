@@ -22,18 +22,15 @@ def evaluation_words() -> list[str]:
     return resources.files("katydid_cli.evaluation").joinpath("words.txt").read_text().split()
 
 
-def filler_lines(documents: Sequence[HeldOut], rng: random.Random) -> list[str]:
-    """Lines of a random document and those after it, endless enough for one context."""
+def filler_lines(text: ModelText, documents: Sequence[HeldOut], rng: random.Random, tokens: int) -> list[str]:
+    """About `tokens` tokens of held-out lines, from a random place on."""
     start = rng.randrange(len(documents))
-    lines: list[str] = []
-    size = 0
-    for document in [*documents[start:], *documents[:start]]:
-        lines += document.text.splitlines(keepends=True)
-        size += len(document.text)
-        if size > 200_000:
-            break
-    first = rng.randrange(max(1, min(200, len(lines) // 2)))
-    return lines[first:]
+    body = "".join(d.text.rstrip("\n") + "\n" for d in [*documents[start:], *documents[:start]])
+    lines = body[: tokens * 8].splitlines(keepends=True)
+    lines = lines[rng.randrange(max(1, len(lines) // 4)) :]
+    offsets = text.offsets("".join(lines))
+    kept = "".join(lines)[: offsets[tokens][0] if tokens < len(offsets) else None]
+    return kept.splitlines(keepends=True)[:-1]
 
 
 def context_item(scorer: Scorer, text: ModelText, documents: Sequence[HeldOut], length: int, seed: str) -> Item:
@@ -48,27 +45,30 @@ def context_item(scorer: Scorer, text: ModelText, documents: Sequence[HeldOut], 
     form = rng.randrange(FORMS)
     facts = [make_fact(form, key, draw_value(rng, words)) for key in draw_keys(rng, words, count)]
     asked = rng.sample(facts, min(ASKED, count))
-    tail: list[int] = text.encode("\n")
-    spans: list[tuple[int, int]] = []
-    for fact in asked:
-        tail += text.encode(fact.question)
-        answer = text.encode(fact.answer)
-        spans.append((len(tail), len(tail) + len(answer)))
-        tail += answer + text.encode("\n")
-    room = length - 2 - len(tail) - sum(len(text.encode(f.statement)) for f in facts)
-    body: list[list[int]] = []
-    for line in filler_lines(documents, rng):
-        ids = text.encode(line if line.endswith("\n") else line + "\n")
-        if len(ids) > room:
+    statements = [f.statement for f in facts]
+    tail = "\n" + "".join(f"{f.question}{f.answer}\n" for f in asked)
+    lines = filler_lines(text, documents, rng, length - len(text.encode("".join(statements) + tail)))
+    while True:
+        places = sorted(rng.choices(range(len(lines) + 1), k=count), reverse=True)
+        body = list(lines)
+        for statement, place in zip(statements, places, strict=True):
+            body.insert(place, statement)
+        whole = "".join(body) + tail
+        ids = [text.bos, *text.encode(whole)]
+        if len(ids) < length:
             break
-        body.append(ids)
-        room -= len(ids)
-    for fact, place in zip(facts, sorted(rng.choices(range(len(body) + 1), k=count), reverse=True), strict=True):
-        body.insert(place, text.encode(fact.statement))
-    head = [text.bos, *(i for ids in body for i in ids)]
-    greedy = scorer.score(head + tail).greedy
-    offset = len(head) - 1
-    return Item(sum(all(greedy[offset + a : offset + b]) for a, b in spans), len(spans))
+        lines = lines[: -max(1, (len(ids) - length) // 16)]
+    greedy = scorer.score(ids).greedy
+    offsets = text.offsets(whole)
+    right = 0
+    at = len(whole) - len(tail) + 1
+    for fact in asked:
+        at += len(fact.question)
+        answer = [i for i, (start, _) in enumerate(offsets) if at <= start < at + len(fact.answer)]
+        # ids[i + 1] is token i of the text, and greedy[i] speaks of it.
+        right += all(greedy[i] for i in answer)
+        at += len(fact.answer) + 1
+    return Item(right, len(asked))
 
 
 def recall(scorer: Scorer, text: ModelText, documents: Sequence[HeldOut], length: int, contexts: int) -> Figure:

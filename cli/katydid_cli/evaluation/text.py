@@ -50,6 +50,10 @@ class ModelText:
         """Ids of `text` with no special tokens added."""
         return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
 
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """Where each id of `encode(text)` begins and ends, in characters."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False).offsets)
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, markers included."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
