@@ -12,6 +12,7 @@ from katydid_runtime.errors import InvalidRequestError, ModelFolderError
 
 from tests.gateway.model_folders import CHATML, HY3
 
+HY3_TINY = (Path(__file__).resolve().parents[2] / "tools" / "hy3_tiny" / "chat_template.jinja").read_text()
 FEATURES = (
     "{%- set ns = namespace(n=0) -%}\n"
     "{% for m in messages %}\n"
@@ -52,7 +53,12 @@ def reference(template: str, conversation: Conversation, **variables: object) ->
             fields["tool_call_id"] = message.tool_call_id
         messages.append(fields)
     tools = [
-        {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
+        {
+            "type": "function",
+            "function": {"name": t.name}
+            | ({} if t.description is None else {"description": t.description})
+            | ({} if t.parameters is None else {"parameters": t.parameters}),
+        }
         for t in conversation.tools
     ]
     rendered, _ = render_jinja_template(
@@ -61,10 +67,10 @@ def reference(template: str, conversation: Conversation, **variables: object) ->
     return str(rendered[0])
 
 
-@pytest.mark.parametrize("template", [CHATML, HY3, FEATURES], ids=["chatml", "hy3", "features"])
-@pytest.mark.parametrize("tools", [(), (TOOL,)], ids=["plain", "tools"])
+@pytest.mark.parametrize("template", [CHATML, HY3, HY3_TINY, FEATURES], ids=["chatml", "hy3", "hy3-tiny", "features"])
+@pytest.mark.parametrize("tools", [(), (TOOL, Tool("ping"))], ids=["plain", "tools"])
 def test_equal_to_transformers(template: str, tools: tuple[Tool, ...]) -> None:
-    conversation = Conversation(MESSAGES + (CALLS if template == HY3 else ()), tools)
+    conversation = Conversation(MESSAGES + (CALLS if template in (HY3, HY3_TINY) else ()), tools)
     ours = ChatTemplate(template, {"bos_token": "<s>"}).render(conversation)
     assert ours == reference(template, conversation, bos_token="<s>")
 

@@ -72,7 +72,7 @@ class Tool:
     """A function the model may call; `parameters` is a JSON schema, or None for a function without arguments."""
 
     name: str
-    description: str = ""
+    description: str | None = None
     parameters: Mapping[str, object] | None = None
 
 

@@ -208,7 +208,7 @@ def _message(place: int, message: pb.ChatMessage) -> Message:
 
 def _tool(place: int, tool: pb.Tool) -> Tool:
     if not tool.parameters:
-        return Tool(tool.name, tool.description)
+        return Tool(tool.name, tool.description or None)
     try:
         parameters = json.loads(tool.parameters)
     except ValueError as error:
@@ -219,7 +219,7 @@ def _tool(place: int, tool: pb.Tool) -> Tool:
         raise InvalidRequestError(
             f"tools[{place}].parameters is no JSON object", field=f"tools[{place}].parameters", value=tool.parameters
         )
-    return Tool(tool.name, tool.description, parameters)
+    return Tool(tool.name, tool.description or None, parameters)
 
 
 def _format(message: pb.ResponseFormat) -> OutputFormat | None:

@@ -47,8 +47,7 @@ def chat_request(body: ChatCompletionBody, request_id: str) -> GenerationRequest
     conversation = Conversation(
         messages=tuple(_message(message) for message in body.messages),
         tools=tuple(
-            Tool(tool.function.name, tool.function.description or "", tool.function.parameters)
-            for tool in body.tools or ()
+            Tool(tool.function.name, tool.function.description, tool.function.parameters) for tool in body.tools or ()
         ),
         tool_choice=_tool_choice(body),
         reasoning_effort=body.reasoning_effort,

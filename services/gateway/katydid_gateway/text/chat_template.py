@@ -85,7 +85,10 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name, "description": tool.description}
+    # Only what was given: a model sees the keys it was trained on, in the order it was trained on.
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
     if tool.parameters is not None:
         function["parameters"] = tool.parameters
     return {"type": "function", "function": function}
