@@ -9,9 +9,12 @@ await cache.release(found.lease)
 
 from katydid_cache.admin import CacheAdmin, NamespaceInfo, Verification
 from katydid_cache.allocation import keep_buffers_mapped
+from katydid_cache.arena import ArenaMapping
 from katydid_cache.client import CacheClient
+from katydid_cache.in_place import InPlace, Reservation
 from katydid_cache.layout import BlockLayout, Span
 from katydid_cache.records import (
+    ArenaSlot,
     BlockChange,
     CacheStats,
     Durability,
@@ -30,6 +33,8 @@ from katydid_cache.records import (
 )
 
 __all__ = [
+    "ArenaMapping",
+    "ArenaSlot",
     "BlockChange",
     "BlockLayout",
     "CacheAdmin",
@@ -37,12 +42,14 @@ __all__ = [
     "CacheStats",
     "Durability",
     "GetResult",
+    "InPlace",
     "LookupResult",
     "NamespaceInfo",
     "PrefetchResult",
     "PutBlock",
     "PutOutcome",
     "PutStatus",
+    "Reservation",
     "Snapshot",
     "Span",
     "Tier",

@@ -17,6 +17,8 @@ from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid_runtime.errors import IdentityMismatchError, InvalidRequestError, KatydidError, UnavailableError
 from katydid_runtime.rpc_errors import from_rpc_error
 
+from katydid_cache.arena import ArenaMapping
+
 __all__ = ["Attachment"]
 
 _BACKOFF_S = (0.05, 2.0)
@@ -40,6 +42,7 @@ class Attachment:
         self._suspect_until = 0.0
         self.boot_epoch = 0
         self.frame_bytes = 0
+        self.arena: ArenaMapping | None = None
 
     @property
     def usable(self) -> bool:
@@ -88,7 +91,9 @@ class Attachment:
                 call = self._stub.Attach(self._request)
                 async for response in call:
                     backoff = _BACKOFF_S[0]
-                    self._take(response)
+                    await self._take(response)
+            except UnavailableError as error:
+                logger.warning("not attached: %s", error, extra={"address": self._address})
             except grpc.RpcError as error:
                 failure = from_rpc_error(error)
                 if isinstance(failure, IdentityMismatchError | InvalidRequestError):
@@ -102,8 +107,10 @@ class Attachment:
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(2 * backoff, _BACKOFF_S[1])
 
-    def _take(self, response: pb.AttachResponse) -> None:
+    async def _take(self, response: pb.AttachResponse) -> None:
         if response.WhichOneof("message") == "attached":
+            granted = response.attached.HasField("arena")
+            self.arena = await ArenaMapping.receive(response.attached.arena) if granted else None
             self._id = response.attached.attachment
             self.boot_epoch = response.attached.boot_epoch
             self.frame_bytes = response.attached.frame_bytes

@@ -28,8 +28,10 @@ from katydid_runtime.errors import (
 from katydid_runtime.rpc_errors import from_rpc_error
 from katydid_runtime.trace_context import TraceContext
 
+from katydid_cache.arena import ArenaMapping
 from katydid_cache.attachment import Attachment
 from katydid_cache.get_call import GetCall
+from katydid_cache.in_place import InPlace, unpack_slots
 from katydid_cache.layout import BlockLayout, Span
 from katydid_cache.put_call import PutCall
 from katydid_cache.records import (
@@ -93,8 +95,18 @@ class CacheClient:
         """Epoch of the service last attached to; leases do not survive a change. 0 before the first attachment."""
         return 0 if self._attachment is None else self._attachment.boot_epoch
 
-    async def attach(self, identity: bytes, layout: BlockLayout, *, timeout_s: float = 5.0) -> bool:
+    @property
+    def in_place(self) -> InPlace:
+        """Reading and writing in the service's shared memory; for clients attached with `arena=True`."""
+        size = self._known_layout().block_bytes
+        return InPlace(self._stub, self._answer, self._arena, size)
+
+    async def attach(
+        self, identity: bytes, layout: BlockLayout, *, arena: bool = False, timeout_s: float = 5.0
+    ) -> bool:
         """Join the namespace of `identity` (32 bytes) and stay joined, re-attaching after the service's death.
+
+        `arena` asks for the shared memory, which services on a Unix socket grant.
 
         Returns whether the service answered within `timeout_s`; without `degrade` raises UnavailableError instead, and
         in both cases goes on trying. Raises IdentityMismatchError when the identity is known with another layout,
@@ -104,6 +116,7 @@ class CacheClient:
             raise ConflictError("this client is attached already; one client is one namespace")
         request = pb.AttachRequest(
             client=self._name,
+            want_arena=arena,
             identity=identity,
             layout=pb.BlockLayout(
                 version=layout.version,
@@ -141,7 +154,8 @@ class CacheClient:
                 request.lease_ttl.CopyFrom(duration(lease_ttl_s))
             response = await self._stub.Lookup(request, timeout=timeout_s, metadata=_metadata(trace))
             runs = tuple(TierRun(Tier(run.tier), run.blocks, _seconds(run.eta)) for run in response.runs)
-            return LookupResult(response.blocks, runs, response.lease, _seconds(response.duration))
+            slots = unpack_slots(response.slots, response.checksums)
+            return LookupResult(response.blocks, runs, response.lease, _seconds(response.duration), slots=slots)
 
         return await self._answer(call, lambda: LookupResult(reachable=False))
 
@@ -300,6 +314,9 @@ class CacheClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    def _arena(self) -> ArenaMapping | None:
+        return None if self._attachment is None else self._attachment.arena
 
     def _known_layout(self) -> BlockLayout:
         if self._layout is None:

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeAlias
 from katydid_runtime.block_hash import HASH_BYTES
 
 __all__ = [
+    "ArenaSlot",
     "BlockChange",
     "Buffer",
     "CacheStats",
@@ -63,12 +64,20 @@ class TierRun(NamedTuple):
     eta_s: float
 
 
+class ArenaSlot(NamedTuple):
+    """A block in the shared memory: byte offset, generation, and (where it was found) its xxh3-128."""
+
+    offset: int
+    generation: int
+    checksum: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class LookupResult:
     """The longest prefix found: `blocks` in number, by tier in `runs`, kept by `lease` (0: none) until released.
 
     `duration_s` is the time spent in the service. `reachable` is False when the service did not answer and the
-    client degrades to misses.
+    client degrades to misses. With an arena and a lease, `slots` has the blocks of the memory runs, in order.
     """
 
     blocks: int = 0
@@ -76,6 +85,7 @@ class LookupResult:
     lease: int = 0
     duration_s: float = 0.0
     reachable: bool = True
+    slots: tuple[ArenaSlot, ...] = ()
 
 
 class TierTime(NamedTuple):

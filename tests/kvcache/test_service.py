@@ -150,11 +150,13 @@ def test_unknown_attachment_is_a_typed_error(service: ServiceProcess) -> None:
     run(scenario)
 
 
-def test_the_arena_is_declined_with_a_typed_error(service: ServiceProcess) -> None:
+def test_the_arena_is_declined_over_tcp_with_a_typed_error(service: ServiceProcess) -> None:
     async def scenario() -> None:
         async with grpc.aio.insecure_channel(service.address) as channel:
             stub: Any = pb_grpc.KvCacheServiceStub(channel)
-            for call in (stub.Reserve(pb.ReserveRequest()), stub.Commit(pb.CommitRequest())):
+            attachment, _ = await attached(channel)
+            commit = stub.Commit(pb.CommitRequest(attachment=attachment))
+            for call in (stub.Reserve(pb.ReserveRequest(attachment=attachment)), commit):
                 with pytest.raises(grpc.RpcError) as caught:
                     await call
                 assert isinstance(from_rpc_error(caught.value), UnsupportedError)

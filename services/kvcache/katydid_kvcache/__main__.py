@@ -14,6 +14,7 @@ from katydid_runtime.server import RpcServer
 from katydid_runtime.telemetry import Telemetry
 
 from katydid_kvcache.admin import ADMIN_SERVICE, AdminService
+from katydid_kvcache.arena_socket import ArenaSocket
 from katydid_kvcache.cache import Cache
 from katydid_kvcache.figures import Figures
 from katydid_kvcache.service import LONG_LIVED, SERVICE, KvCacheService, rpc_handlers
@@ -35,7 +36,12 @@ async def serve(settings: KvCacheSettings, telemetry: Telemetry) -> None:
             long_lived=LONG_LIVED,
             drain_timeout_s=settings.drain_timeout_s,
         )
-        server.grpc.add_generic_rpc_handlers((rpc_handlers(KvCacheService(cache, telemetry, figures)),))
+        arena = None
+        if settings.listen.startswith("unix:"):
+            arena = ArenaSocket(settings.listen.removeprefix("unix:") + ".arena", cache.arena.fd)
+            stack.push_async_callback(arena.stop)
+        service = KvCacheService(cache, telemetry, figures, arena)
+        server.grpc.add_generic_rpc_handlers((rpc_handlers(service),))
         admin = server
         if settings.admin_listen:
             admin = RpcServer(settings.admin_listen, services=[ADMIN_SERVICE], drain_timeout_s=settings.drain_timeout_s)
@@ -48,6 +54,8 @@ async def serve(settings: KvCacheSettings, telemetry: Telemetry) -> None:
             task = asyncio.create_task(work)
             stack.callback(task.cancel)
         await server.start()
+        if arena is not None:
+            arena.start()
         if admin is not server:
             await admin.start()
             stack.push_async_callback(admin.shut_down)

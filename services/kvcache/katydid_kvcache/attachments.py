@@ -13,15 +13,15 @@ __all__ = ["Attachment", "Attachments"]
 
 
 class Attachment:
-    """One client in one namespace. `gone` is set when its Attach stream has ended."""
+    """One client in one namespace; `arena` when it may read and write the shared memory."""
 
-    __slots__ = ("client", "gone", "id", "namespace")
+    __slots__ = ("arena", "client", "id", "namespace")
 
-    def __init__(self, attachment_id: int, namespace: Namespace, client: str) -> None:
+    def __init__(self, attachment_id: int, namespace: Namespace, client: str, arena: bool) -> None:
         self.id = attachment_id
         self.namespace = namespace
         self.client = client
-        self.gone = asyncio.Event()
+        self.arena = arena
 
 
 class Attachments:
@@ -34,14 +34,13 @@ class Attachments:
     def __len__(self) -> int:
         return len(self._attachments)
 
-    def join(self, namespace: Namespace, client: str) -> Attachment:
-        attachment = Attachment(secrets.randbits(63) or 1, namespace, client)
+    def join(self, namespace: Namespace, client: str, *, arena: bool) -> Attachment:
+        attachment = Attachment(secrets.randbits(63) or 1, namespace, client, arena)
         self._attachments[attachment.id] = attachment
         return attachment
 
     def leave(self, attachment: Attachment) -> None:
         self._attachments.pop(attachment.id, None)
-        attachment.gone.set()
 
     def find(self, attachment_id: int) -> Attachment:
         """The attachment. Raises ConflictError when there is none of this id (any more)."""

@@ -27,9 +27,10 @@ from katydid_kvcache.events import EventHub
 from katydid_kvcache.leases import LeaseTable
 from katydid_kvcache.memory import MemoryTier
 from katydid_kvcache.reading import Reader
+from katydid_kvcache.reservations import Reservations
 from katydid_kvcache.settings import KvCacheSettings
 from katydid_kvcache.slabs import SlabAllocator
-from katydid_kvcache.store import Change, Store
+from katydid_kvcache.store import Change, Store, Write
 from katydid_kvcache.writing import Writer
 
 __all__ = ["Cache", "Found", "Verified"]
@@ -43,9 +44,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Outcome of a lookup: the prefix, by tier in runs, and the lease over it (0: none)."""
+    """Outcome of a lookup: the prefix's blocks, by tier in runs, and the lease over them (0: none)."""
 
-    blocks: int
+    blocks: Sequence[Block]
     runs: tuple[TierRun, ...]
     lease: int
 
@@ -66,7 +67,7 @@ class Cache:
         self._lock = lock
         memory_slabs = settings.memory_bytes // settings.slab_bytes
         memory_slots: SlabAllocator[Block] = SlabAllocator(memory_slabs, settings.slab_bytes)
-        self._arena = Arena(memory_slabs, settings.slab_bytes)
+        self.arena = Arena(memory_slabs, settings.slab_bytes)
         disk_slots: SlabAllocator[Block] | None = None
         self._disk: DiskTier | None = None
         if folder is not None:
@@ -87,7 +88,7 @@ class Cache:
             memory_slots, disk_slots, disk_header_bytes=HEADER_BYTES, changed=self._changed, now=time.time
         )
         self.events = EventHub(self.store, self.boot_epoch)
-        self.memory = MemoryTier(self._arena, memory_slots)
+        self.memory = MemoryTier(self.arena, memory_slots)
         self.reader = Reader(self.store, self.memory, self._disk)
         self.writer = Writer(
             self.store,
@@ -98,8 +99,9 @@ class Cache:
             now=time.time,
         )
         self.leases: LeaseTable[Block] = LeaseTable()
+        self.reservations = Reservations()
         self._prefetches: set[asyncio.Task[None]] = set()
-        self._prefault = threading.Thread(target=self._arena.prefault, name="prefault", daemon=True)
+        self._prefault = threading.Thread(target=self.arena.prefault, name="prefault", daemon=True)
         if folder is not None:
             self._restore(folder)
 
@@ -135,7 +137,7 @@ class Cache:
         if self._disk is not None:
             await self._disk.flush()
             await asyncio.to_thread(self._disk.close)
-        self._arena.close()
+        self.arena.close()
         if self._lock is not None:
             os.close(self._lock)
 
@@ -144,16 +146,21 @@ class Cache:
         regrow_at = time.monotonic() + _REGROW_S
         while True:
             await asyncio.sleep(_MAINTENANCE_S)
-            self.store.unpin(self.leases.expire(time.monotonic()))
-            self.store.expire()
-            if self.store.disk is not None and time.monotonic() >= regrow_at:
-                self.store.disk.slots.resume_growing()
-                regrow_at = time.monotonic() + _REGROW_S
+            try:
+                self.store.unpin(self.leases.expire(time.monotonic()))
+                self.store.expire()
+                if self.store.disk is not None and time.monotonic() >= regrow_at:
+                    self.store.disk.slots.resume_growing()
+                    regrow_at = time.monotonic() + _REGROW_S
+            except Exception:
+                logger.exception("maintenance failed")  # leases must go on expiring whatever went wrong once
 
     def detach(self, attachment: Attachment) -> None:
-        """A client has gone: its leases go too. Its unfinished writes end with their own streams."""
+        """A client has gone: its leases and reservations go too. Streams end by themselves."""
         self.attachments.leave(attachment)
         self.store.unpin(self.leases.drop_owner(attachment.id))
+        for write in self.reservations.drop_owner(attachment.id):
+            self.store.abort_write(write)
 
     def lookup(self, attachment: Attachment, hashes: Sequence[bytes], heads: Span, lease_ttl_s: float | None) -> Found:
         """The longest prefix of a chain that is present, leased for `lease_ttl_s` unless that is None."""
@@ -164,10 +171,22 @@ class Cache:
             self.store.pin(found)
             lease = self.leases.grant(attachment.id, found, time.monotonic() + lease_ttl_s)
         asyncio.get_running_loop().call_soon(self.store.touch, found)
-        return Found(len(found), tuple(self._runs(namespace, found)), lease)
+        return Found(found, tuple(self._runs(namespace, found)), lease)
 
     def release(self, attachment: Attachment, lease: int) -> None:
         self.store.unpin(self.leases.release(attachment.id, lease))
+
+    def reserve(
+        self, attachment: Attachment, hashes: Sequence[bytes], parents: Sequence[bytes], heads: Span
+    ) -> tuple[int, list[Write | None]]:
+        """Take slots to write in place: the reservation (0 when there is no slot), and a write or None a hash."""
+        begun = [
+            self.store.begin_write(attachment.namespace, block_hash, parent, heads)
+            for block_hash, parent in zip(hashes, parents, strict=True)
+        ]
+        slots = [write if isinstance(write, Write) else None for write in begun]
+        taken = [write for write in slots if write is not None]
+        return (self.reservations.add(attachment.id, taken) if taken else 0), slots
 
     def hold(self, block: Block, hold_s: float) -> None:
         """Keep a block for a hand-off, whoever comes for it."""

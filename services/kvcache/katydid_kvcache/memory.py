@@ -24,6 +24,10 @@ class MemoryTier:
         assert block.memory is not None
         return self.pages(block, block.memory)[: block.namespace.layout.block_bytes]
 
+    def arena_offset(self, slot: Slot) -> int:
+        """Where a slot begins in the whole arena."""
+        return slot.slab * self.slots.slab_bytes + self.slots.offset(slot)
+
     def pages(self, block: Block, slot: Slot) -> memoryview:
         """All pages of a slot for `block`, page-aligned: what direct I/O moves."""
         return self.arena.view(slot.slab, self.slots.offset(slot), block.namespace.slot_bytes)

@@ -22,8 +22,6 @@ from katydid_kvcache.store import Write
 __all__ = ["PutStream"]
 
 _DAY_S = 86_400.0
-_YEAR_S = 365 * _DAY_S
-_TENANT_BYTES = 16
 _PENDING_LIMIT = 64
 _PRESENT = PutOutcome(PutStatus.PRESENT)
 
@@ -101,7 +99,7 @@ class PutStream:
         if not isinstance(message, pb.PutRequest) or message.WhichOneof("message") != "start":
             raise InvalidRequestError("a Put begins with PutStart", field="message", allowed="start")
         start = message.start
-        requests.exact_bytes(start.tenant, (0, _TENANT_BYTES), "tenant")
+        requests.exact_bytes(start.tenant, requests.TENANT_SIZES, "tenant")
         namespace = self._cache.attachments.find(start.attachment).namespace
         heads = requests.span(start.heads)
         wanted = heads.resolve(namespace.layout.kv_heads, "heads")
@@ -110,7 +108,7 @@ class PutStream:
             namespace,
             requests.durability(start.durability),
             Span(wanted.start, len(wanted)),
-            requests.seconds(start.ttl, "ttl", limit=_YEAR_S) if start.HasField("ttl") else None,
+            requests.ttl(start.ttl) if start.HasField("ttl") else None,
             requests.seconds(start.hold, "hold", limit=_DAY_S) if start.HasField("hold") else None,
             runs,
             sum(len(run) for run in runs),

@@ -9,10 +9,24 @@ from katydid_cache.records import Durability, split_hashes
 from katydid_runtime.block_hash import HASH_BYTES
 from katydid_runtime.errors import InvalidRequestError
 
-__all__ = ["FRAME_BYTES", "HASH_LIMIT", "durability", "exact_bytes", "hash_list", "layout", "seconds", "span"]
+__all__ = [
+    "FRAME_BYTES",
+    "HASH_LIMIT",
+    "TENANT_SIZES",
+    "durability",
+    "exact_bytes",
+    "hash_list",
+    "layout",
+    "seconds",
+    "span",
+    "ttl",
+]
 
 FRAME_BYTES = 1024 * 1024
 HASH_LIMIT = 4096
+TENANT_SIZES = (0, 16)
+
+_YEAR_S = 365 * 86_400.0
 
 
 def exact_bytes(value: bytes, sizes: tuple[int, ...], field: str) -> bytes:
@@ -81,3 +95,8 @@ def seconds(duration: Duration, field: str, *, limit: float) -> float:
             f"{field} is {value:g} s", field=field, value=f"{value:g}", allowed=f"0 to {limit:g} s"
         )
     return value
+
+
+def ttl(duration: Duration) -> float:
+    """A block's time to live in seconds."""
+    return seconds(duration, "ttl", limit=_YEAR_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import struct
 import time
 from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
@@ -11,17 +12,22 @@ from typing import Any, TypeAlias
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 from katydid.kvcache.v1 import kvcache_pb2 as pb
-from katydid_cache.records import Snapshot
+from katydid_cache.records import Durability, Snapshot
 from katydid_cache.wire import duration
 from katydid_runtime.errors import ConflictError, InvalidRequestError, UnsupportedError
 from katydid_runtime.telemetry import Span, Telemetry
 from katydid_runtime.trace_context import TraceContext
 
 from katydid_kvcache import requests
+from katydid_kvcache.arena_socket import ArenaSocket
+from katydid_kvcache.attachments import Attachment
 from katydid_kvcache.cache import Cache
+from katydid_kvcache.checksums import CHECKSUM_BYTES
 from katydid_kvcache.figures import Figures
 from katydid_kvcache.get_stream import GetStream
 from katydid_kvcache.put_stream import PutStream
+from katydid_kvcache.slabs import Slot
+from katydid_kvcache.writing import commit
 
 __all__ = ["LONG_LIVED", "SERVICE", "KvCacheService", "rpc_handlers"]
 
@@ -32,6 +38,8 @@ _RAW = frozenset({"Get", "Put"})
 _IDENTITY_BYTES = 32
 _PREFETCH_LIMIT_S = 600.0
 _READ_OUT_S = 0.1
+_SLOT = struct.Struct("<QQ")
+_NO_SLOT = _SLOT.pack(2**64 - 1, 0)
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -39,27 +47,38 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class KvCacheService:
     """The RPCs of KvCacheService; see the protocol for what each one means."""
 
-    def __init__(self, cache: Cache, telemetry: Telemetry, figures: Figures) -> None:
+    def __init__(self, cache: Cache, telemetry: Telemetry, figures: Figures, arena: ArenaSocket | None = None) -> None:
         self._cache = cache
         self._telemetry = telemetry
         self._figures = figures
+        self._arena = arena
         self._delays = cache.settings.fault_delays
 
-    async def Attach(self, request: pb.AttachRequest, _context: Context) -> AsyncIterator[pb.AttachResponse]:
+    async def Attach(self, request: pb.AttachRequest, context: Context) -> AsyncIterator[pb.AttachResponse]:
         cache = self._cache
         identity = requests.exact_bytes(request.identity, (_IDENTITY_BYTES,), "identity")
         namespace = cache.store.namespace(identity, requests.layout(request.layout))
-        attachment = cache.attachments.join(namespace, request.client)
+        granted = request.want_arena and self._arena is not None and context.peer().startswith("unix")
+        attachment = cache.attachments.join(namespace, request.client, arena=granted)
+        attached = pb.Attached(attachment=attachment.id, boot_epoch=cache.boot_epoch, frame_bytes=requests.FRAME_BYTES)
         try:
-            attached = pb.Attached(
-                attachment=attachment.id, boot_epoch=cache.boot_epoch, frame_bytes=requests.FRAME_BYTES
-            )
+            if granted and self._arena is not None:
+                attached.arena.CopyFrom(
+                    pb.Arena(
+                        socket_path=self._arena.path,
+                        token=await self._arena.issue(),
+                        bytes=cache.arena.bytes,
+                        slot_bytes=namespace.slot_bytes,
+                    )
+                )
             yield pb.AttachResponse(attached=attached)
             await cache.attachments.draining.wait()
             yield pb.AttachResponse(notice=pb.Notice(draining=True))
             await asyncio.Event().wait()
         finally:
             cache.detach(attachment)
+            if self._arena is not None:
+                self._arena.revoke(attached.arena.token)
 
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> pb.LookupResponse:
         started = time.monotonic()
@@ -74,11 +93,16 @@ class KvCacheService:
             found = self._cache.lookup(
                 attachment, hashes, requests.span(request.heads), ttl_s if request.lease else None
             )
-            span.set_all({"kvcache.blocks.asked": len(hashes), "kvcache.blocks.found": found.blocks})
+            span.set_all({"kvcache.blocks.asked": len(hashes), "kvcache.blocks.found": len(found.blocks)})
+        # In place only what is leased and whole: a slot without a lease may be another block's a moment later.
+        in_place = attachment.arena and found.lease and all(block.complete for block in found.blocks)
+        in_memory = [block for block in found.blocks if block.memory is not None] if in_place else []
         elapsed_s = time.monotonic() - started
         self._figures.lookup_seconds.observe(elapsed_s)
         return pb.LookupResponse(
-            blocks=found.blocks,
+            blocks=len(found.blocks),
+            slots=b"".join(self._slot(block.memory) for block in in_memory),
+            checksums=b"".join(block.checksum for block in in_memory),
             runs=[
                 pb.TierRun(tier=pb.Tier.ValueType(run.tier), blocks=run.blocks, eta=duration(run.eta_s))
                 for run in found.runs
@@ -123,11 +147,35 @@ class KvCacheService:
                 self._figures.received_bytes.inc(stream.bytes)
         self._figures.put_seconds.observe(time.monotonic() - started)
 
-    async def Reserve(self, _request: pb.ReserveRequest, _context: Context) -> pb.ReserveResponse:
-        raise UnsupportedError("this service offers no arena; write through Put", field="want_arena", allowed="false")
+    async def Reserve(self, request: pb.ReserveRequest, _context: Context) -> pb.ReserveResponse:
+        attachment = self._with_arena(request.attachment)
+        hashes, parents = requests.hash_list(request.hashes), requests.hash_list(request.parents)
+        if len(parents) != len(hashes):
+            raise InvalidRequestError(
+                f"{len(parents)} parents for {len(hashes)} hashes",
+                field="parents",
+                value=len(parents),
+                allowed="one a hash, 32 zero bytes for a first block",
+            )
+        requests.exact_bytes(request.tenant, requests.TENANT_SIZES, "tenant")
+        parents = [b"" if parent == bytes(len(parent)) else parent for parent in parents]
+        reservation, writes = self._cache.reserve(attachment, hashes, parents, requests.span(request.heads))
+        slots = b"".join(self._slot(write.block.memory if write else None) for write in writes)
+        return pb.ReserveResponse(reservation=reservation, slots=slots)
 
-    async def Commit(self, _request: pb.CommitRequest, _context: Context) -> pb.CommitResponse:
-        raise UnsupportedError("this service offers no arena; write through Put", field="want_arena", allowed="false")
+    async def Commit(self, request: pb.CommitRequest, _context: Context) -> pb.CommitResponse:
+        attachment = self._with_arena(request.attachment)
+        if request.linear_checksums:
+            raise UnsupportedError(
+                "linear checksums are not offered yet", field="linear_checksums", allowed="empty; use checksums"
+            )
+        writes = self._cache.reservations.find(attachment.id, request.reservation)
+        requests.exact_bytes(request.checksums, (CHECKSUM_BYTES * len(writes),), "checksums")
+        ttl_s = requests.ttl(request.ttl) if request.HasField("ttl") else None
+        durable = requests.durability(request.durability) is Durability.DISK
+        self._cache.reservations.remove(request.reservation)
+        outcomes = await commit(self._cache.writer, writes, request.checksums, ttl_s, durable=durable)
+        return pb.CommitResponse(statuses=[pb.PutStatus.ValueType(outcome.status) for outcome in outcomes])
 
     async def Prefetch(self, request: pb.PrefetchRequest, _context: Context) -> pb.PrefetchResponse:
         attachment = self._cache.attachments.find(request.attachment)
@@ -161,6 +209,7 @@ class KvCacheService:
         return pb.StatsResponse(
             tiers=tiers,
             leases=len(cache.leases),
+            reservations=len(cache.reservations),
             attachments=len(cache.attachments),
             quarantined=cache.quarantined,
             boot_epoch=cache.boot_epoch,
@@ -176,6 +225,20 @@ class KvCacheService:
             else:
                 response.delta.CopyFrom(pb.BlockDelta(tier=tier, stored=event.stored, removed=event.removed))
             yield response
+
+    def _with_arena(self, attachment_id: int) -> Attachment:
+        attachment = self._cache.attachments.find(attachment_id)
+        if not attachment.arena:
+            raise UnsupportedError(
+                "this attachment has no arena",
+                field="attachment",
+                allowed="one made over a Unix socket with want_arena",
+            )
+        return attachment
+
+    def _slot(self, slot: Slot | None) -> bytes:
+        """A slot as offset and generation."""
+        return _NO_SLOT if slot is None else _SLOT.pack(self._cache.memory.arena_offset(slot), slot.generation)
 
     def _span(self, name: str, context: Context) -> Span:
         return self._telemetry.start(name, TraceContext.from_headers(context.invocation_metadata() or ()))

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from katydid_cache.records import PutOutcome, PutStatus
 
 from katydid_kvcache.blocks import Block
-from katydid_kvcache.checksums import payload_checksum
+from katydid_kvcache.checksums import CHECKSUM_BYTES, payload_checksum
 from katydid_kvcache.disk.slot_header import SlotHeader
 from katydid_kvcache.disk.tier import DiskTier
 from katydid_kvcache.memory import MemoryTier
 from katydid_kvcache.slabs import Slot
 from katydid_kvcache.store import Store, Write
 
-__all__ = ["Writer"]
+__all__ = ["Writer", "commit"]
 
 
 def _refused(reason: str) -> PutOutcome:
@@ -88,6 +88,10 @@ class Writer:
             return PutOutcome(PutStatus.STORED)
         finally:
             store.unpin([block])
+
+    def abort(self, write: Write) -> None:
+        """Give a write up."""
+        self._store.abort_write(write)
 
     def reach_disk(self, block: Block, outcome: PutOutcome) -> asyncio.Task[PutOutcome]:
         """Wait until a block has all its heads and is on disk; `outcome` then, or why it can't be.
@@ -191,3 +195,28 @@ class Writer:
         self._room_made.set()
         self._in_flight.pop(block).set_result(reason)
         store.unpin([block])
+
+
+async def commit(
+    writer: Writer, writes: Sequence[Write], checksums: bytes, ttl_s: float | None, *, durable: bool
+) -> list[PutOutcome]:
+    """Finish `writes` whose slots were written in place, one packed checksum each; other work goes on in between."""
+    outcomes: list[PutOutcome] = []
+    reaching: list[tuple[int, asyncio.Task[PutOutcome]]] = []
+    left = list(writes)
+    try:
+        while left:
+            write, at = left.pop(0), CHECKSUM_BYTES * len(outcomes)
+            outcome = writer.finish(write, checksums[at : at + CHECKSUM_BYTES], ttl_s)
+            outcomes.append(outcome)
+            if durable and outcome.status is PutStatus.STORED:
+                reaching.append((len(outcomes) - 1, writer.reach_disk(write.block, outcome)))
+            await asyncio.sleep(0)
+        for index, task in reaching:
+            outcomes[index] = await task
+        return outcomes
+    finally:
+        for write in left:
+            writer.abort(write)
+        for _, task in reaching:
+            task.cancel()

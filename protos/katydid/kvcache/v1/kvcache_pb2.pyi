@@ -388,6 +388,7 @@ class LookupResponse(_message.Message):
     BOOT_EPOCH_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     DURATION_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
     """Blocks of the longest prefix present."""
     lease: _builtins.int
@@ -395,7 +396,11 @@ class LookupResponse(_message.Message):
     boot_epoch: _builtins.int
     """The service's boot epoch."""
     slots: _builtins.bytes
-    """With an arena: for each block in memory, offset and generation as two little-endian uint64."""
+    """With an arena and a lease over all heads: for each block in memory, in order, offset and generation as two
+    little-endian uint64.
+    """
+    checksums: _builtins.bytes
+    """With an arena: xxh3-128 of each block in `slots`, 16 bytes each, big-endian. Who reads in place checks them."""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierRun]:
         """The prefix by tier, in order."""
@@ -413,10 +418,11 @@ class LookupResponse(_message.Message):
         boot_epoch: _builtins.int = ...,
         slots: _builtins.bytes = ...,
         duration: _duration_pb2.Duration | None = ...,
+        checksums: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "boot_epoch", b"boot_epoch", "duration", b"duration", "lease", b"lease", "runs", b"runs", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "boot_epoch", b"boot_epoch", "checksums", b"checksums", "duration", b"duration", "lease", b"lease", "runs", b"runs", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1021,7 +1027,9 @@ class CommitRequest(_message.Message):
     reservation: _builtins.int
     """From ReserveResponse."""
     checksums: _builtins.bytes
-    """xxh3-128 of each slot written, 16 bytes each, in the order of the hashes that got a slot."""
+    """xxh3-128 of each slot written (of the runs of the reserved heads in a row), 16 bytes each, in the order of the
+    hashes that got a slot. A slot that was not written after all is given up by a checksum that does not fit.
+    """
     durability: Global___Durability.ValueType
     """When the commit counts as done."""
     linear_checksums: _builtins.bytes

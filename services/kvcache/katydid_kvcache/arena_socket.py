@@ -1,0 +1,70 @@
+"""Passes the arena's descriptor to clients of this host over a Unix socket, against a one-time token."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+
+__all__ = ["TOKEN_BYTES", "ArenaSocket"]
+
+TOKEN_BYTES = 16
+_TIMEOUT_S = 5.0
+
+
+class ArenaSocket:
+    """Listens at `path` for clients that show a token from `issue`; each gets `descriptor` once, by SCM_RIGHTS."""
+
+    def __init__(self, path: str, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self._tokens: set[bytes] = set()
+        self._listening: asyncio.Task[None] | None = None
+        self._started = asyncio.Event()
+
+    async def issue(self) -> bytes:
+        """A new token, once the socket can be connected to."""
+        await self._started.wait()
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._tokens.add(token)
+        return token
+
+    def revoke(self, token: bytes) -> None:
+        self._tokens.discard(token)
+
+    def start(self) -> None:
+        """Listen. Whoever owns the service's main address owns this path: what is there is left from before."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(self.path)
+        os.chmod(self.path, 0o660)
+        listener.listen(16)
+        listener.setblocking(False)
+        self._listening = asyncio.create_task(self._listen(listener))
+        self._started.set()
+
+    async def stop(self) -> None:
+        if self._listening is not None:
+            self._listening.cancel()
+            await asyncio.gather(self._listening, return_exceptions=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+
+    async def _listen(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as clients:
+            with listener:
+                while True:
+                    connection, _ = await loop.sock_accept(listener)
+                    clients.create_task(self._serve(connection))
+
+    async def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(_TIMEOUT_S):
+                token = await asyncio.get_running_loop().sock_recv(connection, TOKEN_BYTES)
+            if token in self._tokens:
+                self._tokens.discard(token)
+                socket.send_fds(connection, [b"\0"], [self._descriptor])

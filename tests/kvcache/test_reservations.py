@@ -1,0 +1,37 @@
+"""Reservations belong to their owner and end once."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+from katydid_kvcache.reservations import Reservations
+from katydid_kvcache.store import Write
+from katydid_runtime.errors import ConflictError
+
+
+def writes(*names: str) -> list[Write]:
+    """Stand-ins: the books never look inside a write."""
+    return cast("list[Write]", list(names))
+
+
+def test_only_the_owner_finds_its_reservation() -> None:
+    books = Reservations()
+    mine, other = books.add(1, writes("a", "b")), books.add(2, writes("c"))
+    assert list(books.find(1, mine)) == writes("a", "b")
+    with pytest.raises(ConflictError) as caught:
+        books.find(1, other)
+    assert caught.value.field == "reservation"
+    books.remove(mine)
+    with pytest.raises(ConflictError):
+        books.find(1, mine)
+    assert len(books) == 1
+
+
+def test_a_gone_owner_gives_back_everything_once() -> None:
+    books = Reservations()
+    for owner, name in ((1, "a"), (2, "b"), (1, "c")):
+        books.add(owner, writes(name))
+    assert sorted(cast("list[str]", books.drop_owner(1))) == ["a", "c"]
+    assert books.drop_owner(1) == []
+    assert len(books) == 1
