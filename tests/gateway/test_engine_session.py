@@ -50,7 +50,7 @@ def test_before_the_first_token_another_engine_takes_over(chatml: Path) -> None:
         assert response.status_code == 200
         assert response.json()["timing"]["phases_ms"]["retry"] > 0
         metrics = (await built.http.get("/metrics")).text
-        assert "katydid_gateway_retried_requests_total" in metrics
+        assert "katydid_gateway_failed_requests_total" in metrics
         assert built.gateway.fleet.healthy == 1
 
     run(chatml, scenario, engines=2)
@@ -124,6 +124,47 @@ def test_a_request_lost_with_its_stream_is_sent_again(chatml: Path) -> None:
         assert [message.request for message in engine.submitted] == [1, 2]
 
     run(chatml, scenario)
+
+
+def test_an_abort_lost_with_its_stream_is_made_up_for(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        engine = built.engines[0]
+        engine.options.step_s = 0.02
+        running = asyncio.create_task(built.chat(max_tokens=5000))
+        await until(lambda: engine.in_flight == 1)
+        session = built.gateway.fleet.session("engine-0")
+        engine.drop_streams()
+        await until(lambda: session._outbound is None)
+        running.cancel()
+        await until(lambda: session.in_flight == 0)
+        await until(lambda: engine.in_flight == 0)
+        assert engine.aborted == [1]
+
+    run(chatml, scenario)
+
+
+def test_an_engine_that_neither_answers_nor_refuses_is_given_up_after_its_window(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        engine = built.engines[0]
+        engine.options.step_s = 0.02
+        running = asyncio.create_task(built.events(messages=USER, max_tokens=5000))
+        await until(lambda: engine.in_flight == 1)
+        await asyncio.sleep(0.1)
+        host, port = engine.address.split(":")
+        await engine.stop()
+
+        async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+            writer.close()
+
+        silent = await asyncio.start_server(swallow, host, int(port))
+        try:
+            events = await asyncio.wait_for(running, 3)
+        finally:
+            silent.close()
+        assert events[-1]["error"]["code"] == "engine_lost"
+
+    run(chatml, scenario, options=MockOptions(reattach_window_s=0.5))
 
 
 def test_a_request_every_engine_loses_is_given_up(chatml: Path) -> None:

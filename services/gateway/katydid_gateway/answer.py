@@ -169,7 +169,7 @@ class Answer:
         if self._done:
             self._let_go()
             self._ready.set()
-        if self._pending_bytes > self._buffer_bytes:
+        elif self._pending_bytes > self._buffer_bytes:
             self.fail(SlowClientError(f"the client left more than {self._buffer_bytes} bytes of output unread"))
             if self.on_overflow is not None:
                 self.on_overflow()
@@ -195,6 +195,7 @@ class Answer:
             return
         self._failed.add(self._dispatch.engine)
         self._attempts += 1
+        self._dispatcher.failed(self._dispatch)
         if retryable and not self.tokens and self._attempts < MAX_ATTEMPTS:
             self._let_go()
             self.clock.lost()

@@ -97,6 +97,10 @@ class Dispatcher:
                 size = getattr(cached, phase.tier) // BLOCK_TOKENS * block_bytes
                 self._router.speeds.measured(tier, size, phase.duration_s)
 
+    def failed(self, dispatch: Dispatch) -> None:
+        """The engine gave the request up."""
+        self._metrics.failed.labels(dispatch.engine).inc()
+
     def ended(self, dispatch: Dispatch) -> None:
         """The router need not count the request as unreported any more."""
         self._router.settled(dispatch.book, dispatch.candidate.holder)

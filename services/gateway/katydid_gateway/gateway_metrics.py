@@ -34,7 +34,7 @@ class GatewayMetrics:
             bounds=_DRIFT_TOKENS,
         )
         self.routed = metrics.counter("routed_requests", "Requests sent, by engine", ("engine",))
-        self.retried = metrics.counter("retried_requests", "Requests sent again before their first byte", ("engine",))
+        self.failed = metrics.counter("failed_requests", "Requests an engine failed or refused", ("engine",))
         self.engine_up = metrics.gauge("engine_connected_info", "1 while the engine's session is up", ("engine",))
         self.engine_refused = metrics.counter(
             "engine_refused_info", "Times an engine failed the parity check", ("engine", "field")

@@ -231,8 +231,6 @@ class Generator:
                 candidate = self._dispatcher.decide(routed, span, failed)
                 dispatch = self._dispatcher.send(routed, prepared.submission, candidate, answer, prepared.timeout_s)
             clock.submitted(dispatch.engine)
-            for name in failed:
-                self._metrics.retried.labels(name).inc()
             return dispatch
 
         return Answer(

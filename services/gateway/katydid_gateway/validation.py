@@ -227,7 +227,7 @@ def _format(asked: OutputFormat, kinds: frozenset[str]) -> OutputFormat:
     if asked.kind == "json_schema":
         try:
             json.loads(asked.source)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequestError(f"response_format holds no JSON: {error}", field="response_format") from error
     return asked
 
@@ -284,7 +284,7 @@ def _check_message(field: str, message: Message) -> None:
         where = f"{field}.tool_calls[{place}].function.arguments"
         try:
             arguments = json.loads(call.arguments or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequestError(f"{where} is no JSON: {error}", field=where, value=call.arguments) from error
         if not isinstance(arguments, dict):
             raise _wrong(where, call.arguments, "a JSON object as text")

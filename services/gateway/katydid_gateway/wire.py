@@ -211,7 +211,7 @@ def _tool(place: int, tool: pb.Tool) -> Tool:
         return Tool(tool.name, tool.description or None)
     try:
         parameters = json.loads(tool.parameters)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequestError(
             f"tools[{place}].parameters is no JSON: {error}", field=f"tools[{place}].parameters", value=tool.parameters
         ) from error

@@ -17,11 +17,12 @@ from katydid.engine.v1 import engine_pb2 as pb
 from katydid.engine.v1.engine_pb2_grpc import EngineServiceStub
 from katydid_runtime.block_hash import BLOCK_TOKENS, fingerprint
 from katydid_runtime.channel import CHANNEL_OPTIONS
-from katydid_runtime.errors import IdentityMismatchError, KatydidError
+from katydid_runtime.errors import IdentityMismatchError, KatydidError, UnavailableError
 from katydid_runtime.rpc_errors import from_rpc_error
 
 from katydid_gateway.engines.block_events import follow_engine
 from katydid_gateway.engines.engine_session import EngineSession
+from katydid_gateway.engines.health import HealthWatch
 from katydid_gateway.gateway_metrics import GatewayMetrics
 from katydid_gateway.routing.load import EngineState, RankReport, RankState
 from katydid_gateway.routing.router import Router
@@ -89,6 +90,8 @@ class EngineConnection:
         self._delay_s = transport_delay_s
         self._channel = grpc.aio.insecure_channel(where.address, options=(*CHANNEL_OPTIONS, *_RECONNECT))
         self._state = router.engines[where.name] = EngineState(where.name)
+        self._health = HealthWatch(self._channel, self._exclude)
+        self._absence = "not connected"
 
     @property
     def ready(self) -> bool:
@@ -123,17 +126,24 @@ class EngineConnection:
             await self._channel.close()
 
     def on_connected(self) -> None:
-        self._state.excluded = ""
+        self._absence = ""
+        self._exclude()
         self._metrics.engine_up.labels(self.name).set(1)
         logger.info("engine connected", extra={"engine": self.name, "address": self.address})
 
     def on_disconnected(self) -> None:
-        self._state.excluded = "not connected"
+        self._absence = "not connected"
+        self._exclude()
         self._metrics.engine_up.labels(self.name).set(0)
 
     def on_loads(self, reports: Mapping[int, RankReport], draining: bool) -> None:
-        self._state.excluded = "draining" if draining else ""
+        self._health.heard(draining)
+        self._absence = "draining" if draining else ""
+        self._exclude()
         self._state.reported(reports, time.monotonic())
+
+    def _exclude(self) -> None:
+        self._state.excluded = self._absence or self._health.ailment
 
     async def _describe(self) -> pb.DescribeResponse:
         try:
@@ -143,6 +153,8 @@ class EngineConnection:
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
         check_parity(self.name, description, self._tokenizer_digest)
+        if ailment := await self._health.check():
+            raise UnavailableError(f"engine {self.name}: {ailment}")
         self._admit(self, description)
         return description
 
@@ -163,16 +175,24 @@ class EngineConnection:
             transport_delay_s=self._delay_s,
         )
         watch = asyncio.create_task(follow_engine(self.name, len(self._state.ranks), self._channel, self._router.index))
+        session = asyncio.create_task(self.session.run())
+        health = asyncio.create_task(self._health.run())
         try:
-            await self.session.run()
+            await asyncio.wait((session, health), return_when=asyncio.FIRST_COMPLETED)
+            if session.done():
+                session.result()
+            else:
+                logger.error("engine hangs, its requests are given up", extra={"engine": self.name})
         finally:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+            for task in (session, health, watch):
+                task.cancel()
+            await asyncio.gather(session, health, watch, return_exceptions=True)
             self.session = None
             self.description = None
             self._router.forget(self.name)
 
     def _refused(self, error: IdentityMismatchError) -> None:
-        self._state.excluded = f"refused: {error.message}"
+        self._absence = f"refused: {error.message}"
+        self._exclude()
         self._metrics.engine_refused.labels(self.name, error.field or "").inc()
         logger.error("engine refused", extra={"engine": self.name, "reason": error.message, "field": error.field})

@@ -136,14 +136,16 @@ class EngineSession:
         outbound.put_nowait(pb.SessionRequest(open=opening))
         call = self._stub.Session(self._written(outbound))
         try:
+            patience_s = self._patience_s()
             try:
-                async with asyncio.timeout(OPEN_TIMEOUT_S):
+                async with asyncio.timeout(patience_s):
                     frame = await call.read()
             except TimeoutError:
-                raise ValueError(f"no answer to the opening within {OPEN_TIMEOUT_S} s") from None
+                raise ValueError(f"no answer to the opening within {patience_s:.1f} s") from None
             if not isinstance(frame, pb.SessionResponse) or not frame.HasField("opened"):
                 raise ValueError("the first frame does not open the session")
-            self._on_opened(frame.opened)
+            for number in self._on_opened(frame.opened):
+                outbound.put_nowait(pb.SessionRequest(abort=pb.AbortRequest(request=number)))
             self._outbound = outbound
             self._streams += 1
             self._observer.on_connected()
@@ -164,18 +166,21 @@ class EngineSession:
                 await asyncio.sleep(self._delay_s)
             yield message
 
-    def _on_opened(self, opened: pb.SessionOpened) -> None:
+    def _on_opened(self, opened: pb.SessionOpened) -> set[int]:
+        """Takes the session up; returns requests nobody waits for: their abort was lost with the stream."""
         if opened.boot_id != self._boot_id:
             self._give_up()
             raise ValueError(f"it restarted: boot id {opened.boot_id} instead of {self._boot_id}")
         if opened.session_id == self._session_id:
-            absent = self._listeners.keys() - set(opened.running)
-            if absent:
+            running = set(opened.running)
+            if absent := self._listeners.keys() - running:
                 asyncio.get_running_loop().call_later(REPLAY_GRACE_S, self._lose_absent, frozenset(absent))
         else:
+            running = set()
             self._lose(list(self._listeners), _lost(self._name))
             self._session_id, self._last_frame, self._acked = opened.session_id, 0, 0
         self._broken_at = None
+        return running - self._listeners.keys()
 
     def _on_frame(self, frame: pb.SessionResponse) -> None:
         if frame.frame <= self._last_frame:
@@ -202,8 +207,13 @@ class EngineSession:
             self._acked, self._acked_at = self._last_frame, now
 
     async def _beyond_recovery(self) -> bool:
-        broken_s = 0.0 if self._broken_at is None else time.monotonic() - self._broken_at
-        return broken_s > self._window_s or await refuses_connections(self._address)
+        return self._patience_s() <= 0 or await refuses_connections(self._address)
+
+    def _patience_s(self) -> float:
+        """How long an opening may take: what is left of the window when requests wait for a re-attachment."""
+        if not self._session_id or self._broken_at is None:
+            return OPEN_TIMEOUT_S
+        return self._window_s - (time.monotonic() - self._broken_at)
 
     def _give_up(self) -> None:
         self._session_id, self._last_frame, self._acked = "", 0, 0

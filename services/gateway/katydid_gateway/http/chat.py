@@ -12,7 +12,7 @@ from katydid_runtime.errors import InternalError
 from katydid_gateway.answer import Answer
 from katydid_gateway.generation import Generator
 from katydid_gateway.http.exchange import Exchange
-from katydid_gateway.http.failures import decode_error
+from katydid_gateway.http.failures import decode_body
 from katydid_gateway.http.schema import ChatCompletionBody
 from katydid_gateway.http.translate import chat_request
 from katydid_gateway.http.usage import timing_fields, usage_fields
@@ -34,10 +34,7 @@ class ChatCompletions:
         self._keepalive_s = keepalive_s
 
     async def handle(self, exchange: Exchange, raw: bytes, caller: Caller) -> None:
-        try:
-            body = _decoder.decode(raw)
-        except msgspec.DecodeError as error:
-            raise decode_error(error) from error
+        body = decode_body(_decoder, raw)
         request = chat_request(body, exchange.request_id)
         async with self._generator.answer(request, caller, self.api) as answer:
             shape = _Shape(answer, body)

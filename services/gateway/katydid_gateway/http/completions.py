@@ -15,7 +15,7 @@ from katydid_gateway.answer import Answer
 from katydid_gateway.engines.frames import unpack_ids
 from katydid_gateway.generation import Generator
 from katydid_gateway.http.exchange import Exchange
-from katydid_gateway.http.failures import decode_error
+from katydid_gateway.http.failures import decode_body
 from katydid_gateway.http.merge import merged
 from katydid_gateway.http.schema import CompletionBody
 from katydid_gateway.http.translate import completion_requests
@@ -40,10 +40,7 @@ class Completions:
         self._max_prompts = max_prompts
 
     async def handle(self, exchange: Exchange, raw: bytes, caller: Caller) -> None:
-        try:
-            body = _decoder.decode(raw)
-        except msgspec.DecodeError as error:
-            raise decode_error(error) from error
+        body = decode_body(_decoder, raw)
         requests = completion_requests(body, exchange.request_id, self._max_prompts)
         async with AsyncExitStack() as stack:
             answers = [

@@ -75,13 +75,18 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def send_error(self, error: KatydidError) -> None:
-        """A response of its own, or the last event of a stream that has begun; no [DONE] follows an error."""
-        if not self.started:
-            self.started = True
-            await error_response(error, self.request_id)(self._scope, self._receive, self._send)
-            return
-        await self.write(b"data: " + error_body(error) + b"\n\n")
-        await self.end()
+        """A response of its own, or the last event of a stream that has begun; no [DONE] follows an error.
+
+        A client that does not read is not waited for long: the connection is closed then.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SLOW_CLIENT_GRACE_S):
+                if not self.started:
+                    self.started = True
+                    await error_response(error, self.request_id)(self._scope, self._receive, self._send)
+                else:
+                    await self.write(b"data: " + error_body(error) + b"\n\n")
+                    await self.end()
 
     async def while_connected(self, answers: list[Answer], writing: Coroutine[None, None, None]) -> None:
         """Run `writing` until it ends or the client is gone; a stuck writer is stopped soon after its buffer filled.
@@ -97,8 +102,9 @@ class Exchange:
             await asyncio.wait((writer, watch), return_when=asyncio.FIRST_COMPLETED)
             if not writer.done():
                 raise RequestAbortedError("the client left")
-            with contextlib.suppress(asyncio.CancelledError):
-                await writer
+            if writer.cancelled():
+                raise RequestAbortedError("the client stopped reading")
+            await writer
         finally:
             for task in (writer, watch):
                 task.cancel()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 from katydid_runtime.errors import (
     InternalError,
@@ -14,7 +16,9 @@ from katydid_runtime.errors import (
 )
 from starlette.responses import Response
 
-__all__ = ["decode_error", "error_body", "error_response"]
+__all__ = ["decode_body", "error_body", "error_response"]
+
+T = TypeVar("T")
 
 _TYPES: tuple[tuple[type[KatydidError], str], ...] = (
     (InvalidRequestError, "invalid_request_error"),
@@ -60,7 +64,17 @@ def error_response(error: KatydidError, request_id: str = "") -> Response:
     return Response(error_body(error), status, headers, "application/json")
 
 
-def decode_error(error: msgspec.DecodeError) -> InvalidRequestError:
+def decode_body(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:
+    """The body as its struct. Raises InvalidRequestError."""
+    try:
+        return decoder.decode(raw)
+    except msgspec.DecodeError as error:
+        raise _decode_error(error) from error
+    except RecursionError:
+        raise InvalidRequestError("the body is nested too deeply", field="body") from None
+
+
+def _decode_error(error: msgspec.DecodeError) -> InvalidRequestError:
     """What msgspec found wrong, with the field where it names one: "… - at `$.messages[0].role`"."""
     text = str(error)
     message, separator, where = text.partition(" - at `$")

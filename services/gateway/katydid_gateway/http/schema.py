@@ -94,7 +94,6 @@ class ResponseFormatBody(_Body):
 class StreamOptions(_Body):
     include_usage: bool = False
     include_obfuscation: bool = False
-    continuous_usage_stats: bool = False
 
 
 class _Sampled(_Body, kw_only=True):
