@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import katydid_kernels.gemm.dense as dense
 import katydid_kernels.gemm.experts as experts
 import torch
+from katydid_kernels.gemm.expert_scales import ExpertScales
 from katydid_kernels.gemm.tuning import wide_tile
 from sm90 import Cubin, compile_gluon
 
@@ -29,7 +30,7 @@ class Recorder:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, **kwargs: Any) -> None:
-            options = {name: kwargs.pop(name) for name in ("num_warps", "maxnreg")}
+            options = {name: kwargs.pop(name) for name in ("num_warps", "maxnreg", "launch_pdl") if name in kwargs}
             arguments = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
             tensors = {n: v.dtype if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
             Recorder.launched.append((self.kernel.__name__, compile_gluon(self.kernel, options, **tensors)))
@@ -53,7 +54,7 @@ def run_experts(dtype: torch.dtype, tokens: int, **scales: torch.Tensor) -> None
     x, out = zeros(tokens, hidden, dtype=dtype), zeros(tokens, hidden, dtype=BF16)
     ids = torch.zeros(tokens, top_k, dtype=torch.int32)
     workspace = experts.ExpertWorkspace.allocate(tokens, top_k, w2)
-    ones = experts.ExpertScales(torch.ones(count, 2), torch.ones(count), torch.ones(1), **scales)
+    ones = ExpertScales(torch.ones(count, 2), torch.ones(count), torch.ones(1), **scales)
     experts.run_experts(x, w13, w2, torch.ones(tokens, top_k), ids, out, ones, workspace, shared=out)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import TypedDict
 
 import torch
 import triton
@@ -29,6 +30,13 @@ __all__ = [
 # Registers a thread at launch, by consumer warpgroups: 64 K over them and the producer's warpgroup.
 REGISTERS = {1: 255, 2: 168, 3: 128}
 GLUON_TYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
+
+
+class _Hooks(TypedDict):
+    row_scale: Tensor | None
+    col_scale: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None
 
 
 def gemm(
@@ -60,7 +68,7 @@ def gemm(
     _check(a, b, row_scale, col_scale, bias, residual)
     if out is None:
         out = torch.empty(a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
-    hooks = {"row_scale": row_scale, "col_scale": col_scale, "bias": bias, "residual": residual}
+    hooks = _Hooks(row_scale=row_scale, col_scale=col_scale, bias=bias, residual=residual)
     promote = promote and a.dtype == torch.float8_e4m3fn
     if out.numel() == 0:
         return out
@@ -167,7 +175,7 @@ def launch_wide(
         BAND=tile.band,
         STAGES=tile.stages,
         WGS=tile.warpgroups,
-        PINGPONG=tile.pingpong,
+        STAGED=tile.staged,
         PROMOTE=promote,
         ROW_VECTOR=row_scale is not None and row_scale.numel() > 1,
         COL_VECTOR=tiles is None and col_scale is not None and col_scale.numel() > 1,

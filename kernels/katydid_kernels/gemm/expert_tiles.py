@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from katydid_kernels.gemm.ring import advance, before
 
-__all__ = ["copy_rows", "gather", "multiply", "row_layout", "scaled_swiglu", "store_columns"]
+__all__ = ["accumulator_layout", "copy_rows", "gather", "multiply", "row_layout", "scaled_swiglu", "store_columns"]
 
 
 @gluon.constexpr_function
@@ -31,6 +31,12 @@ def row_layout(block_k, bits):
     return gl.BlockedLayout([1, vector], [32 // lanes, lanes], [4, 1], [1, 0])
 
 
+@gluon.constexpr_function
+def accumulator_layout(tokens, bits):
+    """A warpgroup's accumulator: 16 weight rows a warp, all the tokens, operands of `bits` bits."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tokens, 256 // bits])
+
+
 @gluon.jit
 def gather(base, rows, stride, cols):
     """Addresses of `cols` of the given rows."""
@@ -38,23 +44,25 @@ def gather(base, rows, stride, cols):
 
 
 @gluon.jit
-def copy_rows(buffer, source, barrier):
-    """Copy token rows into a stage; each of the 128 threads arrives at its barrier when its own copies have landed."""
-    async_copy.async_copy_global_to_shared(buffer, source)
+def copy_rows(buffer, source, valid, barrier):
+    """Copy the valid token rows into a stage; each of 128 threads arrives at its barrier when its copies have landed.
+
+    The other rows keep what they held: they only reach columns of the product that are never stored.
+    """
+    async_copy.async_copy_global_to_shared(buffer, source, mask=valid)
     async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 
 @gluon.jit
 def multiply(
-    WHO: gl.constexpr, ring, stage, phase, steps, ROWS: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr,
-    PROMOTE: gl.constexpr, GATHERED: gl.constexpr,
+    WHO: gl.constexpr, ring, stage, phase, steps, ROWS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    WGS: gl.constexpr, PROMOTE: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
-    """The product of `steps` stages, ``[ROWS, tokens]`` for ROWS weight rows, and the place in the ring after them."""
+    """The product of `steps` stages with the first TOKENS rows of x, ``[ROWS, TOKENS]`` for ROWS weight rows; and the
+    place in the ring after them."""
     x_bufs, w_bufs, full, empty = ring
-    TOKENS: gl.constexpr = x_bufs.type.shape[1]
     BLOCK_K: gl.constexpr = x_bufs.type.shape[2]
-    K_STEP: gl.constexpr = 256 // x_bufs.dtype.primitive_bitwidth
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, K_STEP])
+    layout: gl.constexpr = accumulator_layout(TOKENS, x_bufs.dtype.primitive_bitwidth)
     acc = gl.zeros([ROWS, TOKENS], gl.float32, layout)
     for k in range(steps):
         mbarrier.wait(full.index(stage), phase)
@@ -62,7 +70,7 @@ def multiply(
             # cp.async writes through the generic proxy, wgmma reads through the async one.
             fence_async_shared()
         w = w_bufs.index(stage * WGS + WHO).reshape([ROWS, BLOCK_K])
-        x = x_bufs.index(stage).permute((1, 0))
+        x = x_bufs.index(stage).slice(0, TOKENS).permute((1, 0))
         if PROMOTE:
             part = gl.zeros([ROWS, TOKENS], gl.float32, layout)
             part = warpgroup_mma(w, x, part, use_acc=False, is_async=True)
@@ -81,10 +89,10 @@ def multiply(
 
 
 @gluon.jit
-def scaled_swiglu(acc, expert, row, end, up_scale_ptr, inverse_scale, token_scale_ptr, rows_ptr):
-    """``silu(gate) * up * inverse_scale`` of an interleaved accumulator, ``[ROWS / 2, TOKENS]``, in place.
+def scaled_swiglu(acc, gate_scale, up_scale, row, end, token_scale_ptr, rows_ptr):
+    """``silu(gate) * up`` of an interleaved accumulator, each scaled, as ``[ROWS / 2, TOKENS]``.
 
-    up_scale_ptr: fp32 ``[E, 2]`` for gate and up; token_scale_ptr: fp32 ``[T]`` or None.
+    token_scale_ptr: fp32 ``[T]`` or None.
     """
     GROUPS: gl.constexpr = acc.shape[0] // 16
     TOKENS: gl.constexpr = acc.shape[1]
@@ -93,8 +101,8 @@ def scaled_swiglu(acc, expert, row, end, up_scale_ptr, inverse_scale, token_scal
         token = gl.load(rows_ptr + gl.minimum(row + gl.arange(0, TOKENS, columns), end - 1))
         acc *= gl.load(token_scale_ptr + token)[None, :]
     gate, up = acc.reshape([GROUPS, 2, 8, TOKENS]).permute((0, 2, 3, 1)).split()
-    gate *= gl.load(up_scale_ptr + expert * 2)
-    h = gate / (1.0 + gl.exp(-gate)) * (up * (gl.load(up_scale_ptr + expert * 2 + 1) * inverse_scale))
+    gate *= gate_scale
+    h = gate / (1.0 + gl.exp(-gate)) * (up * up_scale)
     return h.reshape([GROUPS * 8, TOKENS])
 
 

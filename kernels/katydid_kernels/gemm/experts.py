@@ -15,30 +15,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from katydid_kernels.gemm.combine import combine
 from katydid_kernels.gemm.dense import GLUON_TYPE, REGISTERS, launch_wide, sm_count
+from katydid_kernels.gemm.expert_scales import ExpertScales
 from katydid_kernels.gemm.experts_decode_kernel import experts_decode_kernel
 from katydid_kernels.gemm.experts_up_kernel import experts_up_kernel
 from katydid_kernels.gemm.plan import RoutePlan, plan_routes
 from katydid_kernels.gemm.tuning import DecodeTile, UpTile, WideTile, decode_tile, down_tile, up_tile
 
-__all__ = ["ExpertScales", "ExpertWorkspace", "run_experts"]
+__all__ = ["ExpertWorkspace", "run_experts"]
 
 _K_BYTES = 128
-
-
-@dataclass(frozen=True)
-class ExpertScales:
-    """fp32 factors that turn quantised products into values; all ones for bf16.
-
-    up: ``[E, 2]``, weight scale of gate and of up times the scale of x, unless that is per token.
-    down: ``[E]``, weight scale times the scale of h.
-    inverse_h: ``[1]``, one over the scale of h.
-    token: ``[T]``, the scale of each row of x, or None.
-    """
-
-    up: Tensor
-    down: Tensor
-    inverse_h: Tensor
-    token: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -151,6 +136,6 @@ def _launch_decode(
         plan.rows, plan.slots, weights, shared, out, plan.tiles, plan.tile_count, workspace.ready, workspace.sync,
         scales.up, scales.inverse_h, scales.down, scales.token, x.shape[0],
         H=hidden, WIDTH=intermediate, TOP_K=plan.slots.shape[1], TOKENS=tile.tokens, STAGES=tile.stages,
-        WGS=tile.warpgroups, PROMOTE=tile.promote, EXCHANGE=tile.exchange,
-        X_LAYOUT=_rows_layout(tile.tokens, x.dtype), num_warps=4, maxnreg=128 if tile.warpgroups == 1 else 168,
+        WGS=tile.warpgroups, PROMOTE=tile.promote, X_LAYOUT=_rows_layout(tile.tokens, x.dtype),
+        num_warps=4, maxnreg=128 if tile.warpgroups == 1 else 168, launch_pdl=True,
     )  # fmt: skip

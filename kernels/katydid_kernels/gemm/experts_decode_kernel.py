@@ -36,14 +36,14 @@ def _count(counter_ptr):
 
 
 @gluon.jit
-def _down_share(up_items, down_items, EXCHANGE: gl.constexpr):
+def _down_share(up_items, down_items, exchange):
     """The down tiles of this CTA, first and end. Gate-up tiles are dealt round robin; a CTA that got one fewer takes
-    `EXCHANGE` more down tiles, as many as one gate-up tile takes the time of."""
+    `exchange` more down tiles, which is how many take the time of one."""
     ctas = gl.num_programs(0)
     me = gl.program_id(0)
     longer = up_items % ctas
     shorter = gl.where(longer == 0, 0, ctas - longer)
-    extra = gl.minimum(EXCHANGE, down_items // gl.maximum(shorter, 1))
+    extra = gl.minimum(exchange, down_items // gl.maximum(shorter, 1))
     even = down_items - shorter * extra
     begin = even * me // ctas + gl.where(longer == 0, 0, gl.maximum(me - longer, 0)) * extra
     end = even * (me + 1) // ctas + gl.where(longer == 0, 0, gl.maximum(me + 1 - longer, 0)) * extra
@@ -53,7 +53,7 @@ def _down_share(up_items, down_items, EXCHANGE: gl.constexpr):
 @gluon.jit
 def _produce(
     x_ptr, x_stride, w13_desc, w2_desc, pairs, hidden, ring, shape,
-    STAGES: gl.constexpr, WGS: gl.constexpr, EXCHANGE: gl.constexpr,
+    STAGES: gl.constexpr, WGS: gl.constexpr,
 ):  # fmt: skip
     rows_ptr, tiles_ptr, ready_ptr = pairs
     h_ptr, h_stride = hidden
@@ -71,7 +71,9 @@ def _produce(
         entry = tiles_ptr + item // up_n * 4
         expert = gl.load(entry)
         end = gl.load(entry + 2)
-        token = gl.load(rows_ptr + gl.minimum(gl.load(entry + 1) + lane, end - 1))
+        row = gl.load(entry + 1) + lane
+        valid = (row < end)[:, None]
+        token = gl.load(rows_ptr + gl.minimum(row, end - 1))
         source = gather(x_ptr, token, x_stride, cols)
         for k in range(up_k):
             bar = full.index(stage)
@@ -82,16 +84,17 @@ def _produce(
                 tma.async_copy_global_to_shared(
                     w13_desc, [expert, group, 0, 0, k * BLOCK_K], bar, w_bufs.index(stage * WGS + part)
                 )
-            copy_rows(x_bufs.index(stage), source + k * BLOCK_K, bar)
+            copy_rows(x_bufs.index(stage), source + k * BLOCK_K, valid, bar)
             stage, phase = advance(stage, phase, STAGES)
 
-    begin, finish = _down_share(tiles * up_n, tiles * down_n, EXCHANGE)
+    begin, finish = _down_share(tiles * up_n, tiles * down_n, up_k // down_k)
     known = -1
     for item in range(begin, finish):
         tile = item // down_n
         entry = tiles_ptr + tile * 4
         expert = gl.load(entry)
-        row = gl.minimum(gl.load(entry + 1) + lane, gl.load(entry + 2) - 1)
+        row = gl.load(entry + 1) + lane
+        valid = (row < gl.load(entry + 2))[:, None]
         source = gather(h_ptr, row, h_stride, cols)
         for k in range(down_k):
             bar = full.index(stage)
@@ -106,42 +109,49 @@ def _produce(
             if tile != known:
                 _wait_for(ready_ptr + tile, up_n * WGS)
                 known = tile
-            copy_rows(x_bufs.index(stage), source + k * BLOCK_K, bar)
+            copy_rows(x_bufs.index(stage), source + k * BLOCK_K, valid, bar)
             stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
 def _consume(
     WHO: gl.constexpr, pairs, hidden, result, scales, ring, shape, H: gl.constexpr, TOP_K: gl.constexpr,
-    STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr, EXCHANGE: gl.constexpr,
+    STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
     rows_ptr, tiles_ptr, ready_ptr = pairs
     h_ptr, h_stride = hidden
     y_ptr, _, _, _, _, sync_ptr, _ = result
-    _, w_bufs, _, _ = ring
+    x_bufs, w_bufs, _, _ = ring
     tiles, up_n, down_n, up_k, down_k = shape
     up_scale_ptr, inverse_scale, down_scale_ptr, token_scale_ptr = scales
+    TOKENS: gl.constexpr = x_bufs.type.shape[1]
     ROWS: gl.constexpr = w_bufs.type.shape[2] * 16
     h_layout: gl.constexpr = gl.BlockedLayout([8, 1], [ROWS // 16, 512 // ROWS], [1, 4], [0, 1])
     y_layout: gl.constexpr = gl.BlockedLayout([8, 1], [ROWS // 8, 256 // ROWS], [1, 4], [0, 1])
     stage = 0
     phase = 0
     for item in range(gl.program_id(0), tiles * up_n, gl.num_programs(0)):
-        acc, stage, phase = multiply(WHO, ring, stage, phase, up_k, ROWS, STAGES, WGS, PROMOTE, GATHERED=True)
+        # Loaded here, the tile's numbers arrive while it multiplies.
         entry = tiles_ptr + item // up_n * 4
         row = gl.load(entry + 1)
         end = gl.load(entry + 2)
-        h = scaled_swiglu(acc, gl.load(entry), row, end, up_scale_ptr, inverse_scale, token_scale_ptr, rows_ptr)
+        scale = up_scale_ptr + gl.load(entry) * 2
+        gate_scale = gl.load(scale)
+        up_scale = gl.load(scale + 1) * inverse_scale
+        acc, stage, phase = multiply(WHO, ring, stage, phase, up_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, True)
+        h = scaled_swiglu(acc, gate_scale, up_scale, row, end, token_scale_ptr, rows_ptr)
         store_columns(h, h_ptr, h_stride, row, end, (item % up_n * WGS + WHO) * (ROWS // 2), h_layout)
         _count(ready_ptr + item // up_n)
 
-    begin, finish = _down_share(tiles * up_n, tiles * down_n, EXCHANGE)
+    begin, finish = _down_share(tiles * up_n, tiles * down_n, up_k // down_k)
     for item in range(begin, finish):
-        acc, stage, phase = multiply(WHO, ring, stage, phase, down_k, ROWS, STAGES, WGS, PROMOTE, GATHERED=True)
         entry = tiles_ptr + item // down_n * 4
-        acc *= gl.load(down_scale_ptr + gl.load(entry))
+        row = gl.load(entry + 1)
+        end = gl.load(entry + 2)
+        scale = gl.load(down_scale_ptr + gl.load(entry))
+        acc, stage, phase = multiply(WHO, ring, stage, phase, down_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, True)
         col = (item % down_n * WGS + WHO) * ROWS
-        store_columns(acc, y_ptr, H, gl.load(entry + 1), gl.load(entry + 2), col, y_layout)
+        store_columns(acc * scale, y_ptr, H, row, end, col, y_layout)
 
     _count(sync_ptr)
     _wait_for(sync_ptr, gl.num_programs(0) * WGS)
@@ -185,15 +195,15 @@ def experts_decode_kernel(
     tiles_ptr, tile_count_ptr, ready_ptr, sync_ptr,
     up_scale_ptr, inverse_scale_ptr, down_scale_ptr, token_scale_ptr, tokens,
     H: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-    WGS: gl.constexpr, PROMOTE: gl.constexpr, EXCHANGE: gl.constexpr, X_LAYOUT: gl.constexpr,
+    WGS: gl.constexpr, PROMOTE: gl.constexpr, X_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``, e the expert of pair (t, j).
 
     w13_desc: boxes ``[1, ROWS / 16, 2, 8, BLOCK_K]`` of w13 seen as ``[E, WIDTH / 8, 2, 8, H]``; w2_desc: boxes
     ``[1, ROWS / 8, 8, BLOCK_K]`` of w2 seen as ``[E, H / 8, 8, WIDTH]``. h: ``[pairs, WIDTH]``, rows padded with zeros
     to a multiple of BLOCK_K; y: ``[pairs, H]``; ready: zeros, an int32 a tile; sync: two zeros. Rows, slots and tiles
-    are a `RoutePlan`'s. Scales in fp32: up ``[E, 2]``, down ``[E]``, inverse ``[1]`` (what h is multiplied by), token ``[T]``
-    or None.
+    are a `RoutePlan`'s. Scales in fp32: up ``[E, 2]``, down ``[E]``, inverse ``[1]`` (what h is multiplied by), token
+    ``[T]`` or None.
     """
     GROUPS: gl.constexpr = w13_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = w13_desc.block_type.shape[4]
@@ -204,6 +214,8 @@ def experts_decode_kernel(
     down_n = H // (GROUPS * 16 * WGS)
     up_k = H // BLOCK_K
     down_k = (WIDTH + BLOCK_K - 1) // BLOCK_K
+    # Launched while the plan is still being made: everything it wrote is read after this.
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     tiles = gl.load(tile_count_ptr)
     scales = (up_scale_ptr, gl.load(inverse_scale_ptr), down_scale_ptr, token_scale_ptr)
     pairs = (rows_ptr, tiles_ptr, ready_ptr)
@@ -214,8 +226,8 @@ def experts_decode_kernel(
     if WGS == 1:
         gl.warp_specialize(
             [
-                (_consume, (0, pairs, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE, EXCHANGE)),
-                (_produce, (x_ptr, x_stride, w13_desc, w2_desc, pairs, hidden, ring, shape, STAGES, WGS, EXCHANGE)),
+                (_consume, (0, pairs, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE)),
+                (_produce, (x_ptr, x_stride, w13_desc, w2_desc, pairs, hidden, ring, shape, STAGES, WGS)),
             ],
             [4],
             [104],
@@ -223,9 +235,9 @@ def experts_decode_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, pairs, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE, EXCHANGE)),
-                (_consume, (1, pairs, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE, EXCHANGE)),
-                (_produce, (x_ptr, x_stride, w13_desc, w2_desc, pairs, hidden, ring, shape, STAGES, WGS, EXCHANGE)),
+                (_consume, (0, pairs, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE)),
+                (_consume, (1, pairs, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE)),
+                (_produce, (x_ptr, x_stride, w13_desc, w2_desc, pairs, hidden, ring, shape, STAGES, WGS)),
             ],
             [4, 4],
             [200, 104],

@@ -75,7 +75,7 @@ def _consume(
             first_k = gl.maximum(begin - tile * tiles_k, 0)
             last_k = gl.minimum(end - tile * tiles_k, tiles_k)
             acc, stage, phase = multiply(
-                WHO, ring, stage, phase, last_k - first_k, ROWS, STAGES, WGS, PROMOTE, GATHERED=False
+                WHO, ring, stage, phase, last_k - first_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, GATHERED=False
             )
             col = (tile * WGS + WHO) * ROWS
             if last_k - first_k == tiles_k:

@@ -91,11 +91,12 @@ def _plain_gemm_kernel(
     tile_m = first + (tl.program_id(0) % band) % height
     tile_n = (tl.program_id(0) % band) // height
 
-    group = 0
+    b = b_ptr
     start = tile_m * BLOCK_M
     end = m
     if tiles_ptr is not None:
-        group = tl.load(tiles_ptr + tile_m * 4)
+        group = tl.load(tiles_ptr + tile_m * 4).to(tl.int64)
+        b += group * b_group_stride
         start = tl.load(tiles_ptr + tile_m * 4 + 1)
         end = tl.load(tiles_ptr + tile_m * 4 + 2)
     row = start + tl.arange(0, BLOCK_M)
@@ -107,7 +108,6 @@ def _plain_gemm_kernel(
     if rows_ptr is not None:
         source = tl.load(rows_ptr + row, mask=row_valid, other=0)
     a = a_ptr + source.to(tl.int64)[:, None] * a_row_stride + depth[None, :]
-    b = b_ptr + group.to(tl.int64) * b_group_stride if tiles_ptr is not None else b_ptr
     b += col.to(tl.int64)[None, :] * b_row_stride + depth[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for offset in range(0, k, BLOCK_K):

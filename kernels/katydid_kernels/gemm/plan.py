@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 __all__ = ["PLAN_FIELDS", "RoutePlan", "max_tiles", "plan_routes", "plan_routes_reference"]
 
@@ -63,18 +64,21 @@ def plan_routes(topk_ids: Tensor, plan: RoutePlan, experts: int, tile_rows: int,
     """
     pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
     single = pairs <= SINGLE_LAUNCH_PAIRS
-    block = 1024
+    block = max(32, min(1024, triton.next_power_of_2(pairs)))
     chunks = triton.cdiv(pairs, block)
+    # A warp scans and counts without a barrier: few pairs are placed soonest by one.
+    num_warps = 1 if pairs <= 256 else 8
     block_e = max(32, triton.next_power_of_2(experts))
     _place_kernel[(1 if single else chunks,)](
         topk_ids, plan.scratch, plan.rows, plan.slots, plan.tiles, plan.tile_count,
         pairs, top_k, first_expert, experts, chunks if single else 1,
-        TILE=tile_rows, BLOCK=block, BLOCK_E=block_e, SINGLE=single, num_warps=8,
+        TILE=tile_rows, BLOCK=block, BLOCK_E=block_e, SINGLE=single, EARLY=topk_ids.is_cuda, num_warps=num_warps,
     )  # fmt: skip
     if not single:
         _claim_kernel[(chunks,)](
-            topk_ids, plan.scratch, plan.rows, plan.slots, pairs, top_k, first_expert, experts, BLOCK=block, num_warps=8
-        )
+            topk_ids, plan.scratch, plan.rows, plan.slots, pairs, top_k, first_expert, experts,
+            BLOCK=block, EARLY=topk_ids.is_cuda, num_warps=8,
+        )  # fmt: skip
     return plan
 
 
@@ -95,8 +99,11 @@ def _claim(expert, valid, pair, cursors_ptr, rows_ptr, slots_ptr, pairs, top_k):
 def _place_kernel(
     ids_ptr, scratch_ptr, rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr,
     pairs, top_k, first_expert, experts, chunks,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, SINGLE: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, SINGLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if SINGLE and EARLY:
+        # The experts' kernel may set itself up meanwhile; it waits for this grid before it reads the plan.
+        gdc_launch_dependents()
     counts_ptr = scratch_ptr
     cursors_ptr = scratch_ptr + experts
     arrivals_ptr = scratch_ptr + 2 * experts
@@ -136,7 +143,11 @@ def _place_kernel(
 
 
 @triton.jit
-def _claim_kernel(ids_ptr, scratch_ptr, rows_ptr, slots_ptr, pairs, top_k, first_expert, experts, BLOCK: tl.constexpr):
+def _claim_kernel(ids_ptr, scratch_ptr, rows_ptr, slots_ptr, pairs, top_k, first_expert, experts,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert, valid = _local_expert(ids_ptr, pair, pairs, first_expert, experts)
     _claim(expert, valid, pair, scratch_ptr + experts, rows_ptr, slots_ptr, pairs, top_k)

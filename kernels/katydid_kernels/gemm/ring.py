@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-__all__ = ["advance", "banded_tile", "before", "make_barriers", "skip"]
+__all__ = ["advance", "banded_tile", "before", "make_barriers"]
 
 
 @gluon.jit
@@ -36,13 +36,6 @@ def advance(stage, phase, STAGES: gl.constexpr):
 def before(stage, STAGES: gl.constexpr):
     """The stage ahead of this one. (Triton 3.6 mistakes a loop variable that trails another for a constant.)"""
     return gl.where(stage == 0, STAGES - 1, stage - 1)
-
-
-@gluon.jit
-def skip(stage, phase, steps, STAGES: gl.constexpr):
-    """The place `steps` further on: a consumer passing over a tile that is not its own."""
-    stage += steps
-    return stage % STAGES, (phase + stage // STAGES) & 1
 
 
 @gluon.jit

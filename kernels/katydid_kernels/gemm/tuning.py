@@ -26,34 +26,39 @@ class WideTile:
     block_m: rows of one consumer warpgroup's part of a tile.
     block_n: columns of a tile.
     piece: columns written at a time, a half or a quarter of `block_n`.
+    staged: pieces a warpgroup may have on their way to memory.
     stages: stages of the ring, each 128 bytes of K deep.
     band: height, in tiles, of the band the tiles are taken in.
     warpgroups: consumers, 2 or 3.
-    pingpong: the warpgroups take turns at whole tiles instead of sharing each.
     """
 
     block_m: int
     block_n: int
     piece: int
+    staged: int
     stages: int
     band: int
     warpgroups: int = 2
-    pingpong: bool = False
 
     @property
     def tile_m(self) -> int:
-        return self.block_m if self.pingpong else self.warpgroups * self.block_m
+        return self.block_m * self.warpgroups
 
 
 # NVIDIA H200, triton 3.6.
-_COOPERATIVE = WideTile(64, 256, 64, 4, 8)
-_NARROW = WideTile(64, 128, 64, 6, 8)
+_LARGE = WideTile(64, 256, 64, 2, 4, 8)
+_FEW_TILES = WideTile(64, 128, 64, 1, 5, 8, 3)
+_NARROW = WideTile(64, 128, 64, 2, 6, 8)
 
 
 def wide_tile(m: int, n: int, *, promote: bool) -> WideTile:
     """The tile for an ``[m, n]`` result."""
-    del m, promote
-    return _COOPERATIVE if n > 128 else _NARROW
+    if n <= 128:
+        return _NARROW
+    # Where tiles of 128 x 256 would leave SMs without one, smaller tiles reach more of them.
+    if -(-m // 128) * -(-n // 256) < 2 * 132:
+        return _FEW_TILES if promote else _NARROW
+    return _LARGE
 
 
 @dataclass(frozen=True)
@@ -75,31 +80,27 @@ class UpTile:
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """One configuration of the single-launch decode kernel.
-
-    exchange: down tiles that take as long as one gate-up tile.
-    """
+    """One configuration of the single-launch decode kernel; fields as `UpTile`'s."""
 
     tokens: int
     rows: int
     warpgroups: int
     stages: int
     promote: bool
-    exchange: int = 16
 
 
 def up_tile(intermediate: int, dtype: torch.dtype) -> UpTile:
     """The gate-up tile for experts of this width: three warpgroups where 192 rows divide the expert's, else two."""
     promote = dtype == torch.float8_e4m3fn
     if intermediate % 96 == 0:
-        return UpTile(128, 64, 3, 5, promote, 152, 40)
+        return UpTile(128, 64, 3, 5, promote, 152, 56)
     return UpTile(128, 64, 2, 6, promote, 216, 56)
 
 
 def down_tile(dtype: torch.dtype) -> WideTile:
     """The down tile: rows as many as the gate-up tile has tokens."""
     del dtype
-    return WideTile(64, 256, 64, 4, 1)
+    return WideTile(64, 256, 64, 4, 3, 1)
 
 
 def decode_tile(pairs: int, experts: int, intermediate: int, dtype: torch.dtype) -> DecodeTile | None:
@@ -109,11 +110,14 @@ def decode_tile(pairs: int, experts: int, intermediate: int, dtype: torch.dtype)
     mean = pairs / experts
     if mean > 48:
         return None
-    if mean <= 2:
-        return DecodeTile(8, 64, 2, 10, promote)
+    if pairs <= 48:
+        # Few experts: narrow tiles reach more SMs.
+        return DecodeTile(8, 64, 1, 18, promote)
+    if mean <= 3:
+        return DecodeTile(8, 64, 2, 11, promote)
     if mean <= 8:
         return DecodeTile(16, 64, 2, 10, promote)
-    return DecodeTile(32 if mean <= 20 else 64, 64, 2, 8, promote)
+    return DecodeTile(32, 64, 2, 9, promote) if mean <= 18 else DecodeTile(64, 64, 2, 7, promote)
 
 
 @dataclass(frozen=True)

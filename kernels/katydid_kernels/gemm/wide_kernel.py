@@ -1,13 +1,13 @@
 """The warp-specialised GEMM for many rows: D = A B^T, dense or grouped, as one persistent Gluon kernel.
 
 One producer warp fills a ring of shared-memory stages by TMA; two or three consumer warpgroups multiply from it with
-wgmma. Together they own a tile, `BLOCK_M` rows each, and share every stage of B (cooperative); or two take turns at
-whole tiles and one multiplies while the other writes its result (ping-pong). The wgmma of one stage stays in flight
-while the next is issued, and a stage is handed back as soon as the one after it has started.
+wgmma. Together they own a tile, `BLOCK_M` rows each, and share every stage of B. The wgmma of one stage stays in flight
+while the next is issued, and a stage is handed back as soon as the one after it has started. A tile leaves piece by
+piece through staging buffers that TMA empties in the background, while the producer already fetches the next tile.
 
 fp8 products accumulate at less than fp32 precision inside the tensor cores. With PROMOTE each stage (128 of K) is
-multiplied into a fresh accumulator, half the tile at a time to fit the registers, and added to the total in fp32; the
-other warpgroup multiplies meanwhile.
+multiplied into a fresh accumulator, half a wide tile at a time to fit the registers, and added to the total in fp32;
+the other warpgroups multiply meanwhile.
 
 Gluon runs on the GPU alone; `plain.py` is the same product in plain Triton.
 """
@@ -22,27 +22,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from katydid_kernels.gemm.ring import advance, banded_tile, before, make_barriers, skip
+from katydid_kernels.gemm.ring import advance, banded_tile, before, make_barriers
 
 __all__ = ["wide_gemm_kernel"]
 
 
 @gluon.jit
 def _produce(
-    a_desc, b_desc, tiles_ptr, ring, problem, BAND: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr
+    a_desc, b_desc, tiles_ptr, ring, problem, BAND: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr
 ):  # fmt: skip
     a_bufs, b_bufs, _, full, empty = ring
     _, _, tiles_m, tiles_n, tiles_k = problem
     BLOCK_M: gl.constexpr = a_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = b_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]
-    STAGE_BYTES: gl.constexpr = PARTS * a_desc.block_type.nbytes + b_desc.block_type.nbytes
+    STAGE_BYTES: gl.constexpr = WGS * a_desc.block_type.nbytes + b_desc.block_type.nbytes
     stage = 0
     phase = 1
     for item in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         if tiles_ptr is None:
             tile_m, tile_n = banded_tile(item, tiles_m, tiles_n, BAND)
-            row = tile_m * (PARTS * BLOCK_M)
+            row = tile_m * (WGS * BLOCK_M)
             b_row = tile_n * BLOCK_N
         else:
             tile_n = item % tiles_n
@@ -53,9 +53,9 @@ def _produce(
             ready = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(ready, STAGE_BYTES)
-            for part in gl.static_range(PARTS):
+            for part in gl.static_range(WGS):
                 tma.async_copy_global_to_shared(
-                    a_desc, [row + part * BLOCK_M, k * BLOCK_K], ready, a_bufs.index(stage * PARTS + part)
+                    a_desc, [row + part * BLOCK_M, k * BLOCK_K], ready, a_bufs.index(stage * WGS + part)
                 )
             tma.async_copy_global_to_shared(b_desc, [b_row, k * BLOCK_K], ready, b_bufs.index(stage))
             stage, phase = advance(stage, phase, STAGES)
@@ -69,11 +69,18 @@ def _halves(x, layout: gl.constexpr):
 
 
 @gluon.jit
+def _quarters(left, right, layout: gl.constexpr):
+    first, second = _halves(left, layout)
+    third, fourth = _halves(right, layout)
+    return first, second, third, fourth
+
+
+@gluon.jit
 def _multiply(
-    PART: gl.constexpr, a_bufs, b_bufs, full, empty, stage, phase, tiles_k,
-    STAGES: gl.constexpr, PARTS: gl.constexpr, PROMOTE: gl.constexpr,
-):  # fmt: skip
+    WHO: gl.constexpr, ring, stage, phase, tiles_k, STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr
+):
     """One tile's product over all of K, as the left and right half of its columns."""
+    a_bufs, b_bufs, _, full, empty = ring
     BLOCK_M: gl.constexpr = a_bufs.type.shape[1]
     BLOCK_N: gl.constexpr = b_bufs.type.shape[1]
     HALF: gl.constexpr = BLOCK_N // 2
@@ -85,7 +92,7 @@ def _multiply(
         right = gl.zeros([BLOCK_M, HALF], gl.float32, half_layout)
         for _ in range(tiles_k):
             mbarrier.wait(full.index(stage), phase)
-            a = a_bufs.index(stage * PARTS + PART)
+            a = a_bufs.index(stage * WGS + WHO)
             b = b_bufs.index(stage)
             part = gl.zeros([BLOCK_M, HALF], gl.float32, half_layout)
             part = warpgroup_mma(a, b.slice(0, HALF).permute((1, 0)), part, use_acc=False, is_async=True)
@@ -101,7 +108,7 @@ def _multiply(
         acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, tile_layout)
         for k in range(tiles_k):
             mbarrier.wait(full.index(stage), phase)
-            a = a_bufs.index(stage * PARTS + PART)
+            a = a_bufs.index(stage * WGS + WHO)
             b = b_bufs.index(stage).permute((1, 0))
             if PROMOTE:
                 part = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, tile_layout)
@@ -122,7 +129,10 @@ def _multiply(
 
 
 @gluon.jit
-def _write(value, row, end, col, N, scalar, hooks, target, out_buf, ROW_VECTOR: gl.constexpr, COL_VECTOR: gl.constexpr):
+def _write(
+    value, row, end, col, N, scalar, hooks, target, out_buf,
+    STAGED: gl.constexpr, ROW_VECTOR: gl.constexpr, COL_VECTOR: gl.constexpr,
+):  # fmt: skip
     """Scale, bias, residual; then through shared memory to D, past whose end TMA writes nothing."""
     row_scale_ptr, col_scale_ptr, bias_ptr, residual_ptr, residual_stride = hooks
     out_desc, out_ptr, out_stride = target
@@ -139,15 +149,17 @@ def _write(value, row, end, col, N, scalar, hooks, target, out_buf, ROW_VECTOR: 
     if residual_ptr is not None:
         source = residual_ptr + rows.to(gl.int64)[:, None] * residual_stride + cols[None, :]
         value += gl.load(source, mask=(rows < end)[:, None] & (cols < N)[None, :], other=0.0).to(gl.float32)
-    tma.store_wait(0)
-    gl.thread_barrier()
-    out_buf.store(value.to(out_desc.dtype))
-    if out_ptr is None or row + value.shape[0] <= end:
-        fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(out_desc, [row, col], out_buf)
+    result = value.to(out_desc.dtype)
+    # Two branches, because the first is decided when the kernel is compiled and takes the third away.
+    if out_ptr is None:  # noqa: SIM114
+        _copy_out(result, row, col, out_desc, out_buf, STAGED)
+    elif row + value.shape[0] <= end:
+        _copy_out(result, row, col, out_desc, out_buf, STAGED)
     else:
-        # The rows after `end` are another group's: the copy engine would overwrite them.
+        # The rows after `end` are another group's, which the copy engine would overwrite.
+        tma.store_wait(0)
+        gl.thread_barrier()
+        out_buf.store(result)
         gl.thread_barrier()
         LANES: gl.constexpr = value.shape[1] // 8
         lines: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
@@ -158,54 +170,49 @@ def _write(value, row, end, col, N, scalar, hooks, target, out_buf, ROW_VECTOR: 
 
 
 @gluon.jit
+def _copy_out(result, row, col, out_desc, out_buf, STAGED: gl.constexpr):
+    # The copy that last read this buffer was issued STAGED copies ago, or waited for since.
+    tma.store_wait(STAGED - 1)
+    gl.thread_barrier()
+    out_buf.store(result)
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(out_desc, [row, col], out_buf)
+
+
+@gluon.jit
 def _consume(
     WHO: gl.constexpr, target, hooks, scalar, tiles_ptr, ring, problem, BAND: gl.constexpr, STAGES: gl.constexpr,
-    WGS: gl.constexpr, PINGPONG: gl.constexpr, PROMOTE: gl.constexpr,
+    WGS: gl.constexpr, STAGED: gl.constexpr, PROMOTE: gl.constexpr,
     ROW_VECTOR: gl.constexpr, COL_VECTOR: gl.constexpr,
 ):  # fmt: skip
-    a_bufs, b_bufs, out_bufs, full, empty = ring
+    a_bufs, b_bufs, out_bufs, _, _ = ring
     M, N, tiles_m, tiles_n, tiles_k = problem
     BLOCK_M: gl.constexpr = a_bufs.type.shape[1]
     BLOCK_N: gl.constexpr = b_bufs.type.shape[1]
     PIECE: gl.constexpr = out_bufs.type.shape[2]
     K_STEP: gl.constexpr = 256 // a_bufs.dtype.primitive_bitwidth
     piece_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, K_STEP])
-    PARTS: gl.constexpr = 1 if PINGPONG else WGS
-    PART: gl.constexpr = 0 if PINGPONG else WHO
-    out_buf = out_bufs.index(WHO)
     stage = 0
     phase = 0
-    turn = 0
     for item in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        if PINGPONG and turn != WHO:
-            stage, phase = skip(stage, phase, tiles_k, STAGES)
+        left, right, stage, phase = _multiply(WHO, ring, stage, phase, tiles_k, STAGES, WGS, PROMOTE)
+        if tiles_ptr is None:
+            tile_m, tile_n = banded_tile(item, tiles_m, tiles_n, BAND)
+            row = (tile_m * WGS + WHO) * BLOCK_M
+            end = M
         else:
-            left, right, stage, phase = _multiply(
-                PART, a_bufs, b_bufs, full, empty, stage, phase, tiles_k, STAGES, PARTS, PROMOTE
-            )
-            if tiles_ptr is None:
-                tile_m, tile_n = banded_tile(item, tiles_m, tiles_n, BAND)
-                row = (tile_m * PARTS + PART) * BLOCK_M
-                end = M
-            else:
-                tile_n = item % tiles_n
-                entry = tiles_ptr + item // tiles_n * 4
-                row = gl.load(entry + 1) + PART * BLOCK_M
-                end = gl.load(entry + 2)
-                if hooks[1] is not None:
-                    scalar = gl.load(hooks[1] + gl.load(entry))
-            col = tile_n * BLOCK_N
-            if PIECE == BLOCK_N // 2:
-                _write(left, row, end, col, N, scalar, hooks, target, out_buf, ROW_VECTOR, COL_VECTOR)
-                _write(right, row, end, col + PIECE, N, scalar, hooks, target, out_buf, ROW_VECTOR, COL_VECTOR)
-            else:
-                first, second = _halves(left, piece_layout)
-                _write(first, row, end, col, N, scalar, hooks, target, out_buf, ROW_VECTOR, COL_VECTOR)
-                _write(second, row, end, col + PIECE, N, scalar, hooks, target, out_buf, ROW_VECTOR, COL_VECTOR)
-                first, second = _halves(right, piece_layout)
-                _write(first, row, end, col + 2 * PIECE, N, scalar, hooks, target, out_buf, ROW_VECTOR, COL_VECTOR)
-                _write(second, row, end, col + 3 * PIECE, N, scalar, hooks, target, out_buf, ROW_VECTOR, COL_VECTOR)
-        turn ^= 1
+            tile_n = item % tiles_n
+            entry = tiles_ptr + item // tiles_n * 4
+            row = gl.load(entry + 1) + WHO * BLOCK_M
+            end = gl.load(entry + 2)
+            if hooks[1] is not None:
+                scalar = gl.load(hooks[1] + gl.load(entry))
+        pieces = (left, right) if PIECE == BLOCK_N // 2 else _quarters(left, right, piece_layout)
+        for i in gl.static_range(BLOCK_N // PIECE):
+            out_buf = out_bufs.index(WHO * STAGED + i % STAGED)
+            col = tile_n * BLOCK_N + i * PIECE
+            _write(pieces[i], row, end, col, N, scalar, hooks, target, out_buf, STAGED, ROW_VECTOR, COL_VECTOR)
     tma.store_wait(0)
 
 
@@ -213,33 +220,33 @@ def _consume(
 def wide_gemm_kernel(
     a_desc, b_desc, out_desc, out_ptr, out_stride, tiles_ptr, tile_count_ptr,
     row_scale_ptr, col_scale_ptr, bias_ptr, residual_ptr, residual_stride, M, N, K,
-    BAND: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, PINGPONG: gl.constexpr, PROMOTE: gl.constexpr,
+    BAND: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, STAGED: gl.constexpr, PROMOTE: gl.constexpr,
     ROW_VECTOR: gl.constexpr, COL_VECTOR: gl.constexpr,
 ):  # fmt: skip
     """D[M, N] = A[M, K] B[N, K]^T, or grouped: rows of tile t by the weight ``B[tiles[t, 0]]``.
 
     a_desc, b_desc: boxes ``[BLOCK_M, BLOCK_K]`` of A and ``[BLOCK_N, BLOCK_K]`` of B (its groups stacked, N a multiple
-    of BLOCK_N); out_desc: boxes ``[BLOCK_M, PIECE]``, a half or a quarter of the tile. Grouped, tiles_ptr holds the
-    entries of `plan.RoutePlan.tiles` and out_ptr D itself, for the ragged last tile of a group.
-    ROW_VECTOR, COL_VECTOR: those scales are vectors; otherwise they are one number, or None. Grouped, col_scale is
-    one number a group, and the only scale.
+    of BLOCK_N); out_desc: boxes ``[BLOCK_M, PIECE]``, a half or a quarter of the tile, of which a warpgroup keeps
+    STAGED in shared memory. Grouped, tiles_ptr holds the entries of `plan.RoutePlan.tiles` and out_ptr D itself, for
+    the ragged last tile of a group. ROW_VECTOR, COL_VECTOR: those scales are vectors; otherwise they are one number, or
+    None. Grouped, col_scale is one number a group, and the only scale.
     """
     BLOCK_M: gl.constexpr = a_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = b_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = b_desc.block_type.shape[1]
-    PARTS: gl.constexpr = 1 if PINGPONG else WGS
-    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES * PARTS, BLOCK_M, BLOCK_K], a_desc.layout)
+    PIECE: gl.constexpr = out_desc.block_type.shape[1]
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES * WGS, BLOCK_M, BLOCK_K], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
-    out_bufs = gl.allocate_shared_memory(out_desc.dtype, [WGS, BLOCK_M, out_desc.block_type.shape[1]], out_desc.layout)
-    full, empty = make_barriers(STAGES, 1, PARTS)
+    out_bufs = gl.allocate_shared_memory(out_desc.dtype, [WGS * STAGED, BLOCK_M, PIECE], out_desc.layout)
+    full, empty = make_barriers(STAGES, 1, WGS)
     hooks = (row_scale_ptr, col_scale_ptr, bias_ptr, residual_ptr, residual_stride)
     scalar = 1.0
     if row_scale_ptr is not None and not ROW_VECTOR:
         scalar *= gl.load(row_scale_ptr)
-    if col_scale_ptr is not None and not COL_VECTOR:
+    if tiles_ptr is None and col_scale_ptr is not None and not COL_VECTOR:
         scalar *= gl.load(col_scale_ptr)
     if tiles_ptr is None:
-        tiles_m = gl.cdiv(M, BLOCK_M * PARTS)
+        tiles_m = gl.cdiv(M, BLOCK_M * WGS)
     else:
         tiles_m = gl.load(tile_count_ptr)
     tiles_n = gl.cdiv(N, BLOCK_N)
@@ -252,10 +259,10 @@ def wide_gemm_kernel(
         gl.warp_specialize(
             [
                 (_consume, (0, target, hooks, scalar, tiles_ptr, ring, problem,
-                            BAND, STAGES, WGS, PINGPONG, PROMOTE, ROW_VECTOR, COL_VECTOR)),
+                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR)),
                 (_consume, (1, target, hooks, scalar, tiles_ptr, ring, problem,
-                            BAND, STAGES, WGS, PINGPONG, PROMOTE, ROW_VECTOR, COL_VECTOR)),
-                (_produce, (a_desc, b_desc, tiles_ptr, ring, problem, BAND, STAGES, PARTS)),
+                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR)),
+                (_produce, (a_desc, b_desc, tiles_ptr, ring, problem, BAND, STAGES, WGS)),
             ],
             [4, 1],
             [240, 24],
@@ -264,12 +271,12 @@ def wide_gemm_kernel(
         gl.warp_specialize(
             [
                 (_consume, (0, target, hooks, scalar, tiles_ptr, ring, problem,
-                            BAND, STAGES, WGS, PINGPONG, PROMOTE, ROW_VECTOR, COL_VECTOR)),
+                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR)),
                 (_consume, (1, target, hooks, scalar, tiles_ptr, ring, problem,
-                            BAND, STAGES, WGS, PINGPONG, PROMOTE, ROW_VECTOR, COL_VECTOR)),
+                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR)),
                 (_consume, (2, target, hooks, scalar, tiles_ptr, ring, problem,
-                            BAND, STAGES, WGS, PINGPONG, PROMOTE, ROW_VECTOR, COL_VECTOR)),
-                (_produce, (a_desc, b_desc, tiles_ptr, ring, problem, BAND, STAGES, PARTS)),
+                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR)),
+                (_produce, (a_desc, b_desc, tiles_ptr, ring, problem, BAND, STAGES, WGS)),
             ],
             [4, 4, 1],
             [160, 160, 24],
