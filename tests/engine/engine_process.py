@@ -25,21 +25,24 @@ MAX_CHOICES = 64
 
 
 class Service:
-    """A process of ours that logs READY with its address on stderr."""
+    """A process of ours that logs READY with its address on stderr; asking for ``address`` waits for that, so several
+    can start at once."""
 
     def __init__(self, module: str, log: Path, *options: str) -> None:
         self._log = log
-        with log.open("ab") as stderr:
-            self._from = stderr.tell()
+        with log.open("wb") as stderr:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *options], stderr=stderr, start_new_session=True
             )
-        self.address = self._wait()
+        self._address = ""
+
+    @property
+    def address(self) -> str:
+        self._address = self._address or self._wait()
+        return self._address
 
     def lines(self) -> list[dict[str, object]]:
-        with self._log.open("rb") as file:
-            file.seek(self._from)
-            return [json.loads(line) for line in file.read().splitlines() if line.startswith(b"{")]
+        return [json.loads(line) for line in self._log.read_bytes().splitlines() if line.startswith(b"{")]
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
@@ -73,7 +76,8 @@ class Service:
 
 @contextlib.contextmanager
 def service(module: str, folder: Path, *options: str) -> Iterator[Service]:
-    running = Service(module, folder / f"{module}.log", "--listen", "127.0.0.1:0", *options)
+    log = folder / f"{module}-{len(list(folder.glob('*.log')))}.log"
+    running = Service(module, log, "--listen", "127.0.0.1:0", *options)
     try:
         yield running
     finally:

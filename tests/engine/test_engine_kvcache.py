@@ -79,7 +79,7 @@ def test_blocks_move_between_engines_and_survive_the_service(tmp_path: Path) -> 
                     await attached(on_a, False)
 
                     cache = Service(
-                        "katydid_kvcache", tmp_path / "cache.log", "--listen", address, *cache_options(tmp_path)
+                        "katydid_kvcache", tmp_path / "cache-again.log", "--listen", address, *cache_options(tmp_path)
                     )
                     await attached(on_a, True)
                     await flush(a.address)

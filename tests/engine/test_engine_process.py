@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import urllib.request
 from array import array
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -40,17 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    options = (
-        "--max-batch-tokens",
-        "128",
-        "--kv-pages",
-        "96",
-        "--reattach-window-s",
-        "1",
-        "--fault-delays",
-        "decode:2",
-    )
-    options += ("--profile-folder", str(tmp_path_factory.mktemp("profiles")))
+    options = ["--max-batch-tokens=128", "--kv-pages=96", "--reattach-window-s=1", "--fault-delays=decode:2"]
+    options += ["--http-listen=127.0.0.1:0", f"--profile-folder={tmp_path_factory.mktemp('profiles')}"]
     with engine(folder, tmp_path_factory.mktemp("engine"), *options) as service:
         yield service
 
@@ -94,6 +86,33 @@ def test_tokens_do_not_depend_on_company(running: Service) -> None:
             assert all(len(answer.output) == 24 for answer in crowd)
 
     run(scenario())
+
+
+def test_a_crowd_of_64_says_what_each_says_alone(running: Service) -> None:
+    async def scenario() -> None:
+        async with session(running.address) as client:
+            jobs = [
+                {
+                    "prompt": prompt(1 + 5 * (i % 40), i % 7),
+                    "seed": i,
+                    "temperature": 1.0 * (i % 2),
+                    "max_tokens": 3 + i % 6,
+                }
+                for i in range(64)
+            ]
+            crowd = [client.submit(**job) for job in jobs]
+            await asyncio.gather(*(answer.done.wait() for answer in crowd))
+            alone = [(await client.generate(**job)).output for job in jobs]
+            assert [answer.output for answer in crowd] == alone
+            await until_idle(client)
+
+    run(scenario())
+    (address,) = [line["address"] for line in running.lines() if line["message"] == "metrics"]
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as response:
+        metrics = dict(line.rsplit(" ", 1) for line in response.read().decode().splitlines() if line[0] != "#")
+    assert float(metrics["katydid_engine_in_flight_requests"]) == 0
+    assert float(metrics['katydid_engine_running_requests{dp_rank="0"}']) == 0
+    assert float(metrics['katydid_engine_finished_requests_total{reason="length"}']) > 64
 
 
 def test_says_where_the_prompt_came_from_and_how_long_it_took(running: Service) -> None:

@@ -17,11 +17,6 @@ from tests.tiny_model import write_tiny_model
 pytestmark = pytest.mark.e2e
 
 
-@pytest.fixture(scope="module", params=["llama", "hy_v3"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param)
-
-
 async def answers(address: str, dp_rank: int = 0) -> list[Answer]:
     async with session(address) as client:
         fields = {"max_tokens": 12, "ignore_eos": True, "dp_rank": dp_rank}
@@ -35,7 +30,8 @@ async def answers(address: str, dp_rank: int = 0) -> list[Answer]:
         return [first, *rest, again]
 
 
-def test_two_ranks_say_what_one_says(model: Path, tmp_path: Path) -> None:
+def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny", "hy_v3")
     single: list[Answer] = []
     paired: list[Answer] = []
 

@@ -148,7 +148,6 @@ class Engine:
 
     def describe(self, role: pb.Role.ValueType) -> pb.DescribeResponse:
         settings, limits, identity = self._settings, self.face.limits, self._model.identity
-        folder = settings.model
         return pb.DescribeResponse(
             model=settings.name,
             identity=identity,
@@ -166,7 +165,7 @@ class Engine:
             max_logprobs=limits.max_logprobs,
             kv_cache_attached=any(connector.attached for connector in self._connectors),
             version=importlib.metadata.version("katydid"),
-            tokenizer_digest=tokenizer_digest(folder) if (folder / "tokenizer.json").exists() else b"",
+            tokenizer_digest=self._model.tokenizer_digest,
             block_bytes=self._model.layout.block_bytes,
         )
 
@@ -201,6 +200,7 @@ class ModelFacts:
     dtype: str
     identity: bytes
     layout: BlockLayout
+    tokenizer_digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,8 @@ async def _read_model(settings: EngineSettings) -> ModelFacts:
         head_dim=config.head_dim,
         dtype=dtype,
     )
-    return ModelFacts(config, dtype, identity, layout)
+    has_tokenizer = (settings.model / "tokenizer.json").exists()
+    return ModelFacts(config, dtype, identity, layout, tokenizer_digest(settings.model) if has_tokenizer else b"")
 
 
 def _new_staging(settings: EngineSettings, model: ModelFacts) -> Staging:

@@ -8,6 +8,7 @@ of a group carry out the same plans in the same order; that is all they need to 
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Callable, Sequence
 
@@ -15,8 +16,8 @@ import torch
 from katydid_kernels import kv_pack, kv_unpack
 from torch import Tensor
 
+from katydid_engine.batch_builder import BatchBuilder
 from katydid_engine.collectives import Collectives
-from katydid_engine.forward_batch import ForwardBatch, TokenRun
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.plan import Logprobs, PageCopy, Run, SampleRow, Start, StepOutput, StepPlan, Transfer
 from katydid_engine.request import Sampling
@@ -42,7 +43,7 @@ class Runner:
         self._collectives = collectives
         self._objects = objects
         self._kv_cache = model.new_kv_cache(num_pages)
-        self._tables: dict[int, array[int]] = {}
+        self._batches = BatchBuilder(model.device)
         self._samplers: dict[int, SequenceSampler] = {}
 
     @torch.inference_mode()
@@ -53,10 +54,10 @@ class Runner:
             FloatingPointError: the model produced logits that are no numbers.
         """
         for sequence in plan.ends:
-            del self._tables[sequence]
-            self._samplers.pop(sequence, None)
+            self._batches.end(sequence)
+            del self._samplers[sequence]
         for start in plan.starts:
-            self._tables[start.sequence] = array("I")
+            self._batches.start(start.sequence)
             self._samplers[start.sequence] = SequenceSampler(start, self._model.config.eos_token_ids)
         self._move(plan)
         return self._compute(plan) if plan.runs else StepOutput()
@@ -105,18 +106,8 @@ class Runner:
         )
 
     def _compute(self, plan: StepPlan) -> StepOutput:
-        runs = []
-        for run in plan.runs:
-            table = self._tables[run.sequence]
-            table[run.table_from :] = run.pages
-            runs.append(TokenRun(run.tokens, run.start, table))
-        batch = ForwardBatch.pack(runs, num_decodes=plan.num_decodes, device=self._model.device)
-        ends = [0]
-        for run in plan.runs:
-            ends.append(ends[-1] + len(run.tokens))
-        for index, run in enumerate(plan.runs):
-            if not run.writes:
-                batch.slot_mapping[ends[index] : ends[index + 1]] = -1
+        batch = self._batches.build(plan.runs, plan.num_decodes)
+        ends = [0, *itertools.accumulate(len(run.tokens) for run in plan.runs)]
         hidden = self._model.forward(batch, self._kv_cache)
         prompt_logprobs = self._prompt_logprobs(plan, hidden, ends)
         if not plan.samples:

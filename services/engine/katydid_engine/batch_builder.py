@@ -1,0 +1,98 @@
+"""Block tables kept between steps, and the tensors of a step built from them in one copy to the device.
+
+Plans carry only what changed of a block table. The tables lie in one int32 array on the host, a row a sequence, so that
+a step of 256 long sequences is a slice of it and not a million Python integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from katydid_engine.forward_batch import PAGE_SIZE, ForwardBatch
+from katydid_engine.plan import Run
+
+__all__ = ["BatchBuilder"]
+
+_Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+# Kernels specialise on 16-byte alignment: every tensor begins on such a border.
+_ALIGNMENT = 4
+_FIRST_ROWS = 16
+_FIRST_PAGES = 64
+
+
+class BatchBuilder:
+    """Rows of block tables by sequence id; ``build`` makes a ForwardBatch on ``device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tables: _Ints = np.zeros((_FIRST_ROWS, _FIRST_PAGES), dtype=np.int32)
+        self._free_rows = list(range(_FIRST_ROWS))
+        self._rows: dict[int, int] = {}
+
+    def start(self, sequence: int) -> None:
+        """A sequence appears, with an empty table."""
+        if not self._free_rows:
+            rows = len(self._tables)
+            self._grow((2 * rows, self._tables.shape[1]))
+            self._free_rows = list(range(rows, 2 * rows))
+        row = self._rows[sequence] = self._free_rows.pop()
+        self._tables[row] = 0
+
+    def end(self, sequence: int) -> None:
+        self._free_rows.append(self._rows.pop(sequence))
+
+    def build(self, runs: Sequence[Run], num_decodes: int) -> ForwardBatch:
+        """The batch of ``runs``, of which the first ``num_decodes`` compute one token each; notes their new pages."""
+        rows = [self._update(run) for run in runs]
+        counts = np.array([len(run.tokens) for run in runs], dtype=np.int32)
+        starts = np.array([run.start for run in runs], dtype=np.int32)
+        ends = np.cumsum(counts, dtype=np.int32)
+        context_lens = starts + counts
+        max_context_len = int(context_lens.max())
+        tables = self._tables[rows, : -(-max_context_len // PAGE_SIZE)]
+        of_run = np.repeat(np.arange(len(runs)), counts)
+        positions = np.arange(int(ends[-1]), dtype=np.int32) + np.repeat(starts - (ends - counts), counts)
+        slots = tables[of_run, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+        slots[~np.repeat(np.array([run.writes for run in runs]), counts)] = -1
+        token_ids = np.concatenate([np.frombuffer(run.tokens, dtype=np.int32) for run in runs])
+        tensors = self._to_device([token_ids, positions, np.insert(ends, 0, 0), context_lens, slots, tables.ravel()])
+        return ForwardBatch(
+            token_ids=tensors[0],
+            positions=tensors[1],
+            cu_q_lens=tensors[2],
+            context_lens=tensors[3],
+            slot_mapping=tensors[4],
+            block_table=tensors[5].view(len(runs), -1),
+            num_decodes=num_decodes,
+            decode_q_len=1,
+            max_q_len=int(counts.max()),
+            max_context_len=max_context_len,
+        )
+
+    def _update(self, run: Run) -> int:
+        row = self._rows[run.sequence]
+        end = run.table_from + len(run.pages)
+        if end > self._tables.shape[1]:
+            self._grow((len(self._tables), 2 * end))
+        self._tables[row, run.table_from : end] = run.pages
+        return row
+
+    def _grow(self, shape: tuple[int, int]) -> None:
+        larger: _Ints = np.zeros(shape, dtype=np.int32)
+        larger[: self._tables.shape[0], : self._tables.shape[1]] = self._tables
+        self._tables = larger
+
+    def _to_device(self, columns: Sequence[_Ints]) -> list[Tensor]:
+        """The columns as tensors, by one copy of all of them."""
+        offsets = [0]
+        for column in columns:
+            offsets.append(offsets[-1] + -(-len(column) // _ALIGNMENT) * _ALIGNMENT)
+        packed: _Ints = np.zeros(offsets[-1], dtype=np.int32)
+        for offset, column in zip(offsets, columns, strict=False):
+            packed[offset : offset + len(column)] = column
+        tensor = torch.from_numpy(packed).to(self._device, non_blocking=True)
+        return [tensor[offset : offset + len(column)] for offset, column in zip(offsets, columns, strict=False)]
