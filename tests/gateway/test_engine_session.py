@@ -152,16 +152,14 @@ def test_an_engine_that_neither_answers_nor_refuses_is_given_up_after_its_window
         await asyncio.sleep(0.1)
         host, port = engine.address.split(":")
         await engine.stop()
-
-        async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.read()
-            writer.close()
-
-        silent = await asyncio.start_server(swallow, host, int(port))
+        writers: list[asyncio.StreamWriter] = []
+        silent = await asyncio.start_server(lambda _reader, writer: writers.append(writer), host, int(port))
         try:
             events = await asyncio.wait_for(running, 3)
         finally:
             silent.close()
+            for writer in writers:
+                writer.close()
         assert events[-1]["error"]["code"] == "engine_lost"
 
     run(chatml, scenario, options=MockOptions(reattach_window_s=0.5))
