@@ -70,7 +70,7 @@ CUT_WEIGHT = 2.0  # loss weight of the two tokens after a cut
 
 
 def cut_lines(rng: random.Random, tokenizer: Tokenizer, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The same text with some line breaks as the ends of pieces encoded on their own; as many ids, and their weights."""
+    """The same text with some line breaks as ends of pieces encoded on their own; as many ids, and weights."""
     lines = tokenizer.decode(ids.tolist(), skip_special_tokens=False).splitlines(keepends=True)
     pieces = [""]
     for line in lines:

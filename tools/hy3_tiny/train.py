@@ -168,11 +168,10 @@ def train(data: Path, out: Path, recipe: Recipe, resume: Path | None, device: st
     if compiled:
         hy3.compile_pieces()
     muon, adam = optimizers(net, recipe)
-    log = (out / "log.jsonl").open("w")
     seen, step, window, mark = 0, 0, [], time.monotonic()
     ready = started
     attention = sdpa_kernel([SDPBackend.CUDNN_ATTENTION]) if device == "cuda" else contextlib.nullcontext()
-    with attention:
+    with attention, (out / "log.jsonl").open("w") as log:
         for step, batch in enumerate(batches):
             if step == 1:  # everything is compiled
                 ready = time.monotonic()
@@ -209,7 +208,7 @@ def train(data: Path, out: Path, recipe: Recipe, resume: Path | None, device: st
                 save_checkpoint(net, out)
     save_checkpoint(net, out)
     summary = {
-        "steps": step,
+        "steps": seen // recipe.tokens,
         "tokens": seen,
         "seconds": round(time.monotonic() - started, 1),
         "recipe": vars(recipe),

@@ -13,7 +13,7 @@ from katydid_cli.evaluation.text import ModelText
 CHOICES = 4
 PROMPT_LINES = 24
 ANSWER_LINES = 2
-LONGEST_PROMPT = 768  # tokens, the last ones of the lines
+LONGEST_PROMPT = 2400  # characters, the last ones of the lines
 
 
 def _paragraph(lines: list[str], start: int) -> str:
@@ -23,7 +23,7 @@ def _paragraph(lines: list[str], start: int) -> str:
 def choice_item(scorer: Scorer, text: ModelText, document: HeldOut, rng: random.Random) -> Item | None:
     """One question from a document, or None where it is too short; wrong answers come from elsewhere in the same file.
 
-    A choice's score is its log probability per byte.
+    A choice's score is its log probability per byte. A token that spans the end of the prompt counts as the choice's.
     """
     lines = document.text.splitlines(keepends=True)
     places = [i for i in range(PROMPT_LINES, len(lines) - ANSWER_LINES) if len(_paragraph(lines, i).strip()) >= 24]
@@ -31,12 +31,14 @@ def choice_item(scorer: Scorer, text: ModelText, document: HeldOut, rng: random.
         return None
     right = rng.choice(places)
     wrong = rng.sample([i for i in places if abs(i - right) > ANSWER_LINES], CHOICES - 1)
-    prompt = [text.bos, *text.encode("".join(lines[right - PROMPT_LINES : right]))[-LONGEST_PROMPT:]]
+    prompt = "".join(lines[right - PROMPT_LINES : right])[-LONGEST_PROMPT:]
     scores = []
     for place in [right, *wrong]:
         answer = _paragraph(lines, place)
-        ids = text.encode(answer)
-        scores.append(sum(scorer.score(prompt + ids).logprobs[-len(ids) :]) / len(answer.encode()))
+        whole = prompt + answer
+        logprobs = scorer.score([text.bos, *text.encode(whole)]).logprobs
+        chosen = [p for p, (_, end) in zip(logprobs, text.offsets(whole), strict=True) if end > len(prompt)]
+        scores.append(sum(chosen) / len(answer.encode()))
     return Item(float(scores[0] > max(scores[1:])), 1)
 
 
