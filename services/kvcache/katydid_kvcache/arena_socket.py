@@ -8,6 +8,8 @@ import os
 import secrets
 import socket
 
+from katydid_runtime.errors import SettingsError
+
 __all__ = ["TOKEN_BYTES", "ArenaSocket"]
 
 TOKEN_BYTES = 16
@@ -35,13 +37,22 @@ class ArenaSocket:
         self._tokens.discard(token)
 
     def start(self) -> None:
-        """Listen. Whoever owns the service's main address owns this path: what is there is left from before."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path)
+        """Listen. Whoever owns the service's main address owns this path: what is there is left from before.
+
+        Raises SettingsError when the path is no good.
+        """
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(self.path)
-        os.chmod(self.path, 0o660)
-        listener.listen(16)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+            listener.bind(self.path)
+            os.chmod(self.path, 0o660)
+            listener.listen(16)
+        except OSError as error:
+            listener.close()
+            raise SettingsError(
+                f"cannot listen on {self.path}: {error}", field="listen", value=self.path, allowed="a shorter path"
+            ) from error
         listener.setblocking(False)
         self._listening = asyncio.create_task(self._listen(listener))
         self._started.set()

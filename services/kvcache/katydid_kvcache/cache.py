@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import lmdb
@@ -123,6 +124,7 @@ class Cache:
                     slab_bytes=settings.slab_bytes,
                     direct=settings.disk_direct_io,
                     map_bytes=settings.index_map_bytes,
+                    sync=settings.disk_sync,
                 )
             except (OSError, lmdb.Error) as error:
                 logger.error("no disk tier: %s", error, extra={"disk_path": settings.disk_path})
@@ -284,14 +286,13 @@ class Cache:
     def _runs(self, namespace: Namespace, blocks: Sequence[Block]) -> list[TierRun]:
         runs: list[TierRun] = []
         below = 0
-        for block in blocks:
-            tier = Tier.DISK if block.memory is None else Tier.MEMORY
-            below += block.memory is None
-            eta_s = self._read_s(below * namespace.slot_bytes) if tier is Tier.DISK else 0.0
-            if runs and runs[-1].tier is tier:
-                runs[-1] = TierRun(tier, runs[-1].blocks + 1, eta_s)
+        for in_memory, group in groupby(blocks, key=lambda block: block.memory is not None):
+            count = sum(1 for _ in group)
+            if in_memory:
+                runs.append(TierRun(Tier.MEMORY, count, 0.0))
             else:
-                runs.append(TierRun(tier, 1, eta_s))
+                below += count
+                runs.append(TierRun(Tier.DISK, count, self._read_s(below * namespace.slot_bytes)))
         return runs
 
     async def _promote_all(self, blocks: Sequence[Block], deadline_s: float) -> None:

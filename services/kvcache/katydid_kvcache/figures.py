@@ -35,8 +35,8 @@ class Figures:
         self._kept = metrics.gauge("kept_blocks", "Blocks in the tier", ["tier"])
         self._kept_bytes = metrics.gauge("kept_bytes", "Payload bytes in the tier", ["tier"])
         self._capacity = metrics.gauge("capacity_bytes", "Bytes the tier may hold", ["tier"])
-        self._leased = metrics.gauge("leases_info", "Leases held now")
-        self._attached = metrics.gauge("attachments_info", "Clients attached now")
+        self._leased = metrics.gauge("held_leases", "Leases held now")
+        self._attached = metrics.gauge("attached_clients", "Clients attached now")
         self._quarantined = metrics.gauge("quarantined_blocks", "Slots taken out of use because of wrong bytes")
         self._queued = metrics.gauge("disk_queue_bytes", "Bytes on their way to disk")
         self._seen: dict[tuple[str, str], int] = {}

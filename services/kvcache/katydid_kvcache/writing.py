@@ -7,7 +7,6 @@ waits. Neither ever holds up another block.
 from __future__ import annotations
 
 import asyncio
-import errno
 from collections.abc import Callable, Sequence
 
 from katydid_cache.records import PutOutcome, PutStatus
@@ -15,7 +14,7 @@ from katydid_cache.records import PutOutcome, PutStatus
 from katydid_kvcache.blocks import Block
 from katydid_kvcache.checksums import CHECKSUM_BYTES, payload_checksum
 from katydid_kvcache.disk.slot_header import SlotHeader
-from katydid_kvcache.disk.tier import DiskTier
+from katydid_kvcache.disk.tier import FULL, DiskTier
 from katydid_kvcache.memory import MemoryTier
 from katydid_kvcache.slabs import Slot
 from katydid_kvcache.store import Store, Write
@@ -179,7 +178,7 @@ class Writer:
         assert self._disk is not None
         reason = ""
         if error is not None:
-            reason = "disk_full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "disk_failing"
+            reason = "disk_full" if error.errno in FULL else "disk_failing"
             store.disk.counters.shed += 1
             store.disk.slots.free(slot)
             if reason == "disk_full":

@@ -70,12 +70,15 @@ class Row:
 class Catalog:
     """The index in `folder`. Reads at start; afterwards one thread writes, one transaction a group of changes.
 
-    Raises lmdb.Error when the files are no index; the caller then removes them and scans.
+    With `sync` a transaction is on the device when it ends. Raises lmdb.Error when the files are no index.
     """
 
-    def __init__(self, folder: Path, map_bytes: int) -> None:
+    def __init__(self, folder: Path, map_bytes: int, *, sync: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._env = lmdb.open(str(folder), map_size=map_bytes, max_dbs=3, metasync=False, mode=0o640, max_spare_txns=1)
+        # Without metasync the last transaction before a power cut would be lost, though it had been answered.
+        self._env = lmdb.open(
+            str(folder), map_size=map_bytes, max_dbs=3, sync=sync, metasync=sync, mode=0o640, max_spare_txns=1
+        )
         try:
             self._blocks, self._namespaces, self._meta = (
                 self._env.open_db(name) for name in (_BLOCKS, _NAMESPACES, _META)

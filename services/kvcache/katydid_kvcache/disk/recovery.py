@@ -88,14 +88,14 @@ def lock_folder(folder: Path) -> int:
     return lock
 
 
-def open_folder(folder: Path, *, slabs: int, slab_bytes: int, direct: bool, map_bytes: int) -> DiskFolder:
+def open_folder(folder: Path, *, slabs: int, slab_bytes: int, direct: bool, map_bytes: int, sync: bool) -> DiskFolder:
     """Open a locked folder and find out what is in it. Raises OSError or lmdb.Error when the disk fails."""
     segments = SegmentFiles(folder / "segments", slab_bytes, direct=direct)
     try:
         slot_bytes = segments.existing(slabs)
         index = folder / "index"
         if (index / "data.mdb").exists() and index_is_sound(index, map_bytes):
-            catalog = Catalog(index, map_bytes)
+            catalog = Catalog(index, map_bytes, sync=sync)
             try:
                 if catalog.complete:
                     namespaces, rows = dict(catalog.namespaces()), list(catalog.rows())
@@ -105,7 +105,7 @@ def open_folder(folder: Path, *, slabs: int, slab_bytes: int, direct: bool, map_
                 logger.error("index of the disk tier: %s", error)
             catalog.close()
         shutil.rmtree(index, ignore_errors=True)
-        return _rebuilt(segments, Catalog(index, map_bytes), slot_bytes, slab_bytes)
+        return _rebuilt(segments, Catalog(index, map_bytes, sync=sync), slot_bytes, slab_bytes)
     except BaseException:
         segments.close()
         raise

@@ -8,6 +8,7 @@ deletion was still queued); a read sees the other key in the slot's header and a
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import mmap
 import queue
@@ -27,9 +28,12 @@ from katydid_kvcache.disk.segments import SegmentFiles
 from katydid_kvcache.disk.slot_header import HEADER_BYTES, SlotHeader
 from katydid_kvcache.slabs import Slot
 
-__all__ = ["DiskTier", "Done"]
+__all__ = ["FULL", "DiskTier", "Done"]
 
 Done = Callable[[OSError | None], None]
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a disk without room."""
 
 _GROUP = 64
 _BACKOFF_S = (1.0, 60.0)
@@ -218,8 +222,8 @@ class DiskTier:
                 errors.update({id(write): error for write in writes if write.slot.slab == number})
 
     def _judge(self, errors: list[OSError | None]) -> None:
-        """Leave a failing disk alone, each time for twice as long."""
-        failed = next((error for error in errors if error is not None), None)
+        """Leave a failing disk alone, each time for twice as long. A full one only can't grow, which is no failure."""
+        failed = next((error for error in errors if error is not None and error.errno not in FULL), None)
         if failed is not None:
             pause = min(_BACKOFF_S[1], _BACKOFF_S[0] * 2**self._failures)
             self._failures += 1
