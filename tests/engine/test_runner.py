@@ -16,7 +16,7 @@ from katydid_engine.block_pool import BlockPool
 from katydid_engine.collectives import SingleRank
 from katydid_engine.loader import load_model
 from katydid_engine.models.decoder_lm import DecoderLM
-from katydid_engine.plan import Start
+from katydid_engine.plan import Run, SampleRow, Start, StepPlan
 from katydid_engine.request import Request, Sampling
 from katydid_engine.runner import Runner
 from katydid_engine.sampler import Row, SequenceSampler, sample_rows
@@ -126,10 +126,17 @@ def test_a_row_is_sampled_by_its_seed_choice_and_position_alone() -> None:
     assert len(set(draws)) > 10
 
 
-def test_logits_that_are_no_numbers_stop_the_step(model: DecoderLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(model), "logits", lambda _, hidden: torch.full((hidden.shape[0], 272), torch.nan))
-    with pytest.raises(FloatingPointError, match="step 0"):
-        generate(model, requests()[:1])
+def test_runs_whose_logits_are_no_numbers_are_named(model: DecoderLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner(model, 4, collectives=SingleRank())
+    starts = tuple(Start(sequence, Sampling(n=2), 3, array("I", (1, 2, 3))) for sequence in range(2))
+    runs = tuple(Run(start.sequence, 0, start.tokens, 0, array("I", (start.sequence,))) for start in starts)
+    plan = StepPlan(1, starts=starts, runs=runs, samples=(SampleRow(0, 0), SampleRow(1, 0), SampleRow(1, 1)))
+    logits = torch.zeros(2, 272)
+    logits[1, 5] = torch.nan
+    monkeypatch.setattr(type(model), "logits", lambda *_: logits)
+    output = runner.run(plan)
+    assert output.broken == {1}
+    assert output.tokens[0] == 0
 
 
 def test_profile(model: DecoderLM, tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from katydid_engine.messages import KvArrived, KvCancel, KvFound, KvLookup, KvReadSlotsFree, KvStore
-from katydid_engine.request import Phase, Sampling, Tier
+from katydid_engine.request import FinishReason, Phase, Sampling, Tier
 from katydid_engine.scheduler import SchedulerConfig
 from katydid_runtime.block_hash import ChainKey
 
@@ -232,6 +233,26 @@ def test_a_page_that_changed_hands_is_not_written_back() -> None:
     chain = ChainKey(b"m" * 32, salt=b"s", public_blocks=1).extend(array("I", STREAMS[1][:256]))
     content = digests(STREAMS[1])
     assert stored == [(chain[32 * i : 32 * i + 32], content[PAGE * i : PAGE * (i + 1)]) for i in range(4)]
+
+
+def test_a_sequence_of_no_numbers_ends_alone_and_poisons_nobody() -> None:
+    rig = Rig(max_batch_tokens=300)
+    broken = rig.submit(STREAMS[0][:130], sampling=Sampling(max_tokens=20, ignore_eos=True))
+    sound = rig.submit(STREAMS[1][:130], sampling=Sampling(max_tokens=20, ignore_eos=True))
+    rig.step()
+    assert rig.pool.num_cached == 4
+    plan = rig.scheduler.schedule()
+    assert plan is not None
+    rig.scheduler.commit(plan, replace(rig.runner.run(plan), broken=frozenset({0})))
+    (end,) = rig.collect().ends
+    assert (end.handle, end.error) == (broken.handle, "INTERNAL")
+    assert rig.pool.num_cached == 2
+    rig.run_out()
+    assert rig.ends[sound.handle, 0] is FinishReason.LENGTH
+    rig.submit(STREAMS[0][:130])
+    rig.run_out()
+    assert rig.outcomes[-2].ends[0].cached.device == 0
+    rig.check_outputs()
 
 
 def test_limits_that_cannot_hold_are_refused() -> None:

@@ -142,6 +142,12 @@ class BlockPool:
             self._stored[block_hash] = None
         return page
 
+    def withdraw(self, pages: Iterable[int]) -> None:
+        """Takes referenced pages out of the prefix cache: their content is wrong."""
+        for page in pages:
+            if self._hashes[page] is not None:
+                self._forget(page)
+
     def flush(self) -> int:
         """Drops every cached block that nobody uses; returns how many."""
         count = len(self._evictable)

@@ -50,6 +50,7 @@ _HEALTH_POLL_S = 0.2
 _LOAD_INTERVAL_S = 0.2
 _LAST_FRAMES_S = 0.5
 _LEAST_SLOTS = 2
+_ABORT_BEFORE_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +171,8 @@ class Engine:
         )
 
     async def _drain(self) -> None:
-        await self.face.drain(None)
+        # What is still running then is aborted by its Finish, a moment before the server would cut the streams.
+        await self.face.drain(max(0.0, self._settings.drain_timeout_s - _ABORT_BEFORE_S))
 
     async def _fail(self, server: RpcServer, error: KatydidError) -> None:
         logger.error("a worker failed, the engine ends", extra={"reason": error.reason, "error": error.message})

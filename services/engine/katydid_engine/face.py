@@ -7,6 +7,7 @@ typed error (one that another engine may take over, if nothing of them was deliv
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +36,8 @@ from katydid_engine.session import Session
 from katydid_engine.submission import EngineLimits, parse_submission, requested_choices
 
 __all__ = ["Face"]
+
+_LAST_FRAMES_S = 2.0
 
 
 @dataclass(slots=True)
@@ -191,19 +194,25 @@ class Face:
             session.wake(even_empty=True)
 
     async def drain(self, timeout_s: float | None) -> int:
-        """Refuses new requests and waits for those that run; returns how many had to be aborted."""
+        """Refuses new requests and waits for those that run, their last frames included; returns how many had to be
+        aborted after ``timeout_s``."""
         self.draining = True
         for session in self._sessions.values():
             session.wake(even_empty=True)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
+            aborted = 0
         except TimeoutError:
-            left = list(self._live.items())
-            for handle, live in left:
+            aborted = len(self._live)
+            for handle, live in self._live.items():
                 self._send(live.dp_rank, Abort(handle))
-            return len(left)
-        return 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_FRAMES_S):
+                await self._idle.wait()
+                for session in list(self._sessions.values()):
+                    await session.caught_up()
+        return aborted
 
     async def share_loads(self, interval_s: float) -> None:
         """Sends loads to sessions that have nothing else to hear, and drops gateways that acknowledge nothing, until

@@ -104,8 +104,12 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What rank 0 sampled: ``tokens`` by row of ``StepPlan.samples``; log probabilities by sample row and by run."""
+    """What rank 0 sampled: ``tokens`` by row of ``StepPlan.samples``; log probabilities by sample row and by run.
+
+    ``broken`` are the runs whose logits are no numbers; their tokens mean nothing.
+    """
 
     tokens: tuple[int, ...] = ()
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    broken: frozenset[int] = frozenset()

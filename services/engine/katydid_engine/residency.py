@@ -170,9 +170,9 @@ class Residency:
         for sequence in holders:
             if len(sequence.pages) * BLOCK_TOKENS < sequence.num_tokens - 1:
                 raise IntegrityError(f"sequence {sequence.id} has {sequence.num_tokens} tokens but {sequence.pages}")
-            bearing = [self.pool.hash_of(page) for page in sequence.pages[: sequence.num_published]]
-            if bearing != sequence.hashes()[: sequence.num_published]:
-                raise IntegrityError(f"sequence {sequence.id} reads pages that bear other hashes than its own")
+            for page, own in zip(sequence.pages[: sequence.num_published], sequence.hashes(), strict=False):
+                if self.pool.hash_of(page) not in (own, None):
+                    raise IntegrityError(f"sequence {sequence.id} reads page {page} of another chain")
         for queue in (self.waiting, self.running):
             if queue != sorted(queue, key=_order):
                 raise IntegrityError("a queue is out of order")

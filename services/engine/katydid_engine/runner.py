@@ -48,11 +48,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:
-        """Carries out one plan; the output is empty on all ranks but the first.
-
-        Raises:
-            FloatingPointError: the model produced logits that are no numbers.
-        """
+        """Carries out one plan; the output is empty on all ranks but the first."""
         for sequence in plan.ends:
             self._batches.end(sequence)
             del self._samplers[sequence]
@@ -121,8 +117,7 @@ class Runner:
     def _sample(
         self, plan: StepPlan, logits: Tensor, sampled: list[int], prompt_logprobs: dict[int, Logprobs]
     ) -> StepOutput:
-        if not torch.isfinite(logits.amax(dim=-1)).all():
-            raise FloatingPointError(f"step {plan.number}: the model produced logits that are no numbers")
+        finite = torch.isfinite(logits.amax(dim=-1))
         row_of = {run: index for index, run in enumerate(sampled)}
         if len(plan.samples) > len(sampled):
             logits = logits[[row_of[row.run] for row in plan.samples]]
@@ -141,7 +136,8 @@ class Runner:
             for index, row in enumerate(rows)
             if row.sequence.sampling.logprobs is not None
         }
-        return StepOutput(tuple(tokens), logprobs, prompt_logprobs)
+        broken = frozenset(run for run, sound in zip(sampled, finite.tolist(), strict=True) if not sound)
+        return StepOutput(tuple(tokens), logprobs, prompt_logprobs, broken)
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor, ends: list[int]) -> dict[int, Logprobs]:
         """For the runs that ask; in slices, because logits of a whole chunk would be large."""

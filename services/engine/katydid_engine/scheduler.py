@@ -189,7 +189,11 @@ class Scheduler:
         for arrival in self._unpacking:
             self._commit_arrival(arrival, now)
         for index, run in enumerate(plan.runs):
-            if (sequence := self._queues.started(run.sequence)) is not None:
+            if (sequence := self._queues.started(run.sequence)) is None:
+                continue
+            if index in output.broken:
+                self._end_broken(sequence)
+            else:
                 self._commit_run(sequence, run, output.prompt_logprobs.get(index))
         # All choices fork before the first of them can end and take its pages along.
         sampled = [self._choice(plan.runs[row.run].sequence, row.choice) for row in plan.samples]
@@ -318,6 +322,11 @@ class Scheduler:
         self._queues.leave(sequence)
         sequence.state = State.FINISHED
         self._ledger.end(sequence, reason, self._clock(), error, message)
+
+    def _end_broken(self, sequence: Sequence) -> None:
+        """The model made no numbers of a sequence: it ends alone, and nobody reads what it left in the cache."""
+        self._pool.withdraw(sequence.pages)
+        self._end(sequence, FinishReason.ERROR, "INTERNAL", "the model produced logits that are no numbers")
 
     def _commit_arrival(self, arrival: Arrival, now: float) -> None:
         if not self.kv.unpacked(arrival):

@@ -36,6 +36,7 @@ class Session:
         self._sent = 0
         self._wanted = False
         self._wake = asyncio.Event()
+        self._caught_up = asyncio.Event()
         self._stream = 0
 
     @property
@@ -46,7 +47,13 @@ class Session:
     def wake(self, *, even_empty: bool = False) -> None:
         """Lets the stream send the draft; with ``even_empty`` also when it carries loads alone."""
         self._wanted = self._wanted or even_empty
+        self._caught_up.clear()
         self._wake.set()
+
+    async def caught_up(self) -> None:
+        """Returns once the stream has sent everything, or is gone."""
+        if self.attached:
+            await self._caught_up.wait()
 
     def acknowledge(self, number: int) -> None:
         """Forgets frames up to ``number``."""
@@ -69,6 +76,7 @@ class Session:
             )
         self.acknowledge(last_frame)
         self.attached = True
+        self._caught_up.clear()
         self._sent = last_frame
         self._stream += 1
         self._wake.set()
@@ -83,6 +91,7 @@ class Session:
         left_alone = self.attached and stream == self._stream
         if left_alone:
             self.attached = False
+            self._caught_up.set()
             self._wake.set()
         return left_alone
 
@@ -91,6 +100,7 @@ class Session:
         self.attached = False
         self._frames.clear()
         self._kept_bytes = 0
+        self._caught_up.set()
         self._wake.set()
 
     async def frames(self, stream: int, opened: pb.SessionOpened) -> AsyncIterator[pb.SessionResponse]:
@@ -99,6 +109,7 @@ class Session:
         while self.attached and stream == self._stream:
             frame = self._next_frame(even_empty=greeting is not None)
             if frame is None:
+                self._caught_up.set()
                 self._wake.clear()
                 await self._wake.wait()
                 continue

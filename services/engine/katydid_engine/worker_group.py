@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from katydid_runtime.errors import EngineLostError, InternalError, KatydidError, error_from_details
+from katydid_runtime.errors import EngineLostError, InternalError, KatydidError, UnavailableError, error_from_details
 
 from katydid_engine.channel import ChannelClosed, FaceChannel
 from katydid_engine.messages import Alive, Failed, Flush, Profile, Ready, Reply, StepReport, Stop, ToWorker
@@ -29,6 +29,7 @@ __all__ = ["WorkerGroup"]
 
 _RING_BYTES = 16 * 1024 * 1024
 _STOP_TIMEOUT_S = 3.0
+_FLUSH_TIMEOUT_S = 10.0
 
 
 class WorkerGroup:
@@ -87,8 +88,12 @@ class WorkerGroup:
         self._channels[0].send(message)
 
     async def flush(self) -> int:
-        """Empties the prefix cache; returns the number of blocks dropped."""
-        reply = await self._call(lambda call: Flush(call))
+        """Empties the prefix cache; returns the number of blocks dropped. Raises UnavailableError."""
+        try:
+            async with asyncio.timeout(_FLUSH_TIMEOUT_S):
+                reply = await self._call(lambda call: Flush(call))
+        except TimeoutError:
+            raise UnavailableError(f"the step loop has not answered for {_FLUSH_TIMEOUT_S} s") from None
         return int(reply.value)
 
     async def profile(self, steps: int, path: str) -> None:
