@@ -8,11 +8,18 @@ gives the whole. At decode it is bound by reading the weights of the experts hit
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+from katydid_kernels.gemm.expert_scales import ExpertScales
 from katydid_kernels.linear import linear_reference
 from katydid_kernels.swiglu import swiglu_reference
+
+if TYPE_CHECKING:
+    from katydid_kernels.gemm.experts import ExpertWorkspace
 
 __all__ = ["fused_moe", "fused_moe_reference"]
 
@@ -26,8 +33,12 @@ def fused_moe(
     *,
     first_expert: int = 0,
     shared_output: Tensor | None = None,
+    scales: ExpertScales | None = None,
 ) -> Tensor:
-    """Returns ``[T, hidden]`` in the dtype of ``x``.
+    """Returns ``[T, hidden]`` in the dtype of ``x``, bf16 for e4m3.
+
+    On Hopper GPUs bf16 and e4m3 run as Gluon kernels where hidden is a multiple of 128 and n of 64; their scratch is
+    kept for the next batch, so one stream at a time may run experts of one shape.
 
     Args:
         x: ``[T, hidden]``.
@@ -37,10 +48,64 @@ def fused_moe(
         topk_ids: int32 ``[T, top_k]``, over all experts of the model.
         first_expert: id of ``w13[0]``.
         shared_output: ``[T, hidden]``, added in fp32 before rounding.
+        scales: of quantised x, w13 and w2.
     """
+    if _runs_gluon(x, w13, w2):
+        return _fused_moe_gluon(x, w13, w2, topk_weights, topk_ids, first_expert, shared_output, scales)
     return fused_moe_reference(
-        x, w13, w2, topk_weights, topk_ids, first_expert=first_expert, shared_output=shared_output
+        x, w13, w2, topk_weights, topk_ids, first_expert=first_expert, shared_output=shared_output, scales=scales
     )
+
+
+def _runs_gluon(x: Tensor, w13: Tensor, w2: Tensor) -> bool:
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float8_e4m3fn) or len(x) == 0:
+        return False
+    fits = w2.shape[1] % 128 == 0 and w2.shape[2] % 64 == 0 and w13.is_contiguous() and w2.is_contiguous()
+    return fits and torch.cuda.get_device_capability(x.device) == (9, 0)
+
+
+def _fused_moe_gluon(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    first_expert: int,
+    shared_output: Tensor | None,
+    scales: ExpertScales | None,
+) -> Tensor:
+    # Imported where it runs: the kernels speak to one generation of GPUs and of Triton.
+    from katydid_kernels.gemm.experts import run_experts
+
+    top_k = topk_ids.shape[1]
+    capacity = max(64, 1 << (len(x) - 1).bit_length())
+    workspace = _workspace(capacity, top_k, tuple(w2.shape), w2.dtype, w2.device)
+    return run_experts(
+        x.contiguous(),
+        w13,
+        w2,
+        topk_weights.contiguous(),
+        topk_ids.contiguous(),
+        torch.empty(len(x), w2.shape[1], dtype=torch.bfloat16, device=x.device),
+        scales or _no_scales(len(w2), w2.device),
+        workspace,
+        first_expert=first_expert,
+        shared=None if shared_output is None else shared_output.contiguous(),
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _workspace(
+    tokens: int, top_k: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> ExpertWorkspace:
+    from katydid_kernels.gemm.experts import ExpertWorkspace
+
+    return ExpertWorkspace.allocate(tokens, top_k, shape, dtype, device)
+
+
+@functools.cache
+def _no_scales(experts: int, device: torch.device) -> ExpertScales:
+    return ExpertScales.ones(experts, device)
 
 
 def fused_moe_reference(
@@ -52,7 +117,10 @@ def fused_moe_reference(
     *,
     first_expert: int,
     shared_output: Tensor | None,
+    scales: ExpertScales | None = None,
 ) -> Tensor:
+    if scales is not None:
+        x, w13, w2 = _dequantised(x, w13, w2, scales)
     # One row per (token, choice) first, then a sum in the order of choice: a token's rounding never depends on
     # which other tokens share its experts.
     parts = x.new_zeros((*topk_ids.shape, x.shape[1]), dtype=torch.float32)
@@ -69,3 +137,13 @@ def fused_moe_reference(
     if shared_output is not None:
         total += shared_output.float()
     return total.to(x.dtype)
+
+
+def _dequantised(x: Tensor, w13: Tensor, w2: Tensor, scales: ExpertScales) -> tuple[Tensor, Tensor, Tensor]:
+    """Operands in bf16 whose plain product is the scaled one; h is then not quantised between the two products."""
+    width = w2.shape[2]
+    rows = scales.up.repeat_interleave(width, 1)[:, :, None]
+    scaled_x = x.float() if scales.token is None else x.float() * scales.token[:, None]
+    # The scale of h is in `down`, its inverse in `inverse_h`: without quantising they cancel.
+    down = (scales.down * scales.inverse_h)[:, None, None]
+    return scaled_x.bfloat16(), (w13.float() * rows).bfloat16(), (w2.float() * down).bfloat16()

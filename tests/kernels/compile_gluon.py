@@ -53,7 +53,7 @@ def run_experts(dtype: torch.dtype, tokens: int, **scales: torch.Tensor) -> None
     w13, w2 = zeros(count, 2 * width, hidden, dtype=dtype), zeros(count, hidden, width, dtype=dtype)
     x, out = zeros(tokens, hidden, dtype=dtype), zeros(tokens, hidden, dtype=BF16)
     ids = torch.zeros(tokens, top_k, dtype=torch.int32)
-    workspace = experts.ExpertWorkspace.allocate(tokens, top_k, w2)
+    workspace = experts.ExpertWorkspace.allocate(tokens, top_k, w2.shape, dtype, w2.device)
     ones = ExpertScales(torch.ones(count, 2), torch.ones(count), torch.ones(1), **scales)
     experts.run_experts(x, w13, w2, torch.ones(tokens, top_k), ids, out, ones, workspace, shared=out)
 

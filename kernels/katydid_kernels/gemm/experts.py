@@ -37,19 +37,21 @@ class ExpertWorkspace:
     sync: Tensor
 
     @staticmethod
-    def allocate(tokens: int, top_k: int, w2: Tensor) -> ExpertWorkspace:
-        """Scratch for batches of up to `tokens` rows through experts of the shape and dtype of ``w2[E, H, I]``."""
-        experts, hidden, intermediate = w2.shape
+    def allocate(
+        tokens: int, top_k: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> ExpertWorkspace:
+        """Scratch for batches of up to `tokens` rows through experts of this dtype, ``w2[E, H, I]`` of this shape."""
+        experts, hidden, intermediate = shape
         pairs = tokens * top_k
-        plan = RoutePlan.allocate(tokens, top_k, experts, w2.device)
-        padded_bytes = -(-intermediate * w2.element_size() // _K_BYTES) * _K_BYTES
+        plan = RoutePlan.allocate(tokens, top_k, experts, device)
+        padded_bytes = -(-intermediate * dtype.itemsize // _K_BYTES) * _K_BYTES
         return ExpertWorkspace(
             plan,
             # Zeros, because what pads a row up to a whole stage is multiplied (by zeros, but NaN would stay NaN).
-            torch.zeros(pairs, padded_bytes, dtype=torch.uint8, device=w2.device).view(w2.dtype),
-            torch.empty(pairs, hidden, dtype=torch.bfloat16, device=w2.device),
-            torch.zeros(len(plan.tiles), dtype=torch.int32, device=w2.device),
-            torch.zeros(2, dtype=torch.int32, device=w2.device),
+            torch.zeros(pairs, padded_bytes, dtype=torch.uint8, device=device).view(dtype),
+            torch.empty(pairs, hidden, dtype=torch.bfloat16, device=device),
+            torch.zeros(len(plan.tiles), dtype=torch.int32, device=device),
+            torch.zeros(2, dtype=torch.int32, device=device),
         )
 
 
@@ -81,7 +83,7 @@ def run_experts(
     else:
         _launch_up(x, w13, scales, workspace, tile)
         launch_wide(
-            workspace.h, w2, workspace.y, down or down_tile(w2.dtype), col_scale=scales.down,
+            workspace.h, w2, workspace.y, down or down_tile(w2.shape[1]), col_scale=scales.down,
             tiles=plan.tiles, tile_count=plan.tile_count,
         )  # fmt: skip
         combine(workspace.y, plan.slots[: len(ids)], weights, out, shared=shared)

@@ -97,10 +97,9 @@ def up_tile(intermediate: int, dtype: torch.dtype) -> UpTile:
     return UpTile(128, 64, 2, 6, promote, 216, 56)
 
 
-def down_tile(dtype: torch.dtype) -> WideTile:
-    """The down tile: rows as many as the gate-up tile has tokens."""
-    del dtype
-    return WideTile(64, 256, 64, 4, 3, 1)
+def down_tile(hidden: int) -> WideTile:
+    """The down tile: rows as many as the gate-up tile has tokens, columns that divide the hidden size."""
+    return WideTile(64, 256, 64, 4, 3, 1) if hidden % 256 == 0 else WideTile(64, 128, 64, 2, 6, 1)
 
 
 def decode_tile(pairs: int, experts: int, intermediate: int, dtype: torch.dtype) -> DecodeTile | None:

@@ -1,0 +1,118 @@
+"""The Gluon GEMM kernels on the GPU against float64: odd shapes, poisoned outputs, empty and crowded experts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+from katydid_kernels import fused_moe  # noqa: E402
+from katydid_kernels.gemm.checking import E4M3, check_experts, check_gemm, relative_error  # noqa: E402
+from katydid_kernels.gemm.dense import gemm, gemm_reference  # noqa: E402
+from katydid_kernels.gemm.tuning import DecodeTile, NarrowTile, UpTile, WideTile, wide_tile  # noqa: E402
+
+BF16 = torch.bfloat16
+# The result is rounded to bf16 (2^-9 relative, uniform: 1.7e-3 in norm). The tensor cores' short accumulator adds up to
+# 3e-3 more at K = 12288 where it is not promoted.
+ROUNDING = 2.2e-3
+SHORT_ACCUMULATOR = 5e-3
+WIDE = [WideTile(64, 256, 64, 2, 4, 8), WideTile(64, 128, 64, 1, 5, 8, 3), WideTile(64, 128, 64, 2, 6, 8)]
+SHAPES = [
+    (128, 256, 128),
+    (1, 8, 16),
+    (37, 264, 96),
+    (300, 520, 1040),
+    (1000, 1000, 4096),
+    (2049, 4104, 512),
+    (513, 392, 12288),
+]
+
+
+@pytest.mark.parametrize("tile", WIDE, ids=str)
+@pytest.mark.parametrize(("dtype", "promote"), [(BF16, False), (E4M3, False), (E4M3, True)], ids=str)
+def test_wide(tile: WideTile, dtype: torch.dtype, promote: bool) -> None:
+    bound = SHORT_ACCUMULATOR if dtype == E4M3 and not promote else ROUNDING
+    for shape in SHAPES:
+        assert check_gemm(shape, dtype, tile, promote=promote, hooks=False) < bound, shape
+    assert check_gemm((333, 520, 1024), dtype, tile, promote=promote, hooks=True) < bound
+
+
+@pytest.mark.parametrize("tokens", [8, 16, 32, 64])
+@pytest.mark.parametrize("warpgroups", [1, 2])
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+def test_narrow(tokens: int, warpgroups: int, dtype: torch.dtype) -> None:
+    tile = NarrowTile(tokens, warpgroups, 7)
+    for m, n, k in [(1, 8, 64), (5, 264, 112), (tokens, 1000, 1040), (3, 10240, 4096), (tokens - 1, 4104, 8192)]:
+        assert check_gemm((m, n, k), dtype, tile, promote=dtype == E4M3, hooks=True) < ROUNDING, (m, n, k)
+
+
+def test_gemm_is_the_same_every_time() -> None:
+    for m in (3, 700):
+        a, b = torch.randn(m, 4096, device="cuda").to(E4M3), torch.randn(1280, 4096, device="cuda").to(E4M3)
+        first = gemm(a, b)
+        assert all(torch.equal(first, gemm(a, b)) for _ in range(5))
+
+
+def test_gemm_takes_what_the_copy_engine_cannot() -> None:
+    storage = torch.randn(65, 300, device="cuda").bfloat16()
+    a, b = storage[:, 1:130], torch.randn(77, 129, device="cuda").bfloat16()
+    assert relative_error(gemm(a, b), gemm_reference(a, b).double()) < ROUNDING
+
+
+# h is rounded to e4m3 before the second product on both sides, where a tie can fall either way: hence the wider bound.
+EXPERT_CASES = [
+    ((5, 192, 37, 2, 0), 512),
+    ((8, 384, 41, 8, 4), 4096),
+    ((192, 192, 1, 8, 0), 4096),
+    ((192, 192, 64, 8, 0), 4096),
+    ((24, 1536, 300, 8, 8), 4096),
+    ((128, 64, 9, 1, 0), 128),
+    ((257, 192, 64, 1, 0), 1024),
+]
+
+
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+@pytest.mark.parametrize(("case", "hidden"), EXPERT_CASES)
+def test_experts_decode(case: tuple[int, int, int, int, int], hidden: int, dtype: torch.dtype) -> None:
+    for tokens, warpgroups, stages in ((8, 1, 16), (16, 2, 8), (64, 2, 7)):
+        tile = DecodeTile(tokens, 64, warpgroups, stages, dtype == E4M3)
+        if hidden % (64 * warpgroups) == 0:
+            assert check_experts(case, hidden, dtype, tile=tile) < 1.5e-2
+
+
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+@pytest.mark.parametrize(("case", "hidden"), [c for c in EXPERT_CASES if c[1] % 256 == 0])
+def test_experts_prefill(case: tuple[int, int, int, int, int], hidden: int, dtype: torch.dtype) -> None:
+    tile = (
+        UpTile(128, 64, 3, 5, dtype == E4M3, 152, 56)
+        if case[1] % 96 == 0
+        else UpTile(128, 64, 2, 6, dtype == E4M3, 216, 56)
+    )
+    assert check_experts(case, hidden, dtype, tile=tile) < 1.5e-2
+
+
+def test_every_token_to_one_expert() -> None:
+    assert check_experts((192, 192, 1000, 8, 0), 4096, E4M3, crowd=True) < 1.5e-2
+    assert check_experts((192, 192, 60, 8, 0), 4096, E4M3, crowd=True) < 1.5e-2
+
+
+def test_tuned_tiles_over_sizes() -> None:
+    for tokens in (1, 2, 7, 33, 130, 300, 511, 1025):
+        assert check_experts((192, 192, tokens, 8, 0), 4096, E4M3) < 1.5e-2, tokens
+    assert wide_tile(64, 128, promote=True).block_n == 128
+
+
+def test_fused_moe_agrees_with_its_reference() -> None:
+    from katydid_kernels.fused_moe import fused_moe_reference
+
+    for tokens in (3, 700):
+        x = torch.randn(tokens, 1024, device="cuda").bfloat16()
+        w13 = torch.randn(16, 384, 1024, device="cuda").bfloat16() / 32
+        w2 = torch.randn(16, 1024, 192, device="cuda").bfloat16() / 14
+        ids = torch.rand(tokens, 16, device="cuda").topk(4).indices.int()
+        weights = torch.rand(tokens, 4, device="cuda")
+        expected = fused_moe_reference(x, w13, w2, weights, ids, first_expert=0, shared_output=None)
+        assert relative_error(fused_moe(x, w13, w2, weights, ids), expected.double()) < 1e-2
