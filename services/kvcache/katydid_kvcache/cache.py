@@ -8,6 +8,7 @@ import mmap
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -38,6 +39,7 @@ __all__ = ["Cache", "Found", "Verified"]
 
 _MAINTENANCE_S = 1.0
 _REGROW_S = 60.0
+_FLUSH_BLOCKS = 64
 _SERVICE_OWNER = 0
 
 logger = logging.getLogger(__name__)
@@ -236,18 +238,15 @@ class Cache:
             for block in namespace.blocks.values()
             if block.complete and block.memory is not None and block.disk is None
         ]
-        written, failures = 0, dict[str, int]()
-        for block in blocks:
-            if block.memory is None or block.disk is not None:
-                continue
-            reason = await asyncio.shield(self.writer.write_through(block, must=True))
-            if reason:
-                failures[reason] = failures.get(reason, 0) + 1
-            else:
-                written += 1
-        if failures:
-            told = ", ".join(f"{count} {reason}" for reason, count in failures.items())
-            raise OverloadedError(f"{sum(failures.values())} blocks were not written: {told}")
+        reasons: Counter[str] = Counter()
+        for start in range(0, len(blocks), _FLUSH_BLOCKS):
+            batch = [block for block in blocks[start : start + _FLUSH_BLOCKS] if block.memory is not None]
+            writes = [asyncio.shield(self.writer.write_through(block, must=True)) for block in batch]
+            reasons.update(await asyncio.gather(*writes))
+        written = reasons.pop("", 0)
+        if reasons:
+            told = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+            raise OverloadedError(f"{reasons.total()} blocks were not written: {told}")
         return written
 
     async def verify(self) -> Verified:

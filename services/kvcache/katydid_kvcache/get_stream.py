@@ -24,6 +24,7 @@ from katydid_kvcache.reading import Reading
 __all__ = ["GetStream"]
 
 _AHEAD = 4
+_LINGER_S = 1.0
 
 Send = Callable[[bytes], Awaitable[None]]
 
@@ -77,7 +78,7 @@ class GetStream:
                 ahead.popleft()
             await self._send(pb.GetResponse(summary=self._summary()).SerializeToString())
             # The client may be about to send credit: to end the call under its pen would look like a failure to it.
-            await asyncio.wait([crediting], timeout=self._stall_s)
+            await asyncio.wait([crediting], timeout=_LINGER_S)
         finally:
             crediting.cancel()
             for task in ahead:

@@ -16,24 +16,10 @@ from katydid_cache.records import Tier
 from katydid_runtime.errors import IdentityMismatchError, InvalidRequestError
 
 from katydid_kvcache.blocks import Block, Namespace
-from katydid_kvcache.eviction import Lru
 from katydid_kvcache.slabs import SlabAllocator, Slot
+from katydid_kvcache.tier_books import TierBooks
 
-__all__ = ["Change", "Refusal", "Store", "TierBooks", "TierCounters", "Write"]
-
-_STEAL_CANDIDATES = 16
-
-
-@dataclass(slots=True)
-class TierCounters:
-    """Counts since the start; see TierStats in the protocol."""
-
-    hits: int = 0
-    misses: int = 0
-    writes: int = 0
-    evictions: int = 0
-    corrupt: int = 0
-    shed: int = 0
+__all__ = ["Change", "Refusal", "Store", "Write"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,53 +47,6 @@ class Refusal:
 
     present: Block | None = None
     reason: str = ""
-
-
-class TierBooks:
-    """Slots, eviction order and counters of one tier."""
-
-    def __init__(self, tier: Tier, slots: SlabAllocator[Block], *, header_bytes: int = 0) -> None:
-        self.tier = tier
-        self.slots = slots
-        self.header_bytes = header_bytes
-        self.counters = TierCounters()
-        self.blocks = 0
-        self.bytes = 0
-        self._order: dict[int, Lru[Block]] = {}
-
-    def slot_bytes(self, block: Block) -> int:
-        return block.namespace.slot_bytes + self.header_bytes
-
-    def order(self, block: Block) -> Lru[Block]:
-        """The eviction queue the block belongs to."""
-        return self._order.setdefault(self.slot_bytes(block), Lru())
-
-    def coldest(self, slot_bytes: int) -> Block | None:
-        """Take the coldest unpinned block of a slot size out of its queue; pinned ones met are parked."""
-        order = self._order.setdefault(slot_bytes, Lru())
-        while (block := order.pop()) is not None:
-            if not block.pins:
-                return block
-            block.parked = True
-        return None
-
-    def emptiable_slab(self, slot_bytes: int, slot_of: Callable[[Block], Slot | None]) -> list[Block] | None:
-        """Owners of a slab of another slot size that may all go, or None.
-
-        A slot size is entitled to an equal share of the slabs; only below it may it take from others.
-        """
-        sizes = self.slots.slot_sizes() | {slot_bytes}
-        if len(self.slots.slabs_of(slot_bytes)) >= max(1, self.slots.total_slabs // len(sizes)):
-            return None
-        for size in sorted(sizes - {slot_bytes}, key=lambda size: -len(self.slots.slabs_of(size))):
-            for _, block in zip(range(_STEAL_CANDIDATES), self._order.get(size, ()), strict=False):
-                slot = slot_of(block)
-                if slot is None or not self.slots.whole(slot.slab):
-                    continue
-                owners = self.slots.owners(slot.slab)
-                if not any(owner.pins for owner in owners):
-                    return owners
-        return None
 
 
 class Store:
@@ -372,8 +311,13 @@ class Store:
         return bool(block.expires_at) and block.expires_at <= self._now()
 
     def _remember_deadline(self, block: Block) -> None:
-        if block.expires_at:
-            heapq.heappush(self._deadlines, (block.expires_at, next(self._tie), block))
+        if not block.expires_at:
+            return
+        heapq.heappush(self._deadlines, (block.expires_at, next(self._tie), block))
+        # Evicted blocks leave their entry behind; sweep when most entries are such.
+        if len(self._deadlines) > 1024 + 4 * sum(books.blocks for books in self.tiers):
+            self._deadlines = [entry for entry in self._deadlines if entry[2].present]
+            heapq.heapify(self._deadlines)
 
     def _slot(self, books: TierBooks, block: Block) -> Slot | None:
         return block.memory if books is self.memory else block.disk
