@@ -7,6 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+from katydid_gateway.http import exchange
+
 from tests.gateway.rig import Rig, rig
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -118,3 +121,18 @@ def test_an_oversize_body_is_refused_before_it_is_read(chatml: Path) -> None:
         assert (await built.chat()).status_code == 200
 
     run(chatml, scenario, max_body_bytes=2000)
+
+
+def test_a_body_that_does_not_arrive_is_not_waited_for(chatml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "BODY_TIMEOUT_S", 0.2)
+
+    async def scenario(built: Rig) -> None:
+        host, port = built.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        assert b" 400 " in head.partition(b"\r\n")[0]
+        writer.close()
+        await writer.wait_closed()
+
+    run(chatml, scenario)

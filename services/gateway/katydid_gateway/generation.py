@@ -266,6 +266,7 @@ class Generator:
     def _finish(self, answer: Answer | None, clock: RequestClock, api: str, outcome: str) -> None:
         self._metrics.finished.labels(api, outcome).inc()
         if answer is None:
+            logger.info("request refused", extra={"api": api, "outcome": outcome})
             return
         self._answers.discard(answer)
         answer.close()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import uuid
 from collections.abc import Coroutine
 
@@ -20,7 +19,7 @@ from katydid_gateway.http.failures import error_body, error_response
 
 __all__ = ["Exchange"]
 
-logger = logging.getLogger(__name__)
+BODY_TIMEOUT_S = 60.0
 
 
 class Exchange:
@@ -35,10 +34,24 @@ class Exchange:
         self.started = False
 
     async def body(self, limit: int) -> bytes:
-        """The whole body. Raises PayloadTooLargeError as soon as it is known, RequestAbortedError for a client gone."""
+        """The whole body.
+
+        Raises PayloadTooLargeError as soon as it is known, InvalidRequestError for an empty one or one that does not
+        come, RequestAbortedError when the client is gone.
+        """
         declared = self.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > limit:
             raise _too_large(declared, limit)
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                content = await self._read(limit)
+        except TimeoutError:
+            raise InvalidRequestError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s", field="body") from None
+        if not content:
+            raise InvalidRequestError("the body is empty", field="body", allowed="a JSON object")
+        return content
+
+    async def _read(self, limit: int) -> bytes:
         parts: list[bytes] = []
         size = 0
         while True:
@@ -51,10 +64,7 @@ class Exchange:
                 raise _too_large(size, limit)
             parts.append(part)
             if not message.get("more_body", False):
-                break
-        if not size:
-            raise InvalidRequestError("the body is empty", field="body", allowed="a JSON object")
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+                return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def send_json(self, content: bytes) -> None:
         """A complete 200 response."""
