@@ -65,6 +65,15 @@ def test_a_span_hangs_under_its_remote_parent_and_carries_everything(spans):
     assert prefill["links"] == request["links"]
 
 
+def test_a_span_known_by_its_id_before_it_is_recorded(spans):
+    known = bytes.fromhex("00f067aa0ba902b7")
+    spans.telemetry.record("child", PARENT.span(known), start_ns=6, end_ns=7)
+    assert spans.telemetry.record("parent", PARENT, start_ns=5, end_ns=9, span_id=known) == PARENT.span(known)
+    spans.telemetry.record("other", PARENT, start_ns=5, end_ns=9)
+    by_name = spans()
+    assert by_name["child"]["parent"] == by_name["parent"]["span_id"] == known.hex() != by_name["other"]["span_id"]
+
+
 def test_a_failure_is_recorded_and_raised_on(spans):
     with pytest.raises(OverloadedError), spans.telemetry.start("request"):
         raise OverloadedError("queue is full")

@@ -13,6 +13,7 @@ and a span's context is its parent's, so a trace passes through the process unbr
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.sdk.trace.id_generator import IdGenerator
     from opentelemetry.trace import Link, SpanContext, Tracer
     from opentelemetry.trace import Span as OtelSpan
 
@@ -53,10 +55,12 @@ class Telemetry:
     ) -> None:
         self._provider: TracerProvider | None = None
         self._tracer: Tracer | None = None
+        self._given_id = threading.local()
         if trace_file is None and otlp_endpoint is None:
             return
         try:
-            self._provider = _provider(service, _exporters(service, trace_file, otlp_endpoint), sample_ratio)
+            exporters = _exporters(service, trace_file, otlp_endpoint)
+            self._provider = _provider(service, exporters, sample_ratio, _ids(self._given_id))
         except ImportError as error:
             raise SettingsError(f"tracing needs the package {error.name}, which is not installed") from error
         self._tracer = self._provider.get_tracer("katydid")
@@ -95,9 +99,15 @@ class Telemetry:
         end_ns: int,
         links: Sequence[TraceContext] = (),
         attributes: Attributes | None = None,
+        span_id: bytes = b"",
     ) -> TraceContext | None:
-        """Export a span that is already over, such as one measured in a worker process; returns its context."""
+        """Export a span that is already over, such as one measured in a worker process; returns its context.
+
+        `span_id` is its 8-byte id where that had to be known before: other spans hang under it already.
+        """
+        self._given_id.value = int.from_bytes(span_id, "big")
         span = self.start(name, parent, links=links, start_ns=start_ns, attributes=attributes)
+        self._given_id.value = 0
         span.end(end_ns)
         return span.context
 
@@ -186,7 +196,20 @@ def _exporters(service: str, trace_file: str | None, otlp_endpoint: str | None) 
     return exporters
 
 
-def _provider(service: str, exporters: Sequence[SpanExporter], sample_ratio: float) -> TracerProvider:
+def _ids(given: threading.local) -> IdGenerator:
+    """Random ids, but for a span whose id this thread has in `given.value`."""
+    from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+
+    class GivenOrRandom(RandomIdGenerator):
+        def generate_span_id(self) -> int:
+            return getattr(given, "value", 0) or super().generate_span_id()
+
+    return GivenOrRandom()
+
+
+def _provider(
+    service: str, exporters: Sequence[SpanExporter], sample_ratio: float, ids: IdGenerator
+) -> TracerProvider:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -194,6 +217,7 @@ def _provider(service: str, exporters: Sequence[SpanExporter], sample_ratio: flo
 
     provider = TracerProvider(
         sampler=ParentBased(TraceIdRatioBased(sample_ratio)),
+        id_generator=ids,
         resource=Resource.create({"service.name": f"katydid-{service}", "service.namespace": "katydid"}),
         shutdown_on_exit=False,
     )
