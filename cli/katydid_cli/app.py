@@ -184,7 +184,7 @@ def evaluate(
         ),
     ] = None,
     task: Annotated[list[str] | None, typer.Option(help="bits, recall, choice, tools or mtp; by default all.")] = None,
-    extent: Annotated[str, typer.Option(help="quick or full.")] = "quick",
+    extent: Annotated[str, typer.Option(help="quick, standard or full.")] = "quick",
     in_process: Annotated[
         bool, typer.Option(help="Run the engine's model in this process, without a service.")
     ] = False,

@@ -32,11 +32,19 @@ def document_item(scorer: Scorer, text: ModelText, document: HeldOut, window: in
     return Item(nats / math.log(2), len(document.text.encode()))
 
 
-def bits_per_byte(scorer: Scorer, text: ModelText, documents: Sequence[HeldOut], kind: Kind, budget: int) -> Figure:
-    """`<kind>.bits_per_byte` over the first documents, `budget` bytes in all or a little more."""
-    items: list[Item] = []
+def first_bytes(documents: Sequence[HeldOut], budget: int) -> list[HeldOut]:
+    """The first documents, `budget` bytes in all or a little more."""
+    chosen: list[HeldOut] = []
+    size = 0
     for document in documents:
-        if sum(i.base for i in items) >= budget:
+        if size >= budget:
             break
-        items.append(document_item(scorer, text, document))
+        chosen.append(document)
+        size += len(document.text.encode())
+    return chosen
+
+
+def bits_per_byte(scorer: Scorer, text: ModelText, documents: Sequence[HeldOut], kind: Kind, budget: int) -> Figure:
+    """`<kind>.bits_per_byte` over the first documents of `budget` bytes."""
+    items = [document_item(scorer, text, document) for document in first_bytes(documents, budget)]
     return estimate(f"{kind}.bits_per_byte", items, "bit/byte", "lower")
