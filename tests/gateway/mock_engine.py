@@ -104,7 +104,7 @@ class MockEngine(EngineServiceServicer):
             vocab_size=options.vocab_size,
             dp_ranks=options.dp_ranks,
             pages_per_rank=options.pages,
-            role=pb.ROLE_BOTH,
+            role=options.role,
             eos_token_ids=[options.eos],
             boot_id=self.boot_id,
             max_choices=options.max_choices,

@@ -27,6 +27,7 @@ class MockOptions:
 
     script: Script = cycling
     model: str = "mock"
+    role: pb.Role = pb.ROLE_BOTH
     identity: bytes = hashlib.sha256(b"mock model").digest()
     tokenizer_digest: bytes = b""
     vocab_size: int = 1000

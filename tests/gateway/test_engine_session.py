@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from katydid.engine.v1 import engine_pb2 as pb
+from katydid_gateway.engines import health
 from katydid_gateway.engines.connection import check_parity
 from katydid_runtime.block_hash import fingerprint
 from katydid_runtime.errors import IdentityMismatchError
@@ -202,6 +203,43 @@ def test_a_draining_engine_gets_no_new_requests(chatml: Path) -> None:
         assert not built.engines[0].submitted
 
     run(chatml, scenario, engines=2)
+
+
+def test_an_engine_of_one_phase_gets_no_whole_requests(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        await built.engines[0].stop()
+        built.engines[0].options.role = pb.ROLE_PREFILL
+        await revive(built, built.engines[0])
+        state = built.gateway.fleet.router.engines["engine-0"]
+        await until(lambda: state.excluded == "computes prompts only")
+        assert (await built.chat()).status_code == 200
+        assert not built.engines[0].submitted
+
+    run(chatml, scenario, engines=2)
+
+
+def test_an_engine_that_says_it_is_stuck_loses_its_requests(chatml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "PERIOD_S", 0.05)
+    monkeypatch.setitem(health.PATIENCE_S, health.STUCK, 0.2)
+
+    async def scenario(built: Rig) -> None:
+        engine = built.engines[0]
+        engine.options.prefill_s = 60
+        running = asyncio.create_task(built.chat())
+        await until(lambda: engine.in_flight == 1)
+        assert engine._server is not None
+        await engine._server.set_serving(False)
+        response = await asyncio.wait_for(running, 5)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+        assert not built.gateway.fleet.ready
+        engine.options.prefill_s = 0
+        await engine._server.set_serving(True)
+        await until(lambda: built.gateway.fleet.ready)
+        assert (await built.chat()).status_code == 200
+        for session in engine._sessions.values():
+            session.running.clear()
+
+    run(chatml, scenario)
 
 
 DESCRIPTION = pb.DescribeResponse(

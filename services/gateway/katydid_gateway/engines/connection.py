@@ -40,6 +40,8 @@ _RECONNECT = (
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 
+_PARTIAL_ROLES = {pb.ROLE_PREFILL: "computes prompts only", pb.ROLE_DECODE: "continues prompts only"}
+
 logger = logging.getLogger(__name__)
 
 
@@ -92,6 +94,7 @@ class EngineConnection:
         self._state = router.engines[where.name] = EngineState(where.name)
         self._health = HealthWatch(self._channel, self._exclude)
         self._absence = "not connected"
+        self._role = ""
 
     @property
     def ready(self) -> bool:
@@ -143,7 +146,7 @@ class EngineConnection:
         self._state.reported(reports, time.monotonic())
 
     def _exclude(self) -> None:
-        self._state.excluded = self._absence or self._health.ailment
+        self._state.excluded = self._absence or self._health.ailment or self._role
 
     async def _describe(self) -> pb.DescribeResponse:
         try:
@@ -160,6 +163,7 @@ class EngineConnection:
 
     async def _attend(self, description: pb.DescribeResponse) -> None:
         self.description = description
+        self._role = _PARTIAL_ROLES.get(description.role, "")
         self._state.ranks = [RankState() for _ in range(max(1, description.dp_ranks))]
         self._state.block_bytes = description.block_bytes
         self._state.kv_cache_attached = description.kv_cache_attached
