@@ -303,6 +303,20 @@ def test_a_failing_disk_degrades_to_memory(tmp_path: Path, monkeypatch: pytest.M
     run(scenario)
 
 
+def test_a_defect_while_committing_hangs_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def defect(*_: object) -> None:
+        raise ZeroDivisionError
+
+    async def scenario() -> None:
+        async with opened(tmp_path) as (cache, space):
+            monkeypatch.setattr("katydid_kvcache.disk.tier.Row.of", defect)
+            assert await durably(cache, space, 1) == PutOutcome(PutStatus.REFUSED, "disk_failing")
+            monkeypatch.undo()
+            assert (await durably(cache, space, 2)).status is PutStatus.STORED
+
+    run(scenario)
+
+
 def test_a_full_index_degrades_to_memory(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with opened(tmp_path, index_map_bytes=16 * MIB) as (cache, space):

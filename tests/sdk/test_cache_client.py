@@ -176,7 +176,7 @@ def test_a_lease_keeps_blocks_and_dies_with_its_client(service: ServiceProcess) 
             assert (await holder.lookup(chain(kept))).blocks == 3
             # Memory holds 256 blocks and the disk about 900: both turn over.
             for _ in range(6):
-                await flood.put(make(200))
+                await flood.put(make(200), durability=Durability.DISK)
             assert (await holder.lookup(chain(kept), lease=False)).blocks == 3
             assert (await holder.lookup(chain(lost), lease=False)).blocks == 0
             assert (await flood.stats()).leases == 1
@@ -201,6 +201,25 @@ def test_a_lease_ends_in_time(service: ServiceProcess) -> None:
             with pytest.raises(InvalidRequestError) as caught:
                 await cache.lookup(chain(blocks), lease_ttl_s=61.0)
             assert caught.value.field == "lease_ttl"
+
+    run(scenario)
+
+
+def test_hold_and_time_to_live() -> None:
+    async def scenario() -> None:
+        with ServiceProcess() as service:
+            async with CacheClient(service.address) as cache, CacheClient(service.address) as flood:
+                await cache.attach(identity(), LAYOUT)
+                await flood.attach(identity(), LAYOUT)
+                held, seen, short = make(2), make(1), make(1)
+                await cache.put(seen)
+                assert await cache.put([*held, *seen], hold_s=30) == [STORED, STORED, PRESENT]
+                await cache.put(short, ttl_s=0.05)
+                await asyncio.sleep(0.1)
+                assert (await cache.lookup(chain(short))).blocks == 0
+                for _ in range(3):
+                    await flood.put(make(200))
+                assert (await cache.lookup(chain([*held, *seen]), lease=False)).blocks == 3
 
     run(scenario)
 

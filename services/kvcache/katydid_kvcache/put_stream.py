@@ -144,6 +144,8 @@ class PutStream:
         self._current = _Incoming(block.index, checksum, begun if isinstance(begun, Write) else None)
         if isinstance(begun, Write):
             return
+        if begun.present is not None and terms.hold_s:
+            self._cache.hold(begun.present, terms.hold_s)
         if begun.present is None:
             await self._answer(block.index, PutOutcome(PutStatus.REFUSED, begun.reason))
         elif terms.durability is Durability.DISK:
@@ -184,9 +186,9 @@ class PutStream:
             await self._finish(terms, current, write)
 
     async def _finish(self, terms: _Terms, current: _Incoming, write: Write) -> None:
-        if terms.hold_s:
-            self._cache.hold(write.block, terms.hold_s)
         outcome = self._cache.writer.finish(write, current.checksum, terms.ttl_s)
+        if terms.hold_s and outcome.status is PutStatus.STORED:
+            self._cache.hold(write.block, terms.hold_s)
         if terms.durability is Durability.DISK and outcome.status is PutStatus.STORED:
             await self._later(current.index, self._cache.writer.reach_disk(write.block, outcome))
         else:

@@ -163,16 +163,25 @@ class DiskTier:
                 group.append(self._queue.get())
             operations = [operation for operation in group if operation is not None]
             if operations:
-                self._commit(operations)
+                try:
+                    errors = self._commit(operations)
+                except Exception as error:
+                    logger.exception("disk commit failed")
+                    failure = OSError(f"internal error: {error}")
+                    errors = dict.fromkeys(map(id, operations), failure)
+                self._loop.call_soon_threadsafe(_tell, operations, errors)
             if group[-1] is None:
                 return
 
-    def _commit(self, group: list[_Operation]) -> None:
+    def _commit(self, group: list[_Operation]) -> dict[int, OSError | None]:
+        """Carry out a group; the outcome of its writes by identity."""
         writes = [operation for operation in group if isinstance(operation, _Write)]
         for operation in group:
             if isinstance(operation, _Erase):
                 self._try_erase(operation)
-        errors = dict(zip(map(id, writes), self._writers.map(self._try_write, writes), strict=True))
+        errors: dict[int, OSError | None] = dict(
+            zip(map(id, writes), self._writers.map(self._try_write, writes), strict=True)
+        )
         if self._sync:
             self._flush_segments(writes, errors)
         namespaces: dict[bytes, BlockLayout] = {}
@@ -194,7 +203,7 @@ class DiskTier:
             failure = OSError(f"index: {error}")
             errors = {key: present or failure for key, present in errors.items()}
         self._judge(list(errors.values()))
-        self._loop.call_soon_threadsafe(_tell, group, errors)
+        return errors
 
     def _try_write(self, write: _Write) -> OSError | None:
         page = self._page()
