@@ -13,7 +13,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -60,8 +60,15 @@ class Process:
         assert self._service is not None
         return self._service.children()
 
-    def start(self) -> None:
+    def start(self, *, wait: bool = True) -> None:
+        """Runs it; returns when it is ready, unless told not to wait."""
         self._service = Service(self._module, self._log, *self._options)
+        if wait:
+            self.ready()
+
+    def ready(self) -> None:
+        assert self._service is not None
+        assert self._service.address == self.address
 
     def kill(self) -> None:
         """kill -9 of the service itself; returns when its workers are gone too."""
@@ -104,10 +111,10 @@ class Process:
         pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self.pids)
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
-    def complaints(self) -> list[str]:
+    def complaints(self) -> list[dict[str, object]]:
         """What it logged as an error, in all its lives."""
         lines = [json.loads(line) for line in self._log.read_text().splitlines() if line.startswith("{")]
-        return [json.dumps(line) for line in lines if line["level"] in ("error", "critical")]
+        return [line for line in lines if line["level"] in ("error", "critical")]
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of `name` that bear `labels`."""
@@ -127,6 +134,8 @@ class Fleet:
     kvcache: Process
     engines: dict[str, Process]
     gateway: Process
+    expected_errors: set[str] = field(default_factory=set)
+    """Messages that the test at hand expects in the logs."""
 
     @property
     def processes(self) -> list[Process]:
@@ -192,7 +201,7 @@ class Fleet:
             async with grpc.aio.insecure_channel(engine.address) as channel:
                 await AdminServiceStub(channel).Flush(engine_pb2.FlushRequest(), timeout=30)
 
-    async def _until_empty(self, left) -> None:  # noqa: ANN001
+    async def _until_empty(self, left) -> None:
         deadline = time.monotonic() + SETTLE_S
         while found := await asyncio.to_thread(left):
             assert time.monotonic() < deadline, f"after {SETTLE_S:g} s still: {found}"
@@ -219,7 +228,9 @@ def running_fleet(model: Path, folder: Path, *, engine_options: tuple[str, ...] 
     fleet = Fleet(kvcache, engines, gateway)
     try:
         for service in fleet.processes:
-            service.start()
+            service.start(wait=False)
+        for service in fleet.processes:
+            service.ready()
         asyncio.run(fleet.whole())
         yield fleet
     finally:

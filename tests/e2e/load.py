@@ -94,8 +94,8 @@ class Load:
         )
 
     async def over_http(self, ask: Ask, on_output: Callable[[], None] = lambda: None) -> Outcome:
-        body = {"model": MODEL, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": ask.max_tokens}
-        body |= ask.sampling
+        body = {"model": MODEL, "stream": True, "stream_options": {"include_usage": True}}
+        body |= {"max_tokens": ask.max_tokens, "return_token_ids": True} | ask.sampling
         if ask.chat:
             body["messages"] = [{"role": "user", "content": ask.prompt}]
             if (top := body.pop("logprobs", None)) is not None:
@@ -164,7 +164,7 @@ class _Gathered:
     def _add(self, choice: dict[str, Any]) -> None:
         index = choice["index"]
         text = choice["delta"].get("content") or "" if "delta" in choice else choice["text"]
-        self.delivered = self.delivered or bool(text)
+        self.delivered = self.delivered or bool(choice["token_ids"])
         self._texts[index] = self._texts.get(index, "") + text
         if choice["finish_reason"]:
             self._reasons[index] = choice["finish_reason"]

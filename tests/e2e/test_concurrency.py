@@ -20,9 +20,7 @@ def test_64_streams_at_once_equal_one_at_a_time(fleet: Fleet) -> None:
             alone = await load.one_at_a_time(asks)
             assert all(isinstance(answer, Answer) for answer in alone), alone
             together = await load.all_at_once(asks)
-            wrong = [
-                (ask, one, other) for ask, one, other in zip(asks, alone, together, strict=True) if one != other
-            ]
+            wrong = [(ask, one, other) for ask, one, other in zip(asks, alone, together, strict=True) if one != other]
             assert not wrong, f"{len(wrong)} differ, first: {wrong[0]}"
             assert sum(answer.output_tokens for answer in alone if isinstance(answer, Answer)) > 1000
             await fleet.idle()

@@ -108,10 +108,8 @@ class Answer:
     def fail(self, error: KatydidError) -> None:
         """End the answer with `error`; what is buffered is dropped, the engine stops."""
         if self._failure is None and not self._done:
-            self._failure = error
             self._pending, self._pending_bytes = {}, 0
-            self._let_go()
-            self._ready.set()
+            self._break_off(error)
 
     async def batches(self, idle_s: float | None = None) -> AsyncIterator[list[Delta]]:
         """New output, everything there is at a time; an empty batch when nothing came for `idle_s`.
@@ -201,8 +199,9 @@ class Answer:
             self.clock.lost()
             self._retry_for = error
             self._ready.set()
-        else:
-            self.fail(error)
+        elif self._failure is None and not self._done:
+            # The client gets what came before the loss: an error in mid-stream is always one of a stream that began.
+            self._break_off(error)
 
     async def _try_again(self) -> None:
         error, self._retry_for = self._retry_for, None
@@ -229,6 +228,11 @@ class Answer:
         entries = sum(1 + len(entry.top) for entry in delta.logprobs)
         text = len(delta.text) + len(delta.reasoning) + sum(len(call.arguments) for call in delta.tool_calls)
         self._pending_bytes += text + len(delta.ids) + entries * _LOGPROB_BYTES
+        self._ready.set()
+
+    def _break_off(self, error: KatydidError) -> None:
+        self._failure = error
+        self._let_go()
         self._ready.set()
 
     def _let_go(self) -> None:
