@@ -19,6 +19,7 @@ first visible tile of the next item, so the attention kernel derives them itself
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["MIN_TILES", "PIECE_COST", "TILE", "Piece", "decode_plan", "decode_plan_reference"]
+__all__ = ["MIN_TILES", "PIECE_COST", "TILE", "Piece", "decode_plan", "decode_plan_reference", "decode_plan_static"]
 
 TILE = 64
 PIECE_COST = 2
@@ -85,7 +86,7 @@ def decode_plan(
         min_tiles,
         PIECE_COST=piece_cost,
         ALIGN=batch * kv_heads <= ctas,
-        BLOCK_B=max(32, triton.next_power_of_2(batch)),
+        BLOCK_B=max(128, triton.next_power_of_2(batch)),
         CANDIDATES=_CANDIDATES,
         CANDIDATE_STEP=_CANDIDATE_STEP,
         num_warps=4,
@@ -100,7 +101,7 @@ def visible_tiles(length, q_len, window):
     return first, tl.maximum((length + 63) // 64 - first, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "kv_heads", "q_len", "window", "min_tiles"])
 def _decode_plan_kernel(
     lens_ptr,
     plan_ptr,
@@ -158,9 +159,7 @@ def _decode_plan_kernel(
     count = tl.where(aligned, span, (stop - 1) // interval - first_cta + 1)
     index = tl.maximum(cta - first_cta, 0)
     first = tl.where(aligned, my_tiles * index // span, tl.maximum(begin - start - PIECE_COST, 0))
-    last = tl.where(
-        aligned, my_tiles * (index + 1) // span, tl.minimum(begin + interval, stop) - start - PIECE_COST
-    )
+    last = tl.where(aligned, my_tiles * (index + 1) // span, tl.minimum(begin + interval, stop) - start - PIECE_COST)
     left = tl.where(aligned, 0, tl.maximum(begin + interval - stop, 0))
 
     record = plan_ptr + cta * 8
@@ -172,6 +171,30 @@ def _decode_plan_kernel(
     tl.store(record + 5, count)
     tl.store(record + 6, left)
     tl.store(record + 7, interval)
+
+
+def decode_plan_static(
+    context_lens: Tensor, kv_heads: int, splits: int, *, q_len: int = 1, window: int | None = None
+) -> Tensor:
+    """The plan that serving engines used before: every item in `splits` equal pieces, whatever its length.
+
+    The baseline to measure `decode_plan` against.  int32 `[batch * kv_heads * splits, 8]`.
+    """
+    batch = len(context_lens)
+    lens = context_lens.long()
+    stored = (lens + TILE - 1) // TILE
+    base = (lens - q_len - window + 1).clamp(min=0) // TILE if window else torch.zeros_like(lens)
+    tiles = (stored - base).clamp(min=1)[:, None]
+    count = tiles.clamp(max=splits)
+    index = torch.arange(splits, device=lens.device)[None, :]
+    row = torch.where(index < count, torch.arange(batch, device=lens.device)[:, None], batch)
+    first, last = base[:, None] + tiles * index // count, base[:, None] + tiles * (index + 1) // count
+    last = torch.minimum(last, stored[:, None])
+    zero = torch.zeros_like(row)
+    record = torch.stack([row, zero, first, last, index + zero, count + zero, zero, zero + 1], dim=2)
+    plan = record[:, None].repeat(1, kv_heads, 1, 1)
+    plan[..., 1] = torch.arange(kv_heads, device=lens.device)[None, :, None]
+    return plan.reshape(-1, 8).int()
 
 
 def decode_plan_reference(
@@ -215,7 +238,7 @@ def decode_plan_reference(
         while cuts[-1] < item[3]:
             room = interval - (position + cuts[-1]) % interval
             cuts.append(min(cuts[-1] + room, item[3]))
-        for index, (begin, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        for index, (begin, end) in enumerate(itertools.pairwise(cuts)):
             place((position + begin) // interval, item, begin, end, index, len(cuts) - 1)
         position += item[3]
     return plan

@@ -52,6 +52,8 @@ def compile_gluon(kernel: Any, options: dict[str, int], **arguments: Any) -> Cub
         elif isinstance(value, torch.dtype):
             signature[parameter.name] = "*" + _TYPE[value]
             attributes[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
         else:
             signature[parameter.name] = "i32"
             if value % 16 == 0 and not parameter.do_not_specialize:

@@ -6,13 +6,21 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from katydid_kernels.decode_plan import MIN_TILES, PIECE_COST, TILE, Piece, decode_plan, decode_plan_reference
-
-lengths = st.one_of(
-    st.sampled_from([0, 1, 63, 64, 65, 4096]), st.integers(0, 3000), st.integers(0, 262144)
+from katydid_kernels.decode_plan import (
+    MIN_TILES,
+    PIECE_COST,
+    TILE,
+    Piece,
+    decode_plan,
+    decode_plan_reference,
+    decode_plan_static,
 )
+
+lengths = st.one_of(st.sampled_from([0, 1, 63, 64, 65, 4096]), st.integers(0, 3000), st.integers(0, 262144))
 batches = st.lists(lengths, min_size=1, max_size=40)
-shapes = st.tuples(batches, st.sampled_from([1, 2, 8]), st.sampled_from([1, 5, 132, 264]), st.sampled_from([None, 100, 5000]))
+shapes = st.tuples(
+    batches, st.sampled_from([1, 2, 8]), st.sampled_from([1, 5, 132, 264]), st.sampled_from([None, 100, 5000])
+)
 
 
 def tiles_of(length: int, q_len: int, window: int | None) -> tuple[int, int]:
@@ -90,3 +98,19 @@ def test_the_device_planner_equals_its_twin(lens, kv_heads, ctas, q_len, window)
 def test_a_batch_over_the_limit_is_refused():
     with pytest.raises(ValueError, match="context_lens must have at most 4096 rows, got 4097"):
         decode_plan(torch.zeros(4097, dtype=torch.int32), 1, ctas=1)
+
+
+def test_the_static_plan_cuts_every_item_alike():
+    plan = decode_plan_static(torch.tensor([640, 65, 0], dtype=torch.int32), 2, 4)
+    pieces = [Piece(*record[:6]) for record in plan.tolist() if record[0] < 3]
+    for head in range(2):
+        assert [p for p in pieces if p.head == head] == [
+            Piece(0, head, 0, 2, 0, 4),
+            Piece(0, head, 2, 5, 1, 4),
+            Piece(0, head, 5, 7, 2, 4),
+            Piece(0, head, 7, 10, 3, 4),
+            Piece(1, head, 0, 1, 0, 2),
+            Piece(1, head, 1, 2, 1, 2),
+            Piece(2, head, 0, 0, 0, 1),
+        ]
+    assert [record[4] for record in plan.tolist()] == [0, 1, 2, 3] * 6

@@ -7,9 +7,6 @@ added in fp32, because the tensor cores keep about 22 bits of their own accumula
 
 Launched with programmatic overlap, a CTA may start while the preceding kernel still runs: it then streams the pages that
 hold no new token, and only the queries, the newest pages and the scratch wait for that kernel's end.
-
-Partial results go to one of the CTA's two slots.  The last piece of a group of `FAN` sums the group; the last group sums
-the groups: no CTA ever reads more than `FAN` (or pieces / FAN) partials one after the other.
 """
 
 from __future__ import annotations
@@ -25,10 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["FAN", "decode_hopper_kernel"]
+from katydid_kernels.decode_attention.partials import combine_pieces
+
+__all__ = ["decode_hopper_kernel"]
 
 LOG2E = gl.constexpr(1.4426950408889634)
-FAN = gl.constexpr(16)
 
 
 @gluon.jit
@@ -67,8 +65,25 @@ def _next_piece(row, head, left, interval, batch, kv_heads, lens_ptr, window, pi
 
 @gluon.jit
 def _stream_pages(
-    k_desc, v_desc, k_smem, v_smem, full, empty, table_ptr, lens_ptr, plan_ptr, batch, kv_heads, table_stride, window,
-    piece_cost, Q_LEN: gl.constexpr, D: gl.constexpr, BOX: gl.constexpr, PAGES: gl.constexpr, STAGES: gl.constexpr,
+    k_desc,
+    v_desc,
+    k_smem,
+    v_smem,
+    full,
+    empty,
+    table_ptr,
+    lens_ptr,
+    plan_ptr,
+    batch,
+    kv_heads,
+    table_stride,
+    window,
+    piece_cost,
+    Q_LEN: gl.constexpr,
+    D: gl.constexpr,
+    BOX: gl.constexpr,
+    PAGES: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     page_bytes: gl.constexpr = 2 * 64 * D * k_desc.dtype.primitive_bitwidth // 8
     row, head, first, last, index, count, left, interval, length = _first_piece(plan_ptr, lens_ptr, batch)
@@ -89,74 +104,23 @@ def _stream_pages(
                 page = gl.load(table + tile + p, mask=p < pages, other=0)
                 for c in gl.static_range(D // BOX):
                     tma.async_copy_global_to_shared(
-                        k_desc, [(page * kv_heads + head) * 64, c * BOX], full.index(stage),
-                        k_smem.index(stage).slice((c * PAGES + p) * 64, 64), pred=p < pages,
+                        k_desc,
+                        [(page * kv_heads + head) * 64, c * BOX],
+                        full.index(stage),
+                        k_smem.index(stage).slice((c * PAGES + p) * 64, 64),
+                        pred=p < pages,
                     )
                 tma.async_copy_global_to_shared(
-                    v_desc, [(page * kv_heads + head) * D, 0], full.index(stage),
-                    v_smem.index(stage).slice(p * D, D), pred=p < pages,
+                    v_desc,
+                    [(page * kv_heads + head) * D, 0],
+                    full.index(stage),
+                    v_smem.index(stage).slice(p * D, D),
+                    pred=p < pages,
                 )
             step += 1
         row, head, first, last, count, left, length = _next_piece(
             row, head, left, interval, batch, kv_heads, lens_ptr, window, piece_cost, Q_LEN
         )
-
-
-@gluon.jit
-def _arrive(counter, expected):
-    """Count up; true in the arrival that completes `expected`, which also clears the counter for the next launch."""
-    gl.thread_barrier()
-    last = gl.atomic_add(counter, 1, sem="acq_rel") == expected - 1
-    if last:
-        gl.store(counter, 0)
-    return last
-
-
-@gluon.jit
-def _slot(first_cta, piece):
-    """Where piece `piece` of an item that begins in `first_cta` leaves its partial result."""
-    return (2 * (first_cta + piece) + gl.where(piece == 0, 1, 0)).to(gl.int64)
-
-
-@gluon.jit
-def _sum_partials(partial_ptr, stats_ptr, first_cta, begin, stride, count, D: gl.constexpr, ROWS: gl.constexpr,
-                  layout: gl.constexpr, UNROLL: gl.constexpr):
-    """Combine the partials of pieces `begin`, `begin + stride`, ... (`count` of them) into (maximum, total, output)."""
-    n = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
-    d = gl.arange(0, D, gl.SliceLayout(1, layout))
-    maximum = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
-    total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(0, layout))
-    acc = gl.zeros([D, ROWS], gl.float32, layout)
-    for j in range(0, count, UNROLL):
-        new_maximum = maximum
-        for c in gl.static_range(UNROLL):
-            slot = _slot(first_cta, begin + gl.minimum(j + c, count - 1) * stride)
-            m = gl.load(stats_ptr + slot * (2 * ROWS) + n, cache_modifier=".cg")
-            new_maximum = gl.maximum(new_maximum, m)
-        finite = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        keep = gl.exp2(maximum - finite)
-        total = total * keep
-        acc = acc * keep[None, :]
-        for c in gl.static_range(UNROLL):
-            slot = _slot(first_cta, begin + gl.minimum(j + c, count - 1) * stride)
-            m = gl.load(stats_ptr + slot * (2 * ROWS) + n, cache_modifier=".cg")
-            t = gl.load(stats_ptr + slot * (2 * ROWS) + ROWS + n, cache_modifier=".cg")
-            part = gl.load(partial_ptr + slot * (ROWS * D) + d[:, None] * ROWS + n[None, :], cache_modifier=".cg")
-            weight = gl.where(j + c < count, gl.exp2(m - finite), 0.0)
-            total += t * weight
-            acc += part * weight[None, :]
-        maximum = new_maximum
-    return maximum, total, acc
-
-
-@gluon.jit
-def _store_partial(partial_ptr, stats_ptr, slot, maximum, total, acc, D: gl.constexpr, ROWS: gl.constexpr,
-                   layout: gl.constexpr):
-    n = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
-    d = gl.arange(0, D, gl.SliceLayout(1, layout))
-    gl.store(partial_ptr + slot * (ROWS * D) + d[:, None] * ROWS + n[None, :], acc)
-    gl.store(stats_ptr + slot * (2 * ROWS) + n, maximum)
-    gl.store(stats_ptr + slot * (2 * ROWS) + ROWS + n, total)
 
 
 @gluon.jit
@@ -173,11 +137,40 @@ def _clear_unwritten(v_smem, stage, tokens, D: gl.constexpr, PAGES: gl.constexpr
 
 @gluon.jit
 def _attend(
-    q_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, q_smem, k_smem, v_smem, p_smem, full, empty, lens_ptr, plan_ptr,
-    partial_ptr, stats_ptr, counter_ptr, out_ptr, lse_ptr, batch, kv_heads, scale, soft_cap, window, piece_cost,
-    HAS_Q_SCALE: gl.constexpr, HAS_KV_SCALE: gl.constexpr, PER_HEAD: gl.constexpr, SOFT_CAP: gl.constexpr,
-    Q_LEN: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, PAGES: gl.constexpr,
-    STAGES: gl.constexpr, UNROLL: gl.constexpr,
+    q_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    q_smem,
+    k_smem,
+    v_smem,
+    p_smem,
+    full,
+    empty,
+    lens_ptr,
+    plan_ptr,
+    partial_ptr,
+    stats_ptr,
+    counter_ptr,
+    out_ptr,
+    lse_ptr,
+    batch,
+    kv_heads,
+    scale,
+    soft_cap,
+    window,
+    piece_cost,
+    HAS_Q_SCALE: gl.constexpr,
+    HAS_KV_SCALE: gl.constexpr,
+    PER_HEAD: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
+    Q_LEN: gl.constexpr,
+    GROUP: gl.constexpr,
+    ROWS: gl.constexpr,
+    D: gl.constexpr,
+    PAGES: gl.constexpr,
+    STAGES: gl.constexpr,
+    UNROLL: gl.constexpr,
 ):
     dtype: gl.constexpr = k_smem.dtype
     bits: gl.constexpr = dtype.primitive_bitwidth
@@ -250,8 +243,11 @@ def _attend(
             o = gl.zeros([D, ROWS], gl.float32, mma)
             for page in gl.static_range(PAGES):
                 o = warpgroup_mma(
-                    v_smem.index(stage).slice(page * D, D), p_smem.slice(page * 64, 64, dim=1).permute((1, 0)), o,
-                    use_acc=page > 0, is_async=True,
+                    v_smem.index(stage).slice(page * D, D),
+                    p_smem.slice(page * 64, 64, dim=1).permute((1, 0)),
+                    o,
+                    use_acc=page > 0,
+                    is_async=True,
                 )
             weights = weights * keep[None, :] + p
             acc = acc * keep[None, :]
@@ -263,24 +259,9 @@ def _attend(
         total = gl.sum(weights, 0)
         done = count == 1
         if count > 1:
-            first_cta = cta - index
-            _store_partial(partial_ptr, stats_ptr, _slot(first_cta, index), maximum, total, acc, D, ROWS, mma)
-            group = index // FAN * FAN
-            members = gl.minimum(count - group, FAN)
-            done = _arrive(counter_ptr + _slot(first_cta, group), members)
-            if done:
-                maximum, total, acc = _sum_partials(
-                    partial_ptr, stats_ptr, first_cta, group, 1, members, D, ROWS, mma, UNROLL
-                )
-                if count > FAN:
-                    gl.thread_barrier()
-                    _store_partial(partial_ptr, stats_ptr, _slot(first_cta, group), maximum, total, acc, D, ROWS, mma)
-                    groups = (count + FAN - 1) // FAN
-                    done = _arrive(counter_ptr + 2 * (gl.num_programs(0) + first_cta) + 1, groups)
-                    if done:
-                        maximum, total, acc = _sum_partials(
-                            partial_ptr, stats_ptr, first_cta, 0, FAN, groups, D, ROWS, mma, UNROLL
-                        )
+            done, maximum, total, acc = combine_pieces(
+                partial_ptr, stats_ptr, counter_ptr, index, count, maximum, total, acc, D, ROWS, mma, UNROLL
+            )
         if done:
             empty_row = total == 0.0
             inverse = 1.0 / gl.where(empty_row, 1.0, total)
@@ -296,13 +277,41 @@ def _attend(
         index = 0
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["batch", "kv_heads", "window", "piece_cost", "table_stride"])
 def decode_hopper_kernel(
-    q_ptr, q_scale_ptr, k_desc, v_desc, k_scale_ptr, v_scale_ptr, table_ptr, lens_ptr, plan_ptr, partial_ptr, stats_ptr,
-    counter_ptr, out_ptr, lse_ptr, batch, kv_heads, scale, soft_cap, window, piece_cost, table_stride,
-    HAS_Q_SCALE: gl.constexpr, HAS_KV_SCALE: gl.constexpr, PER_HEAD: gl.constexpr, SOFT_CAP: gl.constexpr,
-    Q_LEN: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr, BOX: gl.constexpr,
-    PAGES: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
+    q_ptr,
+    q_scale_ptr,
+    k_desc,
+    v_desc,
+    k_scale_ptr,
+    v_scale_ptr,
+    table_ptr,
+    lens_ptr,
+    plan_ptr,
+    partial_ptr,
+    stats_ptr,
+    counter_ptr,
+    out_ptr,
+    lse_ptr,
+    batch,
+    kv_heads,
+    scale,
+    soft_cap,
+    window,
+    piece_cost,
+    table_stride,
+    HAS_Q_SCALE: gl.constexpr,
+    HAS_KV_SCALE: gl.constexpr,
+    PER_HEAD: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
+    Q_LEN: gl.constexpr,
+    GROUP: gl.constexpr,
+    ROWS: gl.constexpr,
+    D: gl.constexpr,
+    BOX: gl.constexpr,
+    PAGES: gl.constexpr,
+    STAGES: gl.constexpr,
+    UNROLL: gl.constexpr,
 ):
     dtype: gl.constexpr = k_desc.dtype
     bits: gl.constexpr = dtype.primitive_bitwidth
@@ -320,12 +329,69 @@ def decode_hopper_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_attend, (q_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, q_smem, k_smem, v_smem, p_smem, full, empty,
-                       lens_ptr, plan_ptr, partial_ptr, stats_ptr, counter_ptr, out_ptr, lse_ptr, batch, kv_heads,
-                       scale, soft_cap, window, piece_cost, HAS_Q_SCALE, HAS_KV_SCALE, PER_HEAD, SOFT_CAP, Q_LEN,
-                       GROUP, ROWS, D, PAGES, STAGES, UNROLL)),
-            (_stream_pages, (k_desc, v_desc, k_smem, v_smem, full, empty, table_ptr, lens_ptr, plan_ptr, batch, kv_heads,
-                             table_stride, window, piece_cost, Q_LEN, D, BOX, PAGES, STAGES)),
+            (
+                _attend,
+                (
+                    q_ptr,
+                    q_scale_ptr,
+                    k_scale_ptr,
+                    v_scale_ptr,
+                    q_smem,
+                    k_smem,
+                    v_smem,
+                    p_smem,
+                    full,
+                    empty,
+                    lens_ptr,
+                    plan_ptr,
+                    partial_ptr,
+                    stats_ptr,
+                    counter_ptr,
+                    out_ptr,
+                    lse_ptr,
+                    batch,
+                    kv_heads,
+                    scale,
+                    soft_cap,
+                    window,
+                    piece_cost,
+                    HAS_Q_SCALE,
+                    HAS_KV_SCALE,
+                    PER_HEAD,
+                    SOFT_CAP,
+                    Q_LEN,
+                    GROUP,
+                    ROWS,
+                    D,
+                    PAGES,
+                    STAGES,
+                    UNROLL,
+                ),
+            ),
+            (
+                _stream_pages,
+                (
+                    k_desc,
+                    v_desc,
+                    k_smem,
+                    v_smem,
+                    full,
+                    empty,
+                    table_ptr,
+                    lens_ptr,
+                    plan_ptr,
+                    batch,
+                    kv_heads,
+                    table_stride,
+                    window,
+                    piece_cost,
+                    Q_LEN,
+                    D,
+                    BOX,
+                    PAGES,
+                    STAGES,
+                ),
+            ),
         ],
         [1],
         [40],

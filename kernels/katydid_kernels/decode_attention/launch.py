@@ -17,7 +17,9 @@ from katydid_kernels.decode_plan import PIECE_COST
 __all__ = ["DecodeProblem", "DecodeScratch", "decode_ctas", "launch_hopper", "launch_split"]
 
 CTAS_PER_SM = 2
+STAGES = 3
 STAGE_BYTES = 32768
+REGISTERS = 128
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,9 @@ def launch_hopper(
     scratch: DecodeScratch,
     *,
     overlap: bool = False,
-    pages: int | None = None,
-    stages: int | None = None,
-    registers: int | None = None,
     piece_cost: int = PIECE_COST,
 ) -> None:
-    """Run the Gluon kernel; `pages` a stage, `stages` and `registers` are tuning knobs."""
+    """Run the Gluon kernel; `overlap` as in `decode_attention`."""
     q, k_pages = problem.q, problem.k_pages
     batch, q_len, heads, head_dim = q.shape
     num_pages, kv_heads = k_pages.shape[:2]
@@ -93,8 +92,8 @@ def launch_hopper(
     k_layout = gl.NVMMASharedLayout(box * bits // 8, bits, 2)
     v_layout = gl.NVMMASharedLayout(64 * bits // 8, bits, 2)
     page_bytes = 16 * head_dim * bits
-    pages = pages or max(1, min(STAGE_BYTES // page_bytes, 64 // rows))
-    stages = stages or (3 if page_bytes <= STAGE_BYTES else 2)
+    pages = max(1, min(STAGE_BYTES // page_bytes, 64 // rows))
+    stages = STAGES if page_bytes <= STAGE_BYTES else 2
     scratch_rows = 2 * len(plan) * rows
     if scratch.partial.numel() < scratch_rows * head_dim or scratch.counters.numel() < 4 * len(plan):
         raise ValueError(f"scratch must hold {scratch_rows} rows of {head_dim} and {4 * len(plan)} counters")
@@ -133,7 +132,7 @@ def launch_hopper(
         STAGES=stages,
         UNROLL=max(1, 8192 // (rows * head_dim)),
         num_warps=4,
-        maxnreg=registers or (168 if rows * head_dim <= 4096 else 255),
+        maxnreg=REGISTERS if rows * head_dim <= 4096 else 128 if rows * head_dim <= 8192 else 255,
         launch_pdl=overlap,
     )
 

@@ -22,7 +22,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 P_SHIFT = tl.constexpr(8.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "kv_heads", "window", "piece_cost", "table_stride"])
 def decode_split_kernel(
     q_ptr,
     q_scale_ptr,
@@ -102,9 +102,7 @@ def decode_split_kernel(
             inside = token < end
             page = tl.load(table + token // 64, mask=inside, other=0)
             at = page.to(tl.int64) * page_stride + head.to(tl.int64) * (64 * HEAD_DIM)
-            k = tl.load(
-                k_ptr + (at + (token % 64) * HEAD_DIM)[:, None] + d[None, :], mask=inside[:, None], other=0.0
-            )
+            k = tl.load(k_ptr + (at + (token % 64) * HEAD_DIM)[:, None] + d[None, :], mask=inside[:, None], other=0.0)
             column = tl.max_contiguous(tl.multiple_of(at + token % 64, 64), 64)
             v = tl.load(v_ptr + column[None, :] + (d * 64)[:, None], mask=inside[None, :], other=0.0)
             s = tl.dot(k, q) * factor[None, :]

@@ -23,9 +23,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from katydid_kernels.prefill_attention.score_tile import (
+    LOG2E,
+    add_columns,
+    cap_scores,
+    mask_scores,
+    ordered,
+    probability_operand,
+)
+
 __all__ = ["prefill_hopper_kernel"]
 
-LOG2E = gl.constexpr(1.4426950408889634)
 BLOCK_M = gl.constexpr(128)
 
 
@@ -49,8 +57,23 @@ def _item(plan_ptr, turn, items, heads, window, N: gl.constexpr):
 
 @gluon.jit
 def _load_tiles(
-    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, plan_ptr, table_ptr, table_stride, heads, kv_heads,
-    window, STAGES: gl.constexpr, D: gl.constexpr, N: gl.constexpr, PERMUTE: gl.constexpr,
+    q_desc,
+    k_desc,
+    v_desc,
+    q_smem,
+    k_smem,
+    v_smem,
+    bars,
+    plan_ptr,
+    table_ptr,
+    table_stride,
+    heads,
+    kv_heads,
+    window,
+    STAGES: gl.constexpr,
+    D: gl.constexpr,
+    N: gl.constexpr,
+    PERMUTE: gl.constexpr,
 ):
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     bits: gl.constexpr = k_desc.dtype.primitive_bitwidth
@@ -84,7 +107,9 @@ def _load_tiles(
                     block = k_smem.index(stage).slice((c * PAGES + p) * 64, 64)
                     if PERMUTE:
                         tma.async_copy_global_to_shared(
-                            k_desc, [(page * kv_heads + kv_head) * 4, 0, 0, 0, c * DB], k_full.index(stage),
+                            k_desc,
+                            [(page * kv_heads + kv_head) * 4, 0, 0, 0, c * DB],
+                            k_full.index(stage),
                             block._reinterpret(k_desc.dtype, [4, 2, 4, 2, DB], k_desc.layout),
                         )
                     else:
@@ -96,7 +121,9 @@ def _load_tiles(
             for p in gl.static_range(PAGES):
                 page = gl.load(table + gl.minimum(tile * PAGES + p, final_page))
                 tma.async_copy_global_to_shared(
-                    v_desc, [(page * kv_heads + kv_head) * D, 0], v_full.index(stage),
+                    v_desc,
+                    [(page * kv_heads + kv_head) * D, 0],
+                    v_full.index(stage),
                     v_smem.index(stage).slice(p * D, D),
                 )
             i += 1
@@ -105,35 +132,43 @@ def _load_tiles(
 
 
 @gluon.jit
-def _scores(q, k_smem, k_full, stage, phase, D: gl.constexpr, N: gl.constexpr, s_layout: gl.constexpr):
+def _scores(q, k_smem, k_full, stage, phase, into, D: gl.constexpr, N: gl.constexpr):
+    """Issue the scores of the tile in `stage`; they take over the registers of `into`, whose values are lost."""
     bits: gl.constexpr = q.dtype.primitive_bitwidth
     mbarrier.wait(k_full.index(stage), phase)
     k = k_smem.index(stage)._reinterpret(q.dtype, [N, D], gl.NVMMASharedLayout(min(128, D * bits // 8), bits, 2))
-    zero = gl.zeros([64, N], gl.float32, s_layout)
-    return warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _mask(s, tile, at, token, window, WINDOW: gl.constexpr, N: gl.constexpr):
-    seen = (tile * N + token)[None, :]
-    s = gl.where(seen <= at[:, None], s, float("-inf"))
-    if WINDOW:
-        s = gl.where(seen > (at - window)[:, None], s, float("-inf"))
-    return s
-
-
-@gluon.jit
-def _cap(s, soft_cap):
-    """soft_cap * tanh(s / soft_cap), in units of log 2."""
-    return soft_cap * LOG2E * (1.0 - 2.0 / (1.0 + gl.exp2(s * (2.0 * LOG2E / soft_cap))))
+    return warpgroup_mma(q, k.permute((1, 0)), into, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _attend(
-    which: gl.constexpr, q_smem, k_smem, v_smem, bars, turn_bars, plan_ptr, out_ptr, lse_ptr, q_scale_ptr, k_scale_ptr,
-    v_scale_ptr, heads, kv_heads, scale, soft_cap, window, HAS_Q_SCALE: gl.constexpr, HAS_KV_SCALE: gl.constexpr,
-    PER_HEAD: gl.constexpr, SOFT_CAP: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
-    PERMUTE: gl.constexpr, PING_PONG: gl.constexpr,
+    which: gl.constexpr,
+    q_smem,
+    k_smem,
+    v_smem,
+    bars,
+    turn_bars,
+    plan_ptr,
+    out_ptr,
+    lse_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    heads,
+    kv_heads,
+    scale,
+    soft_cap,
+    window,
+    HAS_Q_SCALE: gl.constexpr,
+    HAS_KV_SCALE: gl.constexpr,
+    PER_HEAD: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
+    WINDOW: gl.constexpr,
+    STAGES: gl.constexpr,
+    D: gl.constexpr,
+    N: gl.constexpr,
+    PERMUTE: gl.constexpr,
+    PING_PONG: gl.constexpr,
 ):
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     dtype: gl.constexpr = q_smem.dtype
@@ -153,11 +188,6 @@ def _attend(
     rows = gl.arange(0, 64, row_layout) + which * 64
     o_rows = gl.arange(0, 64, o_row) + which * 64
     d = gl.arange(0, D, gl.SliceLayout(0, o_layout))
-    n = gl.arange(0, N, gl.SliceLayout(0, s_layout))
-    if PERMUTE:
-        token = n // 16 * 16 + n % 8 // 2 * 4 + n // 8 % 2 * 2 + n % 2
-    else:
-        token = n
     q = q_smem.index(which)._reinterpret(dtype, [64, D], q_layout)
 
     items = gl.load(plan_ptr)
@@ -180,16 +210,19 @@ def _attend(
         acc = gl.zeros([64, D], gl.float32, o_layout)
 
         mbarrier.wait(q_full, turn & 1)
-        s = _scores(q, k_smem, k_full, i % STAGES, (i // STAGES) & 1, D, N, s_layout)
+        nothing = gl.zeros([64, N], gl.float32, s_layout)
+        s = _scores(q, k_smem, k_full, i % STAGES, (i // STAGES) & 1, nothing, D, N)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_empty.index(i % STAGES))
+        if last - first == 1:
+            mbarrier.arrive(q_empty)
         if SOFT_CAP:
-            s = _cap(s * factor[:, None], soft_cap)
-        s = _mask(s, last - 1, at, token, window, WINDOW, N)
+            s = cap_scores(s * factor[:, None], soft_cap)
+        s = mask_scores(s, last - 1, at, window, WINDOW, N, PERMUTE)
         maximum = gl.maximum(gl.max(s, 1) * unit, -1e30)
         p32 = gl.exp2(s * unit[:, None] - (maximum - SHIFT)[:, None])
         keep = gl.full([64], 0.0, gl.float32, o_row)
-        total = gl.sum(p32, 1)
+        total = gl.sum(p32.reshape([64, N // 8, 8]), 1)
         valid_tokens = length - (last - 1) * N
         if valid_tokens < N:
             mbarrier.wait(v_full.index(i % STAGES), (i // STAGES) & 1)
@@ -204,12 +237,12 @@ def _attend(
         for back in range(1, last - first):
             tile = last - 1 - back
             before = (i - 1) % STAGES
+            p = probability_operand(p32, dtype, N, p_layout, PERMUTE)
             if PING_PONG:
                 mbarrier.wait(turn_bars.index(which), ((i - turn) & 1) ^ which)
-            s = _scores(q, k_smem, k_full, i % STAGES, (i // STAGES) & 1, D, N, s_layout)
+            s = _scores(q, k_smem, k_full, i % STAGES, (i // STAGES) & 1, p32, D, N)
             mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
             v = v_smem.index(before)._reinterpret(dtype, [D, N], v_layout).permute((1, 0))
-            p = _operand(p32, dtype, N, p_layout, PERMUTE)
             if FP8:
                 o = warpgroup_mma(p, v, gl.zeros([64, D], gl.float32, o_layout), use_acc=False, is_async=True)
             else:
@@ -218,34 +251,36 @@ def _attend(
                 mbarrier.arrive(turn_bars.index(1 - which))
             s = warpgroup_mma_wait(1, deps=[s])
             mbarrier.arrive(k_empty.index(i % STAGES))
+            if tile == first:
+                mbarrier.arrive(q_empty)
             if SOFT_CAP:
-                s = _cap(s * factor[:, None], soft_cap)
+                s = cap_scores(s * factor[:, None], soft_cap)
             edge = tile * N + N > position + 1
             if WINDOW:
                 edge = edge | (tile * N <= position + BLOCK_M - 1 - window)
             if edge:
-                s = _mask(s, tile, at, token, window, WINDOW, N)
+                s = mask_scores(s, tile, at, window, WINDOW, N, PERMUTE)
             new_maximum = gl.maximum(maximum, gl.max(s, 1) * unit)
             p32 = gl.exp2(s * unit[:, None] - (new_maximum - SHIFT)[:, None])
             shrink = gl.exp2(maximum - new_maximum)
-            total = total * shrink + gl.sum(p32, 1)
             maximum = new_maximum
-            shrink = gl.convert_layout(shrink, o_row)
+            total = ordered(add_columns(total, p32, shrink, N))
             if FP8:
                 o = warpgroup_mma_wait(0, deps=[o])
                 mbarrier.arrive(v_empty.index(before))
                 acc = acc * keep[:, None] + o
-                keep = shrink
+                keep = gl.convert_layout(shrink, o_row)
             else:
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(v_empty.index(before))
-                acc = acc * shrink[:, None]
+                acc = acc * gl.convert_layout(shrink, o_row)[:, None]
             i += 1
-        mbarrier.arrive(q_empty)
+        turn += 1
+        upcoming = _item(plan_ptr, turn, items, heads, window, N)
         before = (i - 1) % STAGES
         mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
         v = v_smem.index(before)._reinterpret(dtype, [D, N], v_layout).permute((1, 0))
-        p = _operand(p32, dtype, N, p_layout, PERMUTE)
+        p = probability_operand(p32, dtype, N, p_layout, PERMUTE)
         if FP8:
             o = warpgroup_mma(p, v, gl.zeros([64, D], gl.float32, o_layout), use_acc=False, is_async=True)
             o = warpgroup_mma_wait(0, deps=[o])
@@ -254,51 +289,51 @@ def _attend(
             acc = warpgroup_mma(p, v, acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(v_empty.index(before))
+        total = gl.convert_layout(gl.sum(total, 1), row_layout)
         inverse = 1.0 / gl.where(total == 0.0, 1.0, total)
         if HAS_KV_SCALE:
             inverse *= gl.load(v_scale_ptr + kv_head * PER_HEAD)
         acc = acc * gl.convert_layout(inverse, o_row)[:, None]
         offset = ((q_first + o_rows).to(gl.int64) * heads + head) * D
         gl.store(
-            out_ptr + offset[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty),
+            out_ptr + offset[:, None] + d[None, :],
+            acc.to(out_ptr.dtype.element_ty),
             mask=(q_first + o_rows < q_end)[:, None],
         )
         log_sum = gl.where(total == 0.0, float("-inf"), (maximum + gl.log2(total) - SHIFT) / LOG2E)
         gl.store(lse_ptr + (q_first + rows) * heads + head, log_sum, mask=q_first + rows < q_end)
-        turn += 1
-        valid, row, head, q_first, q_end, position, first, last, length = _item(plan_ptr, turn, items, heads, window, N)
+        valid, row, head, q_first, q_end, position, first, last, length = upcoming
 
 
-@gluon.jit
-def _operand(p, dtype: gl.constexpr, N: gl.constexpr, layout: gl.constexpr, PERMUTE: gl.constexpr):
-    """The probabilities as the left operand of the output product, tokens in page order."""
-    if PERMUTE:
-        p = p.reshape([64, N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, N])
-        p = gl.convert_layout(p, layout, assert_trivial=True)
-        # Packs by fours at once: element-wise casts to fp8 cost three times the instructions in unpacking and repacking.
-        return gl.inline_asm_elementwise(
-            """{
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }""",
-            "=r,r,r,r,r",
-            [p],
-            dtype=gl.float8e4nv,
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        return gl.convert_layout(p.to(dtype), layout)
-
-
-@gluon.jit
+@gluon.jit(do_not_specialize=["heads", "kv_heads", "table_stride", "window"])
 def prefill_hopper_kernel(
-    q_desc, k_desc, v_desc, plan_ptr, table_ptr, out_ptr, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, heads,
-    kv_heads, table_stride, scale, soft_cap, window, HAS_Q_SCALE: gl.constexpr, HAS_KV_SCALE: gl.constexpr,
-    PER_HEAD: gl.constexpr, SOFT_CAP: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, N: gl.constexpr,
-    PERMUTE: gl.constexpr, PING_PONG: gl.constexpr, REGISTERS: gl.constexpr,
+    q_desc,
+    k_desc,
+    v_desc,
+    plan_ptr,
+    table_ptr,
+    out_ptr,
+    lse_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    heads,
+    kv_heads,
+    table_stride,
+    scale,
+    soft_cap,
+    window,
+    HAS_Q_SCALE: gl.constexpr,
+    HAS_KV_SCALE: gl.constexpr,
+    PER_HEAD: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
+    WINDOW: gl.constexpr,
+    STAGES: gl.constexpr,
+    D: gl.constexpr,
+    N: gl.constexpr,
+    PERMUTE: gl.constexpr,
+    PING_PONG: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
     bits: gl.constexpr = dtype.primitive_bitwidth
@@ -329,14 +364,92 @@ def prefill_hopper_kernel(
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(
         [
-            (_attend, (gl.constexpr(0), q_smem, k_smem, v_smem, bars, turn_bars, plan_ptr, out_ptr, lse_ptr, q_scale_ptr,
-                       k_scale_ptr, v_scale_ptr, heads, kv_heads, scale, soft_cap, window, HAS_Q_SCALE, HAS_KV_SCALE,
-                       PER_HEAD, SOFT_CAP, WINDOW, STAGES, D, N, PERMUTE, PING_PONG)),
-            (_attend, (gl.constexpr(1), q_smem, k_smem, v_smem, bars, turn_bars, plan_ptr, out_ptr, lse_ptr, q_scale_ptr,
-                       k_scale_ptr, v_scale_ptr, heads, kv_heads, scale, soft_cap, window, HAS_Q_SCALE, HAS_KV_SCALE,
-                       PER_HEAD, SOFT_CAP, WINDOW, STAGES, D, N, PERMUTE, PING_PONG)),
-            (_load_tiles, (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, plan_ptr, table_ptr, table_stride, heads,
-                           kv_heads, window, STAGES, D, N, PERMUTE)),
+            (
+                _attend,
+                (
+                    gl.constexpr(0),
+                    q_smem,
+                    k_smem,
+                    v_smem,
+                    bars,
+                    turn_bars,
+                    plan_ptr,
+                    out_ptr,
+                    lse_ptr,
+                    q_scale_ptr,
+                    k_scale_ptr,
+                    v_scale_ptr,
+                    heads,
+                    kv_heads,
+                    scale,
+                    soft_cap,
+                    window,
+                    HAS_Q_SCALE,
+                    HAS_KV_SCALE,
+                    PER_HEAD,
+                    SOFT_CAP,
+                    WINDOW,
+                    STAGES,
+                    D,
+                    N,
+                    PERMUTE,
+                    PING_PONG,
+                ),
+            ),
+            (
+                _attend,
+                (
+                    gl.constexpr(1),
+                    q_smem,
+                    k_smem,
+                    v_smem,
+                    bars,
+                    turn_bars,
+                    plan_ptr,
+                    out_ptr,
+                    lse_ptr,
+                    q_scale_ptr,
+                    k_scale_ptr,
+                    v_scale_ptr,
+                    heads,
+                    kv_heads,
+                    scale,
+                    soft_cap,
+                    window,
+                    HAS_Q_SCALE,
+                    HAS_KV_SCALE,
+                    PER_HEAD,
+                    SOFT_CAP,
+                    WINDOW,
+                    STAGES,
+                    D,
+                    N,
+                    PERMUTE,
+                    PING_PONG,
+                ),
+            ),
+            (
+                _load_tiles,
+                (
+                    q_desc,
+                    k_desc,
+                    v_desc,
+                    q_smem,
+                    k_smem,
+                    v_smem,
+                    bars,
+                    plan_ptr,
+                    table_ptr,
+                    table_stride,
+                    heads,
+                    kv_heads,
+                    window,
+                    STAGES,
+                    D,
+                    N,
+                    PERMUTE,
+                ),
+            ),
         ],
         [4, 1],
         [REGISTERS, 24],

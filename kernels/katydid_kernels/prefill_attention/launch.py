@@ -15,6 +15,9 @@ from katydid_kernels.prefill_attention.tile_kernel import prefill_tile_kernel
 
 __all__ = ["PrefillProblem", "launch_hopper", "launch_tile"]
 
+# Operand widths, in bits, for which the two consumers take turns at issuing their products.
+PING_PONG = (8, 16)
+
 
 @dataclass(frozen=True)
 class PrefillProblem:
@@ -34,26 +37,16 @@ class PrefillProblem:
     v_scale: Tensor | None = None
 
 
-def launch_hopper(
-    problem: PrefillProblem,
-    plan: Tensor,
-    *,
-    kv_tile: int = 128,
-    stages: int = 2,
-    permute: bool | None = None,
-    ping_pong: bool = True,
-    registers: int = 240,
-) -> None:
-    """Run the Gluon kernel over a plan of `prefill_plan`; the keywords are tuning knobs."""
+def launch_hopper(problem: PrefillProblem, plan: Tensor) -> None:
+    """Run the Gluon kernel over a plan of `prefill_plan`."""
     q, k_pages = problem.q, problem.k_pages
     tokens, heads, head_dim = q.shape
     num_pages, kv_heads = k_pages.shape[:2]
     bits = 8 * q.element_size()
-    permute = bits == 8 if permute is None else permute
     box = min(head_dim, 1024 // bits)
     q_layout = gl.NVMMASharedLayout(box * bits // 8, bits, 2)
     v_layout = gl.NVMMASharedLayout(64 * bits // 8, bits, 2)
-    if permute:
+    if bits == 8:
         k_desc = TensorDescriptor(
             k_pages,
             [num_pages * kv_heads * 4, 2, 4, 2, head_dim],
@@ -86,12 +79,12 @@ def launch_hopper(
         PER_HEAD=int(problem.k_scale is not None and problem.k_scale.numel() > 1),
         SOFT_CAP=problem.soft_cap is not None,
         WINDOW=problem.window is not None,
-        STAGES=stages,
+        STAGES=4 if bits == 8 else 2,
         D=head_dim,
-        N=kv_tile,
-        PERMUTE=permute,
-        PING_PONG=ping_pong,
-        REGISTERS=registers,
+        N=128 if head_dim <= 128 else 64,
+        PERMUTE=bits == 8,
+        PING_PONG=bits in PING_PONG,
+        REGISTERS=240,
         num_warps=4,
     )
 

@@ -41,7 +41,7 @@ def prefill_plan(context_lens: Tensor, cu_q_lens: Tensor, tokens: int, *, out: T
     return plan
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _prefill_plan_kernel(lens_ptr, cu_ptr, plan_ptr, batch, TILE: tl.constexpr, BLOCK_B: tl.constexpr):
     me = tl.program_id(0)
     row = tl.arange(0, BLOCK_B)

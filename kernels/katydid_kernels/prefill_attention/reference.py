@@ -9,6 +9,8 @@ matrix products take another path in the CPU libraries.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -50,11 +52,11 @@ def prefill_attention_reference(
     lse = torch.full((tokens, heads), float("-inf"), dtype=dtype, device=q.device)
 
     starts, lens = cu_q_lens.tolist(), context_lens.tolist()
-    longest = max((b - a for a, b in zip(starts, starts[1:], strict=False)), default=0)
+    longest = max((b - a for a, b in itertools.pairwise(starts)), default=0)
     tile_tokens = max(min(_TILE_TOKENS, longest), -(-_MIN_ROWS // group))
     tiles = [
         (row, first, min(tile_tokens, end - first), lens[row] - (end - first))
-        for row, (begin, end) in enumerate(zip(starts, starts[1:], strict=False))
+        for row, (begin, end) in enumerate(itertools.pairwise(starts))
         for first in range(begin, end, tile_tokens)
     ]
     if not tiles:

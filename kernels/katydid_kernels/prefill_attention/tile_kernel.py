@@ -13,7 +13,7 @@ __all__ = ["prefill_tile_kernel"]
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "kv_heads", "table_stride", "window"])
 def prefill_tile_kernel(
     q_ptr,
     k_ptr,

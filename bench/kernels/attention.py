@@ -1,0 +1,241 @@
+"""Measures the attention kernels against their bars on one Hopper GPU and writes one row for every bar.
+
+    PYTHONPATH=kernels:bench/kernels python bench/kernels/attention.py --out bench/results/attention.json
+
+FA3 is measured in the same process where vLLM's package is on PYTHONPATH, cuDNN through torch.  A run ends at the first
+kernel that does not match the float64 reference.  Rows are written as they come: a run cut short keeps what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+from attention_cases import (
+    BATCHES,
+    BF16,
+    FP8,
+    MIXES,
+    Decode,
+    Pool,
+    Prefill,
+    log_normal_batches,
+    time_graph,
+    uniform_twin,
+)
+from attention_peers import Fa3, cudnn_prefill, fa3_available
+from katydid_kernels.decode_attention import decode_attention, decode_attention_reference, decode_ctas
+from katydid_kernels.decode_plan import decode_plan
+from katydid_kernels.prefill_attention import prefill_attention, prefill_attention_reference
+from torch import Tensor
+
+POOL_BYTES = 1.3e9
+LIMITS = {FP8: 3e-2, BF16: 4e-3}
+
+
+class Report:
+    """Rows of figures, on the screen and in a file at once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.rows = path, list[dict[str, object]]()
+        self.start = time.monotonic()
+
+    def add(self, bar: str, case: str, figure: float, unit: str, target: float | None, **more: object) -> None:
+        """A figure; `target` is an upper limit for times, errors and ratios to ourselves, else a lower one."""
+        low = unit in ("us", "error", "x of q_len 1", "x of uniform")
+        met = None if target is None else (figure <= target if low else figure >= target)
+        line = {
+            "bar": bar,
+            "case": case,
+            "figure": round(figure, 4),
+            "unit": unit,
+            "target": target,
+            "met": met,
+            **more,
+        }
+        self.rows.append(line)
+        print(f"{time.monotonic() - self.start:6.1f}s", *(f"{k}={v}" for k, v in line.items()), flush=True)
+        about = {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "method": "median of CUDA graph replays, cold L2; bandwidth against a copy rate of 4.27 TB/s",
+        }
+        self.path.write_text(json.dumps({**about, "rows": self.rows}, indent=1) + "\n")
+
+
+class Setup:
+    """Pools by name ("fp8 8/1" is e4m3 pages, 8 query heads on 1 kv head), and FA3's copies of them."""
+
+    def __init__(self) -> None:
+        shapes = {"fp8 8/1": (1, FP8), "bf16 8/1": (1, BF16), "fp8 64/8": (8, FP8), "bf16 64/8": (8, BF16)}
+        self.pools = {name: Pool.make(POOL_BYTES, heads, dtype) for name, (heads, dtype) in shapes.items()}
+        self.fa3 = {name: Fa3(pool) for name, pool in self.pools.items()} if fa3_available() else {}
+
+    def decode(self, name: str, lens: list[int], q_len: int = 1) -> Decode:
+        return Decode(self.pools[name], lens, int(name.split()[1].split("/")[0]), q_len)
+
+    def prefill(self, name: str, new: int, prefix: int) -> Prefill:
+        return Prefill(self.pools[name], new, prefix, int(name.split()[1].split("/")[0]))
+
+
+def correctness(setup: Setup, report: Report) -> None:
+    def compare(case: str, got: Tensor, exact: Tensor, limit: float) -> None:
+        error = ((got.double() - exact).norm() / exact.norm()).item()
+        report.add("correct", case, error, "error", limit)
+        if not error <= limit:
+            raise SystemExit(f"{case} is wrong: no figures")
+
+    for name, pool in setup.pools.items():
+        limit = LIMITS[pool.k.dtype]
+        for q_len in (1, 2, 4):
+            case = setup.decode(name, [700, 0, 64, 5000], q_len)
+            q, scale = case.query()
+            args = (q, pool.k, pool.v, pool.tables(case.lens)[0], torch.tensor(case.lens, dtype=torch.int32).cuda())
+            exact, _ = decode_attention_reference(*args, dtype=torch.float64, **scale)
+            compare(f"decode {name} q_len {q_len}", decode_attention(*args, **scale)[0], exact, limit)
+        q, scale = Decode(pool, [300], 8 * pool.kv_heads).query()
+        q, scale = q.expand(300, -1, -1, -1).flatten(0, 1), {}
+        if pool.k.dtype == FP8:
+            one = torch.ones(1, device="cuda")
+            scale = {"q_scale": torch.rand(q.shape[:2], device="cuda") + 0.5, "k_scale": one, "v_scale": one}
+        cu = torch.tensor([0, 200, 300], dtype=torch.int32, device="cuda")
+        args = (q, pool.k, pool.v, pool.tables([300, 1000])[0], torch.tensor([300, 1000], dtype=torch.int32).cuda(), cu)
+        exact, _ = prefill_attention_reference(*args, dtype=torch.float64, **scale)
+        compare(f"prefill {name}", prefill_attention(*args, **scale)[0], exact, limit)
+    errors = []
+    for length in (4096, 262144):
+        case = setup.decode("fp8 8/1", [length])
+        q, scale = case.query()
+        pool = case.pool
+        args = (q, pool.k, pool.v, pool.tables([length])[0], torch.tensor([length], dtype=torch.int32).cuda())
+        exact, _ = decode_attention_reference(*args, dtype=torch.float64, **scale)
+        errors.append(((decode_attention(*args, **scale)[0].double() - exact).norm() / exact.norm()).item())
+    report.add("fp8 error at 256K over that at 4K", "decode fp8 8/1", errors[1] / errors[0], "error", 1.5)
+
+
+def decode_bars(setup: Setup, report: Report) -> None:
+    lens = torch.randint(1, 100_000, (256,), device="cuda", dtype=torch.int32)
+    plan = torch.empty(decode_ctas(lens.device), 8, dtype=torch.int32, device="cuda")
+    report.add(
+        "planner", "batch 256", time_graph([lambda: decode_plan(lens, 1, ctas=len(plan), out=plan)] * 20), "us", 4
+    )
+
+    single = 0.0
+    for name, batch, target in (
+        ("fp8 8/1", "64x4K", 20),
+        ("bf16 8/1", "64x4K", 36),
+        ("fp8 8/1", "64x512", 7),
+        ("fp8 8/1", "1x16K+15x64", 9),
+    ):
+        case = setup.decode(name, BATCHES[batch])
+        figure, alone = case.time(), case.time(overlap=False)
+        more = {"share_of_copy": round(case.bandwidth(figure), 3), "without_overlap_us": round(alone, 2)}
+        report.add("decode time", f"{name} {batch}", figure, "us", target, **more)
+        single = single or figure
+    for q_len in (2, 4):
+        figure = setup.decode("fp8 8/1", BATCHES["64x4K"], q_len).time()
+        report.add(
+            "several new tokens", f"fp8 8/1 64x4K q_len {q_len}", figure / single, "x of q_len 1", 1.1, us=figure
+        )
+    for name, batch in (("fp8 8/1", "128x8K"), ("fp8 64/8", "64x4K"), ("bf16 8/1", "128x8K"), ("bf16 64/8", "64x4K")):
+        case = setup.decode(name, BATCHES[batch])
+        figure = case.time()
+        report.add("decode bandwidth", f"{name} {batch}", case.bandwidth(figure), "of copy", 0.92, us=round(figure, 2))
+
+
+def mixes(setup: Setup, report: Report) -> None:
+    against_static = []
+    for batch, lens in {**MIXES, "64x4K": BATCHES["64x4K"]}.items():
+        case = setup.decode("fp8 8/1", lens)
+        figure, uniform = case.time(), setup.decode("fp8 8/1", uniform_twin(lens)).time()
+        report.add("mix against uniform", batch, figure / uniform, "x of uniform", 1.10, us=round(figure, 2))
+        static = {splits: case.time(splits=splits) for splits in (4, 16)}
+        against_static.append(static[4] / figure)
+        more = {f"static_{splits}_us": round(us, 2) for splits, us in static.items()}
+        target = 2.95 if batch.startswith("1x") else None
+        report.add("against static 4-way split", batch, static[4] / figure, "x", target, us=round(figure, 2), **more)
+    report.add("against static 4-way split", "geometric mean", geometric_mean(against_static), "x", 1.76)
+    ratios, shares = [], []
+    for lens in log_normal_batches(20).values():
+        case = setup.decode("fp8 8/1", lens)
+        figure = case.time()
+        ratios.append(figure / setup.decode("fp8 8/1", uniform_twin(lens)).time())
+        shares.append(case.bandwidth(figure))
+    report.add("mix against uniform", "20 log-normal, worst", max(ratios), "x of uniform", 1.10)
+    report.add("decode bandwidth", "20 log-normal, mean", sum(shares) / len(shares), "of copy", 0.92)
+
+
+def prefill_bars(setup: Setup, report: Report) -> None:
+    dense: dict[str, float] = {}
+    for name in ("bf16 64/8", "fp8 64/8", "bf16 8/1", "fp8 8/1"):
+        for new in (8192, 32768):
+            case = setup.prefill(name, new, 0)
+            dense[name] = case.tflops(case.time())
+            target = 800.0 if name.startswith("fp8") else None
+            report.add("prefill", f"{name} {new}", dense[name], "TFLOP/s", target)
+    for name, rate in dense.items():
+        case = setup.prefill(name, 2048, 131072)
+        chunk = case.tflops(case.time())
+        report.add("2K chunk over 128K", name, chunk / rate, "of the 32K rate", 0.85, tflops=round(chunk, 1))
+
+
+def against_fa3(setup: Setup, report: Report) -> None:
+    for name in ("bf16 64/8", "fp8 64/8", "bf16 8/1", "fp8 8/1"):
+        for new in (8192, 32768):
+            case = setup.prefill(name, new, 0)
+            ours, peer = case.tflops(case.time()), case.tflops(setup.fa3[name].prefill(case))
+            more = {"tflops": round(ours, 1), "fa3_tflops": round(peer, 1)}
+            report.add("prefill against FA3", f"{name} {new}", ours / peer, "x", 1.0, **more)
+    faster = []
+    cases = [("fp8 8/1", name, q_len) for name in BATCHES for q_len in (1, 2, 4) if q_len == 1 or name == "64x4K"]
+    cases += [("bf16 8/1", name, 1) for name in ("64x4K", "64x512", "1x128K+31x4K", "1x256K")]
+    cases += [("fp8 64/8", name, 1) for name in ("64x4K", "1x128K+31x4K")] + [("bf16 64/8", "64x4K", 1)]
+    for pool, batch, q_len in cases:
+        case = setup.decode(pool, BATCHES[batch], q_len)
+        ours, peer = case.time(), setup.fa3[pool].decode(case)
+        faster.append(peer / ours)
+        name = f"{pool} {batch} q_len {q_len}"
+        report.add("decode against FA3", name, peer / ours, "x", 1.0, us=round(ours, 2), fa3_us=round(peer, 2))
+    report.add("decode against FA3", "geometric mean", geometric_mean(faster), "x", 1.25)
+
+
+def against_cudnn(setup: Setup, report: Report) -> None:
+    for name, new in (("bf16 64/8", 8192), ("bf16 64/8", 32768), ("bf16 8/1", 8192)):
+        case = setup.prefill(name, new, 0)
+        ours, peer = case.tflops(case.time()), case.tflops(cudnn_prefill(case))
+        more = {"tflops": round(ours, 1), "cudnn_tflops": round(peer, 1)}
+        report.add("prefill against cuDNN", f"{name} {new}", ours / peer, "x", 1.0, **more)
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def main() -> None:
+    sections: dict[str, Callable[[Setup, Report], None]] = {
+        "correctness": correctness,
+        "decode": decode_bars,
+        "prefill": prefill_bars,
+        "mixes": mixes,
+        "fa3": against_fa3,
+        "cudnn": against_cudnn,
+    }
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/attention.json"))
+    parser.add_argument("--only", nargs="*", choices=sections, default=list(sections))
+    options = parser.parse_args()
+    setup, report = Setup(), Report(options.out)
+    for name in options.only:
+        if name != "fa3" or setup.fa3:
+            sections[name](setup, report)
+
+
+if __name__ == "__main__":
+    main()
