@@ -11,6 +11,7 @@ from katydid_engine.scoring import ModelScorer
 from transformers import AutoModelForCausalLM
 
 from tools.hy3_tiny import train as training
+from tools.hy3_tiny.batches import Phase
 from tools.hy3_tiny.export import TruncatedCheckpointError, load_checkpoint, save_checkpoint
 from tools.hy3_tiny.local_scorer import LocalScorer
 from tools.hy3_tiny.model import Hy3Tiny, Shape, route
@@ -115,16 +116,14 @@ def test_muon_sees_experts_as_matrices_of_their_own() -> None:
 def test_a_few_steps_learn_and_balance(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "LOG_EVERY", 2)
     monkeypatch.setattr(training, "PHASES", ((1.01, training_phase()),))
-    recipe = training.Recipe(steps=8, budget_s=120, tokens=512, warmup_steps=1, workers=1, muon_lr=0.05)
+    recipe = training.Recipe(steps=6, budget_s=120, tokens=256, warmup_steps=1, workers=1, muon_lr=0.05)
     summary = training.train(data, tmp_path / "out", recipe, None, "cpu", compiled=False)
     rows = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
-    assert summary["tokens"] == 8 * 512
+    assert summary["tokens"] == 6 * 256
     assert rows[-1]["loss"] < rows[0]["loss"] < 8.4
     assert rows[-1]["mtp"] < rows[0]["mtp"]
     assert ModelScorer(tmp_path / "out").vocabulary == 4096
 
 
-def training_phase() -> object:
-    from tools.hy3_tiny.batches import Phase
-
-    return Phase(((256, 1.0),), {256: 0.0})
+def training_phase() -> Phase:
+    return Phase(((128, 1.0),), {128: 0.0})

@@ -9,7 +9,7 @@ from torch import Tensor
 def orthogonalise(g: Tensor, steps: int = 5) -> Tensor:
     """Nearly orthogonal matrices with the singular vectors of g [batch, rows, columns]."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = g.bfloat16()
+    x = g.bfloat16() if g.is_cuda else g.float()
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
