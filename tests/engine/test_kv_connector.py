@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import groupby
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,8 +24,10 @@ from katydid_engine.messages import (
     SetKv,
     ToWorker,
 )
-from katydid_engine.request import Tier
+from katydid_engine.phase_spans import CacheSpans
+from katydid_engine.request import Tier, fetch_span_id
 from katydid_engine.staging import Staging, StagingShape
+from katydid_runtime.trace_context import TraceContext
 
 SLOT_BYTES = 16
 READ_SLOTS = 3
@@ -45,8 +48,10 @@ class ScriptedCache:
         self.released: list[int] = []
         self.stored: dict[bytes, bytes] = {}
         self.tenants: list[tuple[bytes, float | None]] = []
+        self.traces: list[TraceContext | None] = []
 
-    async def lookup(self, hashes: bytes, *, trace: object) -> LookupResult:
+    async def lookup(self, hashes: bytes, *, trace: TraceContext | None) -> LookupResult:
+        self.traces.append(trace)
         await asyncio.sleep(0)
         if "lookup" in self.broken:
             raise RuntimeError("lookup")
@@ -61,9 +66,10 @@ class ScriptedCache:
         hashes: bytes,
         *,
         into: Sequence[memoryview],
-        trace: object,
+        trace: TraceContext | None,
     ) -> GetResult:
         assert lease == 7
+        self.traces.append(trace)
         await asyncio.sleep(0)
         if "get" in self.broken:
             raise RuntimeError("get")
@@ -143,9 +149,9 @@ def test_every_ticket_ends_and_no_slot_is_lost(
             connector.ask(KvLookup(ticket, ticket, b"".join(name(block) for block in range(blocks))))
         while len(worker.ended) < len(tickets):
             await asyncio.sleep(0.001)
-        # All read slots are free again: a fetch as large as all of them together goes through.
-        cache.held, cache.missing, cache.broken = READ_SLOTS, frozenset(), frozenset()
-        connector.ask(KvLookup(99, 99, b"".join(name(block) for block in range(READ_SLOTS))))
+        # All read slots are free again: a fetch of one tier as large as all of them together goes through.
+        cache.held, cache.missing, cache.broken = 2 * READ_SLOTS, frozenset(), frozenset()
+        connector.ask(KvLookup(99, 99, b"".join(name(block) for block in range(2 * READ_SLOTS))))
         while 99 not in worker.ended:
             await asyncio.sleep(0.001)
         arrivals = [m for m in worker.messages if isinstance(m, KvArrived) and m.ticket == 99]
@@ -170,6 +176,22 @@ def test_tiers_are_told_in_order_and_the_lease_is_given_back() -> None:
     worker = drive(cache, scenario)
     assert worker.messages[:2] == [SetKv(True), KvFound(1, ((Tier.HOST, 2), (Tier.DISK, 3)))]
     assert cache.released == [7]
+
+
+def test_every_call_is_traced_under_its_own_phase() -> None:
+    cache = ScriptedCache(held=9)
+    parent, lookup_id = TraceContext("1" * 32, "2" * 16), b"12345678"
+
+    async def scenario(connector: KvConnector, worker: Worker) -> None:
+        for ticket, spans in enumerate((CacheSpans(parent, lookup_id), CacheSpans(parent))):
+            connector.ask(KvLookup(ticket, ticket, b"".join(name(block) for block in range(9)), lookup_id), spans)
+            while len(cache.released) <= ticket:
+                await asyncio.sleep(0.001)
+
+    drive(cache, scenario)
+    host, disk = (parent.span(fetch_span_id(lookup_id, block)) for block in (0, 4))
+    # Four blocks of one tier, then five of the other; no window holds blocks of both.
+    assert [trace for trace, _ in groupby(cache.traces)] == [parent.span(lookup_id), host, disk, parent]
 
 
 def test_a_cancelled_ticket_gives_its_slots_back() -> None:

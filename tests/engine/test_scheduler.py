@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 from katydid_engine.messages import KvArrived, KvCancel, KvFound, KvLookup, KvReadSlotsFree, KvStore
-from katydid_engine.request import FinishReason, Phase, Sampling, Tier
+from katydid_engine.request import FinishReason, Phase, Sampling, Tier, fetch_span_id
 from katydid_engine.scheduler import SchedulerConfig
 from katydid_runtime.block_hash import ChainKey
 
@@ -187,6 +187,9 @@ def test_phases_follow_each_other_without_a_gap() -> None:
     assert intervals[0].start == 0.0
     assert all(before.end == after.start for before, after in pairwise(intervals))
     assert (first.cached.host, first.cached.disk) == (64, 64)
+    ids = [interval.span_id for interval in intervals]
+    assert ids == [b"", lookup.span_id, *(fetch_span_id(lookup.span_id, block) for block in (0, 1)), b"", b""]
+    assert len(set(ids[1:4])) == 3
     rig.check_outputs()
 
 

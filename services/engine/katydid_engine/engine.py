@@ -116,7 +116,7 @@ class Engine:
                 dp_ranks=settings.dp_ranks,
             ),
             send=lambda rank, message: self.groups[rank].send(message),
-            ask_cache=lambda rank, ask, trace: self._connectors[rank].ask(ask, trace),
+            ask_cache=lambda rank, ask, spans: self._connectors[rank].ask(ask, spans),
             blocks=self.blocks,
             metrics=metrics,
             telemetry=telemetry,

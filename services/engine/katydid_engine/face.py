@@ -30,7 +30,7 @@ from katydid_engine.block_watch import BlockWatch
 from katydid_engine.engine_metrics import EngineMetrics
 from katydid_engine.frames import FrameDraft, rank_load
 from katydid_engine.messages import Abort, ChoiceEnd, FirstToken, KvAsk, KvLookup, Load, StepReport, Submit, ToWorker
-from katydid_engine.phase_spans import PhaseSpans
+from katydid_engine.phase_spans import CacheSpans, PhaseSpans
 from katydid_engine.request import CachedTokens, FinishReason, Interval
 from katydid_engine.session import Session
 from katydid_engine.submission import EngineLimits, parse_submission, requested_choices
@@ -56,15 +56,15 @@ class _Live:
 
 
 class Face:
-    """``send`` passes a message to a rank's worker group; ``ask_cache`` a worker's wish, with its request's trace, to
-    the cache connector."""
+    """``send`` passes a message to a rank's worker group; ``ask_cache`` a worker's wish, with its place in the trace,
+    to the cache connector."""
 
     def __init__(
         self,
         limits: EngineLimits,
         *,
         send: Callable[[int, ToWorker], None],
-        ask_cache: Callable[[int, KvAsk, TraceContext | None], None],
+        ask_cache: Callable[[int, KvAsk, CacheSpans], None],
         blocks: BlockWatch,
         metrics: EngineMetrics,
         telemetry: Telemetry,
@@ -180,8 +180,7 @@ class Face:
         if report.blocks:
             self._blocks.apply(dp_rank, report.blocks)
         for ask in report.kv:
-            live = self._live.get(ask.handle) if isinstance(ask, KvLookup) else None
-            self._ask_cache(dp_rank, ask, live.parent if live is not None else None)
+            self._ask_cache(dp_rank, ask, self._cache_spans(ask))
         self._count(dp_rank, report)
 
     def fail(self, error: KatydidError) -> None:
@@ -280,6 +279,11 @@ class Face:
         for interval in intervals:
             self._metrics.phase.labels(interval.phase, interval.tier or "").observe(interval.end - interval.start)
         return self._spans.record(live.parent, intervals, {"katydid.request_id": live.request_id})
+
+    def _cache_spans(self, ask: KvAsk) -> CacheSpans:
+        if isinstance(ask, KvLookup) and (live := self._live.get(ask.handle)) is not None:
+            return self._spans.of_cache(live.parent, ask.span_id)
+        return CacheSpans()
 
     def _abandon(self, session: Session, stream: int) -> None:
         """The window after the loss of ``stream`` has passed."""

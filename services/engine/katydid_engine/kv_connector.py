@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 
 from katydid_cache import CacheClient, LookupResult, PutBlock, PutStatus
 from katydid_cache import Tier as CacheTier
 from katydid_runtime.block_hash import HASH_BYTES
-from katydid_runtime.trace_context import TraceContext
 
 from katydid_engine.engine_metrics import EngineMetrics
 from katydid_engine.faults import FaultDelays
@@ -31,6 +31,7 @@ from katydid_engine.messages import (
     SetKv,
     ToWorker,
 )
+from katydid_engine.phase_spans import CacheSpans
 from katydid_engine.request import Tier
 from katydid_engine.staging import Staging
 
@@ -70,11 +71,11 @@ class KvConnector:
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._stores: asyncio.Queue[KvStore] = asyncio.Queue()
 
-    def ask(self, ask: KvAsk, trace: TraceContext | None = None) -> None:
-        """Takes a worker's wish, on behalf of a request's ``trace``; never waits."""
+    def ask(self, ask: KvAsk, spans: CacheSpans = CacheSpans()) -> None:
+        """Takes a worker's wish; the service's spans for it go under ``spans``. Never waits."""
         match ask:
             case KvLookup():
-                task = asyncio.create_task(self._fetch(ask, trace))
+                task = asyncio.create_task(self._fetch(ask, spans))
                 self._fetches[ask.ticket] = task
                 task.add_done_callback(lambda _: self._fetches.pop(ask.ticket, None))
             case KvCancel(ticket):
@@ -104,16 +105,16 @@ class KvConnector:
                 logger.info("the cache service is %s", "attached" if self.attached else "away")
             await asyncio.sleep(_ATTACHED_POLL_S)
 
-    async def _fetch(self, ask: KvLookup, trace: TraceContext | None) -> None:
+    async def _fetch(self, ask: KvLookup, spans: CacheSpans) -> None:
         found = LookupResult()
         announced = ended = False
         try:
             await asyncio.sleep(self._faults.lookup / 1000)
-            found = await self._client.lookup(ask.hashes[: HASH_BYTES * _LOOKUP_HASHES], trace=trace)
+            found = await self._client.lookup(ask.hashes[: HASH_BYTES * _LOOKUP_HASHES], trace=spans.lookup())
             self._send(KvFound(ask.ticket, tuple((_TIERS[run.tier], run.blocks) for run in found.runs if run.blocks)))
             announced = True
             if found.blocks:
-                await self._read(ask, found, trace)
+                await self._read(ask, found, spans)
             ended = True
         except Exception:
             logger.exception("fetch failed", extra={"ticket": ask.ticket})
@@ -125,24 +126,26 @@ class KvConnector:
             if found.lease:
                 await self._client.release(found.lease)
 
-    async def _read(self, ask: KvLookup, found: LookupResult, trace: TraceContext | None) -> None:
-        """Windows of blocks in order, until all are read or one is missing."""
-        first = 0
-        while first < found.blocks:
-            slots = await self._take_slots(min(_WINDOW_BLOCKS, found.blocks - first))
-            valid = 0
-            try:
-                await asyncio.sleep(self._faults.fetch / 1000)
-                hashes = ask.hashes[HASH_BYTES * first : HASH_BYTES * (first + len(slots))]
-                into = [self._staging.slot(slot) for slot in slots]
-                valid = (await self._client.get(found.lease, hashes, into=into, trace=trace)).prefix
-            finally:
-                self._give_back(slots[valid:])
-            first += valid
-            last = valid < len(slots) or first == found.blocks
-            self._send(KvArrived(ask.ticket, tuple(slots[:valid]), last))
-            if last:
-                return
+    async def _read(self, ask: KvLookup, found: LookupResult, spans: CacheSpans) -> None:
+        """Windows of blocks in order, each of one tier, until all are read or one is missing."""
+        for run_start, run_end in pairwise(accumulate((run.blocks for run in found.runs), initial=0)):
+            first = run_start
+            while first < run_end:
+                slots = await self._take_slots(min(_WINDOW_BLOCKS, run_end - first))
+                valid = 0
+                try:
+                    await asyncio.sleep(self._faults.fetch / 1000)
+                    hashes = ask.hashes[HASH_BYTES * first : HASH_BYTES * (first + len(slots))]
+                    into = [self._staging.slot(slot) for slot in slots]
+                    trace = spans.fetch(run_start)
+                    valid = (await self._client.get(found.lease, hashes, into=into, trace=trace)).prefix
+                finally:
+                    self._give_back(slots[valid:])
+                first += valid
+                last = valid < len(slots) or first == found.blocks
+                self._send(KvArrived(ask.ticket, tuple(slots[:valid]), last))
+                if last:
+                    return
 
     async def _write(self) -> None:
         while True:

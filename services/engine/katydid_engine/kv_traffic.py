@@ -8,6 +8,7 @@ here makes a step wait.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from katydid_runtime.block_hash import BLOCK_TOKENS
 
 from katydid_engine.messages import KvAsk, KvCancel, KvLookup, KvReadSlotsFree, KvStore
 from katydid_engine.plan import Transfer
-from katydid_engine.request import CachedTokens, Request, Sequence, Tier
+from katydid_engine.request import CachedTokens, Request, Sequence, Tier, fetch_span_id
 
 __all__ = ["Arrival", "KvTraffic", "Ticket"]
 
@@ -25,11 +26,12 @@ _QUEUE_LIMIT = 65_536
 
 @dataclass(slots=True)
 class Ticket:
-    """One sequence's fetch: ``first_block`` is the index of the first block asked for."""
+    """One sequence's fetch: ``first_block`` is the index of the first block asked for, ``span_id`` its lookup's."""
 
     number: int
     sequence: Sequence
     first_block: int
+    span_id: bytes
     tiers: list[Tier] = field(default_factory=list)
     arrived: int = 0
     ended: bool = False
@@ -42,6 +44,11 @@ class Ticket:
     def next_tier(self) -> Tier | None:
         """Tier of the block that comes next; None when all have arrived."""
         return self.tiers[self.arrived] if self.arrived < len(self.tiers) else None
+
+    @property
+    def fetch_span_id(self) -> bytes:
+        """Of a fetch that begins with the block that comes next."""
+        return fetch_span_id(self.span_id, self.arrived)
 
     def cached(self, limit: int) -> CachedTokens:
         """Tokens by tier, ``limit`` in all at most: the first blocks are the engine's own."""
@@ -89,10 +96,11 @@ class KvTraffic:
 
     def look_up(self, sequence: Sequence, first_block: int) -> Ticket:
         self._last_ticket += 1
-        ticket = Ticket(self._last_ticket, sequence, first_block)
+        span_id = b"" if sequence.live.has_first_token else random.randbytes(8)
+        ticket = Ticket(self._last_ticket, sequence, first_block, span_id)
         self._tickets[ticket.number] = ticket
         hashes = b"".join(sequence.hashes()[first_block:])
-        self._asks.append(KvLookup(ticket.number, sequence.request.handle, hashes))
+        self._asks.append(KvLookup(ticket.number, sequence.request.handle, hashes, span_id))
         return ticket
 
     def found(self, number: int, runs: tuple[tuple[Tier, int], ...]) -> Ticket | None:

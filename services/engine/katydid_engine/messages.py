@@ -185,11 +185,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class KvLookup:
-    """Asks for blocks of a chain, from the first one beyond the engine's own pages."""
+    """Asks for blocks of a chain, from the first one beyond the engine's own pages. ``span_id`` is that of the
+    request's lookup phase; empty when it decodes already, and waits for no phase."""
 
     ticket: int
     handle: int
     hashes: bytes
+    span_id: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

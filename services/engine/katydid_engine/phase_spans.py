@@ -4,15 +4,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from katydid.engine.v1 import engine_pb2 as pb
 from katydid_runtime.telemetry import Telemetry
 from katydid_runtime.trace_context import TraceContext
 
 from katydid_engine.frames import duration
-from katydid_engine.request import Interval
+from katydid_engine.request import Interval, fetch_span_id
 
-__all__ = ["PhaseSpans"]
+__all__ = ["CacheSpans", "PhaseSpans"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpans:
+    """What the cache service's spans of one lookup hang under: the phases whose spans the engine exports later, or
+    ``parent`` itself where it exports none (``lookup_id`` is empty then)."""
+
+    parent: TraceContext | None = None
+    lookup_id: bytes = b""
+
+    def lookup(self) -> TraceContext | None:
+        return self._phase(self.lookup_id)
+
+    def fetch(self, block: int) -> TraceContext | None:
+        """Of the run of one tier that begins with ``block`` of the lookup's answer."""
+        return self._phase(fetch_span_id(self.lookup_id, block))
+
+    def _phase(self, span_id: bytes) -> TraceContext | None:
+        return self.parent.span(span_id) if self.parent is not None and span_id else self.parent
 
 
 class PhaseSpans:
@@ -26,8 +46,15 @@ class PhaseSpans:
         self, parent: TraceContext | None, intervals: Sequence[Interval], attributes: dict[str, str]
     ) -> list[pb.TracePhase]:
         """One span and one phase an interval, in order; without a sampled parent, phases with durations alone."""
-        sampled = parent is not None and parent.sampled and self._telemetry.enabled
-        return [self._phase(parent if sampled else None, interval, attributes) for interval in intervals]
+        exported = parent if self._exports(parent) else None
+        return [self._phase(exported, interval, attributes) for interval in intervals]
+
+    def of_cache(self, parent: TraceContext | None, lookup_id: bytes) -> CacheSpans:
+        """Parents for the cache service's spans of a lookup whose phase will be recorded under ``lookup_id``."""
+        return CacheSpans(parent, lookup_id if self._exports(parent) else b"")
+
+    def _exports(self, parent: TraceContext | None) -> bool:
+        return parent is not None and parent.sampled and self._telemetry.enabled
 
     def _phase(self, parent: TraceContext | None, interval: Interval, attributes: dict[str, str]) -> pb.TracePhase:
         phase = pb.TracePhase(name=interval.phase, duration=duration(interval.end - interval.start))
@@ -41,6 +68,7 @@ class PhaseSpans:
                 start_ns=int(interval.start * 1e9) + self._offset_ns,
                 end_ns=int(interval.end * 1e9) + self._offset_ns,
                 attributes=attributes,
+                span_id=interval.span_id,
             )
             if context is not None:
                 phase.span_id = bytes.fromhex(context.span_id)

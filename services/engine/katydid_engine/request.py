@@ -20,6 +20,7 @@ __all__ = [
     "Sequence",
     "State",
     "Tier",
+    "fetch_span_id",
     "pages_for",
 ]
 
@@ -56,12 +57,22 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """One stretch of one phase, on the host's monotonic clock in seconds; ``tier`` for fetches alone."""
+    """One stretch of one phase, on the host's monotonic clock in seconds; ``tier`` for fetches alone. ``span_id`` is
+    the 8-byte id of its span where others hang under it, else empty."""
 
     phase: Phase
     start: float
     end: float
     tier: Tier | None = None
+    span_id: bytes = b""
+
+
+def fetch_span_id(lookup_id: bytes, block: int) -> bytes:
+    """Id of the span of a fetch that begins with ``block`` of a lookup's answer: worker and face know it before the
+    span exists, so that the cache service's own spans can hang under it. ``lookup_id`` is the lookup's; empty: none."""
+    if not lookup_id:
+        return b""
+    return ((int.from_bytes(lookup_id, "big") + 1 + block) % 2**64).to_bytes(8, "big")
 
 
 class PhaseLog:
@@ -70,17 +81,18 @@ class PhaseLog:
     def __init__(self, received_at: float) -> None:
         self._phase = Phase.QUEUE
         self._tier: Tier | None = None
+        self._span_id = b""
         self._since = received_at
         self._intervals: list[Interval] = []
 
-    def enter(self, phase: Phase, now: float, tier: Tier | None = None) -> None:
+    def enter(self, phase: Phase, now: float, tier: Tier | None = None, span_id: bytes = b"") -> None:
         if (phase, tier) != (self._phase, self._tier):
             self.close(now)
-            self._phase, self._tier = phase, tier
+            self._phase, self._tier, self._span_id = phase, tier, span_id
 
     def close(self, now: float) -> None:
         """Ends the present interval; the next begins here."""
-        self._intervals.append(Interval(self._phase, self._since, now, self._tier))
+        self._intervals.append(Interval(self._phase, self._since, now, self._tier, self._span_id))
         self._since = now
 
     def take(self) -> tuple[Interval, ...]:
@@ -176,10 +188,10 @@ class LiveRequest:
         self.has_first_token = False
         self.prompt_tokens_reported = 1
 
-    def enter(self, phase: Phase, now: float, tier: Tier | None = None) -> None:
+    def enter(self, phase: Phase, now: float, tier: Tier | None = None, span_id: bytes = b"") -> None:
         """Changes phase; from the first token on, everything is decoding."""
         if not self.has_first_token:
-            self.phases.enter(phase, now, tier)
+            self.phases.enter(phase, now, tier, span_id)
 
 
 class Sequence:

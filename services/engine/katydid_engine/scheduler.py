@@ -133,7 +133,7 @@ class Scheduler:
             self._compute(ticket.sequence)
         else:
             ticket.sequence.state = State.FETCHING
-            ticket.sequence.live.enter(Phase.FETCH, self._clock(), tier)
+            ticket.sequence.live.enter(Phase.FETCH, self._clock(), tier, ticket.fetch_span_id)
 
     def kv_arrived(self, message: KvArrived) -> None:
         self.kv.arrive(message.ticket, message.slots, message.last)
@@ -294,8 +294,8 @@ class Scheduler:
             live.cached = CachedTokens(device=min(sequence.num_computed, _reusable(sequence)))
         if self.kv.attached and sequence.reads_cache and sequence.num_published < len(sequence.hashes()):
             sequence.state = State.LOOKUP
-            live.enter(Phase.LOOKUP, now)
-            self.kv.look_up(sequence, sequence.num_published)
+            ticket = self.kv.look_up(sequence, sequence.num_published)
+            live.enter(Phase.LOOKUP, now, span_id=ticket.span_id)
         else:
             self._compute(sequence)
 
@@ -339,7 +339,7 @@ class Scheduler:
         if arrival.last:
             self._compute(sequence)
         elif (tier := ticket.next_tier) is not None:
-            sequence.live.enter(Phase.FETCH, now, tier)
+            sequence.live.enter(Phase.FETCH, now, tier, ticket.fetch_span_id)
 
     def _commit_run(self, sequence: Sequence, run: Run, prompt_logprobs: Logprobs | None) -> None:
         sequence.num_computed = run.start + len(run.tokens)
