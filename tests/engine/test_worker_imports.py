@@ -12,7 +12,7 @@ PROGRAM = f"""
 import sys
 for name in {ABSENT!r}:
     sys.modules[name] = None
-import katydid_engine.worker
+import katydid_engine.worker, katydid_engine.rank
 """
 
 

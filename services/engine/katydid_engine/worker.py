@@ -1,4 +1,4 @@
-"""The process of one GPU rank: loads its share of the model, then schedules and computes, or only computes.
+"""The process of one rank: prepares it before torch is loaded, and tells the face when it fails.
 
     python -m katydid_engine.worker --channel 5
 
@@ -10,39 +10,20 @@ from __future__ import annotations
 
 import argparse
 import logging
-import pickle
+import os
 import signal
 import sys
-import time
-from pathlib import Path
 
-import torch
-import torch.distributed as dist
 from katydid_runtime import log
-from katydid_runtime.block_hash import BLOCK_TOKENS
-from katydid_runtime.errors import KatydidError, SettingsError
-from torch import Tensor
+from katydid_runtime.errors import KatydidError
 
-from katydid_engine.block_pool import BlockPool
 from katydid_engine.channel import BlockingChannel, ChannelClosed
-from katydid_engine.collectives import Collectives, SingleRank, TorchCollectives
-from katydid_engine.loader import load_model
-from katydid_engine.messages import Failed, Ready, Stop
-from katydid_engine.models.decoder_lm import DecoderLM
-from katydid_engine.page_budget import count_pages
-from katydid_engine.parallel import ParallelPlan
-from katydid_engine.plan_ring import PlanReader, PlanWriter
-from katydid_engine.profiling import StepProfiler
-from katydid_engine.runner import Runner
-from katydid_engine.scheduler import Scheduler, SchedulerConfig
-from katydid_engine.staging import Staging
-from katydid_engine.step_loop import StepLoop
+from katydid_engine.messages import Failed
 from katydid_engine.worker_config import WorkerConfig
 
 __all__ = ["main"]
 
 _CONFIG_TIMEOUT_S = 30.0
-_FOLLOW_POLL_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +31,9 @@ logger = logging.getLogger(__name__)
 def main() -> None:
     # Ctrl-C reaches the whole terminal group; the face alone decides when its workers end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Idle OpenMP threads sleep instead of spinning: on a host whose cores are busy a spinning thread waits for one that
+    # is not scheduled, which made a step of 2 ms take 50 to 200. Read when torch is loaded.
+    os.putenv("OMP_WAIT_POLICY", "PASSIVE")
     parser = argparse.ArgumentParser()
     parser.add_argument("--channel", type=int, required=True)
     channel = BlockingChannel(parser.parse_args().channel)
@@ -59,7 +43,10 @@ def main() -> None:
             sys.exit("the face has sent no configuration")
         config: WorkerConfig = messages[0]
         log.configure(f"engine-worker-{config.dp_rank}.{config.tp_rank}", config.log_level)
-        _work(config, channel)
+
+        from katydid_engine.rank import work
+
+        work(config, channel)
     except ChannelClosed:
         sys.exit(1)
     except KatydidError as error:
@@ -69,102 +56,6 @@ def main() -> None:
         logger.exception("the worker failed")
         channel.send(Failed("INTERNAL", f"{type(error).__name__}: {error}"))
         sys.exit(1)
-
-
-def _work(config: WorkerConfig, channel: BlockingChannel) -> None:
-    started = time.monotonic()
-    torch.set_num_threads(config.threads)
-    collectives = _join_group(config)
-    device = torch.device(config.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    model = load_model(
-        Path(config.folder),
-        device=device,
-        dtype=getattr(torch, config.dtype),
-        plan=ParallelPlan(tp=config.tp),
-        collectives=collectives,
-    )
-    num_pages = count_pages(model, config, collectives)
-    runner = Runner(model, num_pages, collectives=collectives, objects=_map_staging(config, model))
-    runner.warm_up()
-    ready = Ready(
-        num_pages=num_pages,
-        max_model_tokens=min(config.max_model_tokens, model.config.max_positions, num_pages * BLOCK_TOKENS),
-        load_s=time.monotonic() - started,
-    )
-    if config.tp_rank == 0:
-        loop = _lead(config, channel, runner, model, ready)
-        channel.send(ready)
-        loop.run()
-    else:
-        channel.send(ready)
-        _follow(config, channel, runner)
-
-
-def _lead(config: WorkerConfig, channel: BlockingChannel, runner: Runner, model: DecoderLM, ready: Ready) -> StepLoop:
-    pool = BlockPool(ready.num_pages)
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_model_tokens=ready.max_model_tokens,
-            max_batch_tokens=config.max_batch_tokens,
-            max_sequences=config.max_sequences,
-            eos_token_ids=frozenset(model.config.eos_token_ids),
-            watermark_pages=ready.num_pages // 100,
-            queue_delay_s=config.faults.queue / 1000,
-        ),
-        pool,
-        time.monotonic,
-        config.staging.writing if config.staging is not None else range(0),
-    )
-    writer = PlanWriter(config.ring.memory, config.ring.bells) if config.ring is not None else None
-    return StepLoop(
-        channel,
-        scheduler,
-        pool,
-        run=runner.run,
-        publish=lambda plan: None if writer is None else writer.write(pickle.dumps(plan)),
-        profiler=StepProfiler(),
-        faults=config.faults,
-    )
-
-
-def _follow(config: WorkerConfig, channel: BlockingChannel, runner: Runner) -> None:
-    """Carries out rank 0's plans until the face says stop or is gone."""
-    assert config.ring is not None
-    index = config.tp_rank - 1
-    reader = PlanReader(config.ring.memory, index, len(config.ring.bells), config.ring.bells[index])
-    while True:
-        body = reader.read(_FOLLOW_POLL_S, also=channel.fileno())
-        if body is not None:
-            runner.run(pickle.loads(body))
-        elif any(isinstance(message, Stop) for message in channel.receive(0)):
-            return
-
-
-def _join_group(config: WorkerConfig) -> Collectives:
-    if config.tp == 1:
-        return SingleRank()
-    backend = "nccl" if config.device.startswith("cuda") else "gloo"
-    dist.init_process_group(
-        backend, init_method=f"file://{config.rendezvous}", rank=config.tp_rank, world_size=config.tp
-    )
-    return TorchCollectives()
-
-
-def _map_staging(config: WorkerConfig, model: DecoderLM) -> Tensor | None:
-    """The staging buffer as uint8 ``[slots, slot_bytes]``."""
-    if config.staging is None or config.staging_memory is None:
-        return None
-    probe = model.new_kv_cache(1)
-    object_bytes = probe.bytes_per_page * config.tp
-    if object_bytes != config.staging.slot_bytes:
-        raise SettingsError(
-            f"a block of this checkpoint has {object_bytes} bytes, its config.json says {config.staging.slot_bytes}: "
-            "the number of MTP layers differs"
-        )
-    staging = Staging(config.staging, config.staging_memory)
-    return torch.frombuffer(staging.memory, dtype=torch.uint8).view(-1, config.staging.slot_bytes)
 
 
 if __name__ == "__main__":
