@@ -87,11 +87,11 @@ class Attachment:
         """Attach, stay attached, and attach again, until cancelled or refused for good."""
         backoff = _BACKOFF_S[0]
         while True:
+            call = self._stub.Attach(self._request)
             try:
-                call = self._stub.Attach(self._request)
                 async for response in call:
-                    backoff = _BACKOFF_S[0]
                     await self._take(response)
+                    backoff = _BACKOFF_S[0]
             except UnavailableError as error:
                 logger.warning("not attached: %s", error, extra={"address": self._address})
             except grpc.RpcError as error:
@@ -104,6 +104,7 @@ class Attachment:
                     logger.warning("cache service lost: %s", failure, extra={"address": self._address})
             finally:
                 self._id = 0
+                call.cancel()
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(2 * backoff, _BACKOFF_S[1])
 

@@ -16,7 +16,6 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
-from katydid_runtime.block_hash import HASH_BYTES
 from katydid_runtime.channel import CHANNEL_OPTIONS
 from katydid_runtime.errors import (
     ConflictError,
@@ -30,7 +29,7 @@ from katydid_runtime.trace_context import TraceContext
 
 from katydid_cache.arena import ArenaMapping
 from katydid_cache.attachment import Attachment
-from katydid_cache.get_call import GetCall
+from katydid_cache.get_call import GetCall, byte_buffers
 from katydid_cache.in_place import InPlace, unpack_slots
 from katydid_cache.layout import BlockLayout, Span
 from katydid_cache.put_call import PutCall
@@ -175,7 +174,7 @@ class CacheClient:
         Buffers may be written partly even when the block ends as a miss. `lease` 0 reads without one. Raises
         InvalidRequestError when the buffers don't fit.
         """
-        buffers = _buffers(into, len(hashes), self._known_layout().payload_bytes(heads, layers))
+        buffers = byte_buffers(into, len(hashes), self._known_layout().payload_bytes(heads, layers))
         receiving = GetCall(buffers)
 
         async def call(attachment: int) -> GetResult:
@@ -340,6 +339,11 @@ class CacheClient:
             raise ConflictError("attach first: this client has joined no namespace")
         try:
             result = await call(attachment.require())
+        except asyncio.CancelledError as error:
+            # A closed channel cancels its calls, which must not look as if the caller's own task had been cancelled.
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            raise UnavailableError("the client was closed during the call") from error
         except grpc.RpcError as error:
             failure = from_rpc_error(error)
             if isinstance(failure, DeadlineExceededError):
@@ -358,27 +362,6 @@ def _open(call: Any) -> Iterator[Any]:
         yield call
     finally:
         call.cancel()
-
-
-def _buffers(into: Sequence[memoryview], packed_bytes: int, size: int) -> list[memoryview]:
-    """The caller's buffers as bytes, one a hash."""
-    if packed_bytes != HASH_BYTES * len(into):
-        raise InvalidRequestError(
-            f"{len(into)} buffers for {packed_bytes} bytes of hashes",
-            field="into",
-            value=len(into),
-            allowed=f"one buffer for each {HASH_BYTES} bytes",
-        )
-    buffers = [memoryview(buffer).cast("B") for buffer in into]
-    for index, buffer in enumerate(buffers):
-        if len(buffer) != size or buffer.readonly:
-            raise InvalidRequestError(
-                f"buffer {index} has {len(buffer)} bytes{' and is read-only' if buffer.readonly else ''}",
-                field=f"into[{index}]",
-                value=len(buffer),
-                allowed=f"{size} writable bytes",
-            )
-    return buffers
 
 
 def _head_range(heads: Span) -> pb.HeadRange:

@@ -7,13 +7,14 @@ from typing import Any
 
 import grpc
 from katydid.kvcache.v1 import kvcache_pb2 as pb
-from katydid_runtime.errors import DataCorruptError
+from katydid_runtime.block_hash import HASH_BYTES
+from katydid_runtime.errors import DataCorruptError, InvalidRequestError
 from xxhash import xxh3_128_digest
 
 from katydid_cache.records import GetResult, Tier, TierTime
 from katydid_cache.wire import Frame, decode_get_response
 
-__all__ = ["WINDOW_BYTES", "GetCall"]
+__all__ = ["WINDOW_BYTES", "GetCall", "byte_buffers"]
 
 WINDOW_BYTES = 16 * 1024 * 1024
 
@@ -92,3 +93,24 @@ class GetCall:
 
 def _tier_time(time: pb.TierTime) -> TierTime:
     return TierTime(Tier(time.tier), time.blocks, time.duration.seconds + time.duration.nanos / 1e9)
+
+
+def byte_buffers(into: Sequence[memoryview], packed_bytes: int, size: int) -> list[memoryview]:
+    """The caller's buffers as bytes, one a hash. Raises InvalidRequestError for one that does not fit."""
+    if packed_bytes != HASH_BYTES * len(into):
+        raise InvalidRequestError(
+            f"{len(into)} buffers for {packed_bytes} bytes of hashes",
+            field="into",
+            value=len(into),
+            allowed=f"one buffer for each {HASH_BYTES} bytes",
+        )
+    buffers = [memoryview(buffer).cast("B") for buffer in into]
+    for index, buffer in enumerate(buffers):
+        if len(buffer) != size or buffer.readonly:
+            raise InvalidRequestError(
+                f"buffer {index} has {len(buffer)} bytes{' and is read-only' if buffer.readonly else ''}",
+                field=f"into[{index}]",
+                value=len(buffer),
+                allowed=f"{size} writable bytes",
+            )
+    return buffers

@@ -333,6 +333,28 @@ def test_death_in_mid_get_ends_the_call(tmp_path: Path) -> None:
     run(scenario)
 
 
+def test_closing_ends_calls_with_an_error_and_cancelling_cancels() -> None:
+    async def scenario() -> None:
+        with ServiceProcess(fault_delays="get=5,lookup=5") as slow:
+            for degrade in (False, True):
+                cache = CacheClient(slow.address, degrade=degrade)
+                await cache.attach(identity(), LAYOUT)
+                reading = asyncio.create_task(cache.get(0, os.urandom(32), into=buffers(1)))
+                cancelled = asyncio.create_task(cache.lookup(os.urandom(32), timeout_s=5))
+                await asyncio.sleep(0.1)
+                cancelled.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await cancelled
+                await cache.close()
+                if degrade:
+                    assert (await reading).found == (False,)
+                else:
+                    with pytest.raises(UnavailableError):
+                        await reading
+
+    run(scenario)
+
+
 def test_a_hanging_service_costs_bounded_time() -> None:
     async def scenario() -> None:
         with ServiceProcess() as hanging:
