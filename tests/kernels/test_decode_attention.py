@@ -118,7 +118,9 @@ def test_the_hopper_kernel_equals_the_reference(dtype, lens, kv_heads, group, he
     scratch = DecodeScratch.allocate(ctas, q_len, group, head_dim, q.device)
     plan = decode_plan(pages.lens, kv_heads, ctas=ctas, q_len=q_len, window=window)
     runs = [
-        decode_attention(q, *pages, soft_cap=soft_cap, window=window, plan=plan, scratch=scratch, overlap=again, **scale)
+        decode_attention(
+            q, *pages, soft_cap=soft_cap, window=window, plan=plan, scratch=scratch, overlap=again, **scale
+        )
         for again in (False, True, True)
     ]
     expected, expected_lse = decode_attention_reference(

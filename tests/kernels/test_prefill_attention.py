@@ -61,7 +61,9 @@ def test_chunking_and_company_change_no_bit(prefix, chunks, group):
     total = prefix + sum(chunks)
     pages = make_pages([total, 77], 2, 16, torch.float32)
     q = torch.randn(total, 2 * group, 16)
-    whole, whole_lse = prefill_attention(q, pages.k, pages.v, pages.table[:1], pages.lens[:1], torch.tensor([0, total]).int())
+    whole, whole_lse = prefill_attention(
+        q, pages.k, pages.v, pages.table[:1], pages.lens[:1], torch.tensor([0, total]).int()
+    )
     at = prefix
     for chunk in chunks:
         rows = torch.cat([q[at : at + chunk], torch.randn(3, 2 * group, 16)])
