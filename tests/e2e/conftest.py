@@ -29,6 +29,8 @@ def _fleet(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fle
 @pytest.fixture
 def fleet(_fleet: Fleet) -> Iterator[Fleet]:
     """Whole before the test; after it, whole and idle again, with no error logged that the test did not expect."""
+    for process in _fleet.processes:
+        process.revive()
     before = [len(process.complaints()) for process in _fleet.processes]
     _fleet.expected_errors.clear()
     yield _fleet

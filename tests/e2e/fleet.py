@@ -107,6 +107,12 @@ class Process:
                 os.kill(pid, signal.SIGCONT)
         self._frozen = []
 
+    def revive(self) -> None:
+        """Makes good what a failed test has left behind."""
+        self.thaw()
+        if not self.pids:
+            self.start()
+
     def rss_mib(self) -> float:
         pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in self.pids)
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

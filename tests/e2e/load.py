@@ -164,7 +164,7 @@ class _Gathered:
     def _add(self, choice: dict[str, Any]) -> None:
         index = choice["index"]
         text = choice["delta"].get("content") or "" if "delta" in choice else choice["text"]
-        self.delivered = self.delivered or bool(choice["token_ids"])
+        self.delivered = self.delivered or bool(choice.get("token_ids"))
         self._texts[index] = self._texts.get(index, "") + text
         if choice["finish_reason"]:
             self._reasons[index] = choice["finish_reason"]
