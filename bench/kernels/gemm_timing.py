@@ -1,0 +1,88 @@
+"""How the GEMM benchmarks take turns at the GPU, time a call and write down a row."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+__all__ = [
+    "BF16",
+    "BF16_TFLOPS",
+    "COPY_TB_PER_S",
+    "E4M3",
+    "FP8_TFLOPS",
+    "Row",
+    "measuring",
+    "median_us",
+    "preparing",
+    "row",
+]
+
+COPY_TB_PER_S, BF16_TFLOPS, FP8_TFLOPS = 4.27, 750.0, 1300.0
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+Row = dict[str, Any]
+
+
+@contextmanager
+def _turn(kind: int, seconds: int) -> Iterator[None]:
+    with open(os.environ["GEMM_BENCH_LOCK"], "w") as lock:
+        fcntl.flock(lock, kind)
+        # A kernel that hangs cannot be interrupted, only its process ended: the alarm does, and frees the lock.
+        signal.alarm(seconds)
+        yield
+        torch.cuda.synchronize()
+        signal.alarm(0)
+
+
+def preparing() -> Any:
+    """While parts compile and check, all at once."""
+    return _turn(fcntl.LOCK_SH, 75)
+
+
+def measuring() -> Any:
+    """While one part times its kernels, alone."""
+    return _turn(fcntl.LOCK_EX, 30)
+
+
+def median_us(calls: Sequence[Callable[[], object]], replays: int = 20) -> float:
+    """Median time of one call: the calls, which differ in their data, are captured in one graph and replayed."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for replay in range(replays + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if replay >= 2:
+            times.append(start.elapsed_time(end) * 1e3 / len(calls))
+    return sorted(times)[len(times) // 2]
+
+
+def row(
+    figure: str, value: float, unit: str, floor: float, bar: float | None, peer: str | None, peer_value: float | None
+) -> Row:
+    """One row of a results file; less is better for microseconds, more for everything else."""
+    met = None if bar is None else (value <= bar if unit == "us" else value >= bar)
+    return {
+        "figure": figure,
+        "value": round(value, 2),
+        "unit": unit,
+        "floor": round(floor, 2),
+        "peer": peer,
+        "peer_value": None if peer_value is None else round(peer_value, 2),
+        "bar": bar,
+        "met": met,
+    }
