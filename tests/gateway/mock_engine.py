@@ -206,7 +206,7 @@ class MockEngine(EngineServiceServicer):
         )
         cached = self._cache(message.dp_rank, [chain[at : at + 32] for at in range(0, len(chain), 32)])
         options = self.options
-        delay = options.queue_s + options.lookup_s + options.fetch_s + options.prefill_s
+        delay = options.queue_s + options.lookup_s + options.fetch_s + options.prefill_s + options.handover_s
         now = time.monotonic()
         session.running[message.request] = _Running(
             message, now, outputs, min(cached * BLOCK_TOKENS, len(prompt) - 1), ready_at=now + delay
@@ -314,6 +314,7 @@ class MockEngine(EngineServiceServicer):
             if sampled is not None and sampled.sampled:
                 phase.span_id = options.span_ids.get(name, hashlib.sha256(name.encode()).digest()[:8])
         summary.residence.FromNanoseconds(int((now - running.received) * 1e9))
+        summary.handover.FromNanoseconds(int(options.handover_s * 1e9))
         return summary
 
     def _emit(self, session: _Session, frame: pb.SessionResponse) -> None:

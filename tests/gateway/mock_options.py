@@ -41,6 +41,7 @@ class MockOptions:
     lookup_s: float = 0.0
     fetch_s: float = 0.0
     prefill_s: float = 0.0
+    handover_s: float = 0.0
     step_s: float = 0.0
     tokens_per_step: int = 1
     reattach_window_s: float = 5.0

@@ -84,6 +84,7 @@ DELAYS = {
     "lookup": {"options": MockOptions(lookup_s=0.08)},
     "fetch": {"options": MockOptions(fetch_s=0.08)},
     "prefill": {"options": MockOptions(prefill_s=0.08)},
+    "handover": {"options": MockOptions(handover_s=0.08)},
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from google.protobuf import duration_pb2
 from katydid.engine.v1 import engine_pb2 as pb
@@ -16,7 +16,7 @@ from katydid_runtime.errors import KatydidError
 
 from katydid_engine.messages import ChoiceEnd, ChoiceTokens, FirstToken, Load
 from katydid_engine.plan import Logprobs
-from katydid_engine.request import CachedTokens, FinishReason
+from katydid_engine.request import CachedTokens, FinishReason, Interval
 
 __all__ = ["FrameDraft", "duration", "rank_load"]
 
@@ -37,7 +37,7 @@ class FrameDraft:
         self._counts = array("I")
         self._tokens = array("I")
         self._frame = pb.SessionResponse()
-        self._residences: list[tuple[pb.TraceSummary, float]] = []
+        self._accounts: list[tuple[pb.TraceSummary, float, Sequence[Interval]]] = []
         self.empty = True
 
     def add_tokens(self, number: int, row: ChoiceTokens) -> None:
@@ -55,7 +55,7 @@ class FrameDraft:
         self.empty = False
         message = self._frame.first_tokens.add(request=number, cached=_cached(first.cached))
         message.trace.phases.extend(phases)
-        self._residences.append((message.trace, received_at))
+        self._accounts.append((message.trace, received_at, first.intervals))
 
     def add_end(
         self,
@@ -80,7 +80,7 @@ class FrameDraft:
         )
         if end.last:
             message.trace.phases.extend(phases)
-            self._residences.append((message.trace, received_at))
+            self._accounts.append((message.trace, received_at, end.intervals))
 
     def add_unknown(self, number: int) -> None:
         self.empty = False
@@ -98,8 +98,10 @@ class FrameDraft:
             frame.tokens.counts = _packed(self._counts)
             frame.tokens.tokens = _packed(self._tokens)
         now = time.monotonic()
-        for summary, received_at in self._residences:
+        for summary, received_at, intervals in self._accounts:
             summary.residence.CopyFrom(duration(now - received_at))
+            if intervals:
+                summary.handover.CopyFrom(duration(now - intervals[-1].end))
         return frame
 
 

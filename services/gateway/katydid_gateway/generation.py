@@ -112,9 +112,11 @@ class Generator:
             answer: Answer | None = None
             timer: asyncio.TimerHandle | None = None
             try:
-                prepared = await self._prepare(request, request_id, caller, clock)
-                answer = self._open(prepared, request.prompt, clock)
-                self._answers.add(answer)
+                encoded = await self._tokenise(request, clock)
+                with clock.phase("prepare"):
+                    prepared = self._prepare(request, encoded, request_id, caller, clock)
+                    answer = self._open(prepared, request.prompt, clock)
+                    self._answers.add(answer)
                 timer = asyncio.get_running_loop().call_later(
                     max(0.0, prepared.timeout_s),
                     answer.fail,
@@ -168,16 +170,18 @@ class Generator:
         routed = self._routed(encoded, affinity, self._salt(tenant), bypass=False)
         return routed, self.fleet.router.decide(routed, time.monotonic(), {without} if without else ())
 
-    async def _prepare(
-        self, request: GenerationRequest, request_id: str, caller: Caller, clock: RequestClock
-    ) -> _Prepared:
-        limits = self.fleet.limits
-        check_model(request.model, limits)
-        check_prompt(request.prompt, limits)
+    async def _tokenise(self, request: GenerationRequest, clock: RequestClock) -> EncodedPrompt:
+        check_model(request.model, self.fleet.limits)
+        check_prompt(request.prompt, self.fleet.limits)
         clock.received()
         with clock.phase("tokenise"):
             await self._delayed("tokenise")
-            encoded = await self.text.encode(request.prompt)
+            return await self.text.encode(request.prompt)
+
+    def _prepare(
+        self, request: GenerationRequest, encoded: EncodedPrompt, request_id: str, caller: Caller, clock: RequestClock
+    ) -> _Prepared:
+        limits = self.fleet.limits
         sampling = resolve_sampling(request.sampling, self.text.defaults, limits, encoded.tokens)
         salt = self._salt(caller.tenant)
         options = request.options

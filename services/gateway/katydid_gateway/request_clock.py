@@ -4,10 +4,12 @@ Durations of the engine come from its own clock inside TraceSummary, so no clock
 first token is the sum of
     receive    reading and checking the request
     tokenise   template and tokenizer
+    prepare    sampling resolved, the message and the answer's text machinery built
     route      hashing and choosing
     retry      attempts on engines that failed
     transport  round trip to the engine less the time the engine had the request
     queue, lookup, fetch, prefill   the engine's phases
+    handover   from the computed token to its frame: between the engine's processes
     deliver    from the first frame's arrival to handing its text to the client's writer
     rest       what none of them explains
 """
@@ -87,6 +89,8 @@ class RequestClock:
             if name := _PHASES.get(phase.name):
                 self.phases_s[name] = self.phases_s.get(name, 0.0) + phase.duration_s
                 explained_s += phase.duration_s
+        self.add("handover", int(trace.handover_s * 1e9))
+        explained_s += trace.handover_s
         self.phases_s["transport"] = max(0.0, round_trip_s - (trace.residence_s or explained_s))
 
     def delivered(self) -> bool:

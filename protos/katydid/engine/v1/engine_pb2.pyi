@@ -974,6 +974,7 @@ class TraceSummary(_message.Message):
 
     PHASES_FIELD_NUMBER: _builtins.int
     RESIDENCE_FIELD_NUMBER: _builtins.int
+    HANDOVER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___TracePhase]:
         """The phases in order."""
@@ -981,7 +982,13 @@ class TraceSummary(_message.Message):
     @_builtins.property
     def residence(self) -> _duration_pb2.Duration:
         """From receipt of the SubmitRequest to handing over the frame that carries this summary, on the engine's clock. The
-        gateway's round trip less this is transport; this less the phases is unexplained.
+        gateway's round trip less this is transport; this less the phases and handover is unexplained.
+        """
+
+    @_builtins.property
+    def handover(self) -> _duration_pb2.Duration:
+        """From the end of the last phase, in the worker, to handing over the frame: what a computed token waits for on its way
+        out of the engine.
         """
 
     def __init__(
@@ -989,10 +996,11 @@ class TraceSummary(_message.Message):
         *,
         phases: _abc.Iterable[Global___TracePhase] | None = ...,
         residence: _duration_pb2.Duration | None = ...,
+        handover: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["residence", b"residence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handover", b"handover", "residence", b"residence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["phases", b"phases", "residence", b"residence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handover", b"handover", "phases", b"phases", "residence", b"residence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -34,10 +34,12 @@ class EnginePhase:
 
 @dataclass(frozen=True, slots=True)
 class EngineTrace:
-    """All phases so far, and how long the engine has had the request; 0 when it does not say."""
+    """All phases so far, how long the engine has had the request, and how long after the last phase its frame left;
+    0 when it does not say."""
 
     phases: tuple[EnginePhase, ...] = ()
     residence_s: float = 0.0
+    handover_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,7 @@ def _cached(message: pb.CachedTokens) -> CachedTokens:
 
 def _trace(message: pb.TraceSummary) -> EngineTrace:
     phases = tuple(EnginePhase(p.name, p.span_id, _seconds(p.duration), p.tier) for p in message.phases)
-    return EngineTrace(phases, _seconds(message.residence))
+    return EngineTrace(phases, _seconds(message.residence), _seconds(message.handover))
 
 
 def _seconds(duration: Duration) -> float:
