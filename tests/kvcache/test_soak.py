@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from katydid_cache import CacheClient, Durability, PutBlock, Tier
 
+from tests.kvcache.inside import durably, flip, get, key, opened, payload
 from tests.kvcache.running import IDENTITY, LAYOUT, MIB, ServiceProcess
-from tests.kvcache.test_cache import durably, flip, get, key, opened, payload
 from tests.kvcache.test_store import Books
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]

@@ -241,7 +241,7 @@ class Cache:
         reasons: Counter[str] = Counter()
         for start in range(0, len(blocks), _FLUSH_BLOCKS):
             batch = [block for block in blocks[start : start + _FLUSH_BLOCKS] if block.memory is not None]
-            writes = [asyncio.shield(self.writer.write_through(block, must=True)) for block in batch]
+            writes = [asyncio.shield(self.writer.write_through(block)) for block in batch]
             reasons.update(await asyncio.gather(*writes))
         written = reasons.pop("", 0)
         if reasons:

@@ -1,12 +1,13 @@
 """The end of a write: check what arrived, make it visible, and carry it through to disk.
 
-Writing through is bounded: a write that may be lost is shed when the disk is behind, a write that asked for the disk
-waits. Neither ever holds up another block.
+Writing through is bounded. When the disk is behind, a write that asked for it waits, and a block that may be lost stays
+in memory alone until there is room in the queue; if it is evicted before, it is shed. Neither holds up another block.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from katydid_cache.records import PutOutcome, PutStatus
@@ -52,6 +53,7 @@ class Writer:
         self._in_flight: dict[Block, asyncio.Future[str]] = {}
         self._bytes_in_flight = 0
         self._room_made = asyncio.Event()
+        self._backlog: deque[Block] = deque()
         self._completions: dict[Block, set[asyncio.Future[None]]] = {}
 
     @property
@@ -80,7 +82,7 @@ class Writer:
                     return _refused("corrupt")
                 ttl_s = self._block_ttl_s if ttl_s is None else ttl_s
                 store.complete(write, checksum, self._now() + ttl_s if ttl_s else 0.0)
-                self.write_through(block)
+                self.follow(block)
                 for waiting in self._completions.pop(block, ()):
                     if not waiting.done():
                         waiting.set_result(None)
@@ -108,7 +110,7 @@ class Writer:
         while block not in self._in_flight and self._bytes_in_flight >= self._queue_bytes:
             self._room_made.clear()
             await self._room_made.wait()
-        reason = await asyncio.shield(self.write_through(block, must=True))
+        reason = await asyncio.shield(self.write_through(block))
         return _refused(reason) if reason else outcome
 
     async def _completion(self, block: Block) -> None:
@@ -122,31 +124,48 @@ class Writer:
                 if not others:
                     del self._completions[block]
 
-    def write_through(self, block: Block, *, must: bool = False) -> asyncio.Future[str]:
-        """Send a complete block to disk if it isn't there. The result is "" once it is durable, else why not."""
+    def follow(self, block: Block) -> None:
+        """Send a complete block to disk when the disk gets to it."""
+        if self._bytes_in_flight + block.namespace.slot_bytes <= self._queue_bytes:
+            self.write_through(block)
+            return
+        self._backlog.append(block)
+        if len(self._backlog) > self._store.memory.blocks:
+            # The longest waiting have been evicted, or soon will be.
+            self._shed(self._backlog.popleft())
+
+    def write_through(self, block: Block) -> asyncio.Future[str]:
+        """Send a complete block to disk now, if it isn't there. The result is "" once it is durable, else why not."""
         if (in_flight := self._in_flight.get(block)) is not None:
             return in_flight
         result: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         store, disk = self._store, self._disk
         if block.disk is not None:
             result.set_result("")
-            return result
-        if disk is None or store.disk is None:
+        elif disk is None or store.disk is None:
             result.set_result("no_disk")
-            return result
-        slot = None
-        if not disk.healthy:
-            reason = "disk_failing"
-        elif not must and self._bytes_in_flight + block.namespace.slot_bytes > self._queue_bytes:
-            reason = "disk_behind"
+        elif not disk.healthy:
+            self._shed(block)
+            result.set_result("disk_failing")
         elif block.memory is None or (slot := store.room(store.disk, block)) is None:
-            reason = "disk_full"
-        if slot is None:
-            store.disk.counters.shed += 1
-            result.set_result(reason)
-            return result
-        self._start(disk, block, slot, result)
+            self._shed(block)
+            result.set_result("disk_full")
+        else:
+            self._start(disk, block, slot, result)
         return result
+
+    def _shed(self, block: Block) -> None:
+        if self._store.disk is not None and block.disk is None:
+            self._store.disk.counters.shed += 1
+
+    def _catch_up(self) -> None:
+        """Send what has waited, as far as the queue has room."""
+        while self._backlog and self._bytes_in_flight + self._backlog[0].namespace.slot_bytes <= self._queue_bytes:
+            block = self._backlog.popleft()
+            if block.memory is not None:
+                self.write_through(block)
+            else:
+                self._shed(block)
 
     def _start(self, disk: DiskTier, block: Block, slot: Slot, result: asyncio.Future[str]) -> None:
         namespace = block.namespace
@@ -186,14 +205,17 @@ class Writer:
         elif block.namespace.blocks.get(block.hash) is block:
             store.place(store.disk, block, slot)
         else:
-            # Its memory slot turned out corrupt while it was written: nobody may find it again.
+            # Its memory slot turned out corrupt while it was written: nobody may find it again. A block that took its
+            # place in the index writes its own row later, which this must not delete.
             reason = "corrupt"
             store.disk.slots.free(slot)
-            self._disk.delete(block.namespace.identity, block.hash)
+            if block.hash not in block.namespace.blocks:
+                self._disk.delete(block.namespace.identity, block.hash)
         self._bytes_in_flight -= block.namespace.slot_bytes
         self._room_made.set()
         self._in_flight.pop(block).set_result(reason)
         store.unpin([block])
+        self._catch_up()
 
 
 async def commit(
