@@ -5,7 +5,7 @@
     q = e4m3(y / scale)
 
 `scale` is either given (static: the checkpoint's ``input_scale``) or per token, ``max |y| / 448``, and then returned.
-Both are bound by memory: one program a row keeps the whole row in registers between the reduction and the store.
+Both are bound by memory: a program keeps its whole rows in registers between the reduction and the store.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 FP8_MAX = 448.0
+_E4M3 = torch.float8_e4m3fn
 _SMALLEST_SCALE = 1e-12
 
 
@@ -38,16 +39,16 @@ def add_rms_norm_quantize(
         weight: ``[n]``.
         scale: fp32 of one element to quantise with, or None for one scale a token.
     """
-    if not x.is_cuda:
+    if not _has_kernels(x):
         return add_rms_norm_quantize_reference(x, residual, weight, eps, scale=scale)
     tokens, n = x.shape
-    q = torch.empty(tokens, n, dtype=torch.float8_e4m3fn, device=x.device)
+    q = torch.empty(tokens, n, dtype=_E4M3, device=x.device)
     total = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
     scales = torch.empty(tokens, dtype=torch.float32, device=x.device) if scale is None else scale
     if tokens:
         _add_rms_norm_quantize_kernel[(tokens,)](
             x, residual, weight, scales, total, q, n, x.stride(0), residual.stride(0), eps,
-            STATIC=scale is not None, BLOCK=triton.next_power_of_2(n), num_warps=8,
+            STATIC=scale is not None, BLOCK=triton.next_power_of_2(n), num_warps=4,
         )  # fmt: skip
     return q, scales, total
 
@@ -59,28 +60,38 @@ def swiglu_quantize(gate_up: Tensor, *, scale: Tensor | None = None) -> tuple[Te
         gate_up: ``[T, 2 * n]``, gate in the first half, up in the second, rows contiguous.
         scale: as above.
     """
-    if not gate_up.is_cuda:
+    if not _has_kernels(gate_up):
         return swiglu_quantize_reference(gate_up, scale=scale)
     tokens, n = gate_up.shape[0], gate_up.shape[1] // 2
-    q = torch.empty(tokens, n, dtype=torch.float8_e4m3fn, device=gate_up.device)
+    q = torch.empty(tokens, n, dtype=_E4M3, device=gate_up.device)
     scales = torch.empty(tokens, dtype=torch.float32, device=gate_up.device) if scale is None else scale
     if tokens:
-        _swiglu_quantize_kernel[(tokens,)](
-            gate_up, scales, q, n, gate_up.stride(0), STATIC=scale is not None, BLOCK=triton.next_power_of_2(n), num_warps=4
-        )
+        block = triton.next_power_of_2(n)
+        rows = max(1, 1024 // block)
+        _swiglu_quantize_kernel[(triton.cdiv(tokens, rows),)](
+            gate_up, scales, q, tokens, n, gate_up.stride(0),
+            STATIC=scale is not None, ROWS=rows, BLOCK=block, num_warps=4,
+        )  # fmt: skip
     return q, scales
 
 
+def _has_kernels(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
 @triton.jit
-def _store_quantized(y, scale_ptr, q_ptr, row, n, col, STATIC: tl.constexpr):
+def _store_quantized(y, scale_ptr, q_ptr, row, valid, n, col, STATIC: tl.constexpr):
+    """``y[ROWS, BLOCK]``, zero past column n, as e4m3."""
     if STATIC:
-        scale = tl.load(scale_ptr)
+        divisor = tl.load(scale_ptr)
     else:
-        scale = tl.maximum(tl.max(tl.abs(y), 0) / 448.0, 1e-12)
-        tl.store(scale_ptr + row, scale)
+        scale = tl.maximum(tl.max(tl.abs(y), 1) / 448.0, 1e-12)
+        tl.store(scale_ptr + row, scale, mask=valid)
+        divisor = scale[:, None]
     # e4m3 has no infinity: what exceeds its range must be clamped or it becomes NaN.
-    q = tl.minimum(tl.maximum(y / scale, -448.0), 448.0)
-    tl.store(q_ptr + row.to(tl.int64) * n + col, q.to(q_ptr.dtype.element_ty), mask=col < n)
+    q = tl.minimum(tl.maximum(y / divisor, -448.0), 448.0)
+    target = q_ptr + row.to(tl.int64)[:, None] * n + col[None, :]
+    tl.store(target, q.to(q_ptr.dtype.element_ty), mask=valid[:, None] & (col < n)[None, :])
 
 
 @triton.jit
@@ -97,19 +108,22 @@ def _add_rms_norm_quantize_kernel(
     tl.store(total_ptr + row.to(tl.int64) * n + col, total, mask=col < n)
     x = total.to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / n + eps) * weight
-    _store_quantized(y, scale_ptr, q_ptr, row, n, col, STATIC)
+    rows = row + tl.arange(0, 1)
+    _store_quantized(y[None, :], scale_ptr, q_ptr, rows, rows >= 0, n, col, STATIC)
 
 
 @triton.jit
 def _swiglu_quantize_kernel(
-    gate_up_ptr, scale_ptr, q_ptr, n, row_stride, STATIC: tl.constexpr, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0)
+    gate_up_ptr, scale_ptr, q_ptr, tokens, n, row_stride,
+    STATIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
-    source = gate_up_ptr + row.to(tl.int64) * row_stride + col
-    gate = tl.load(source, mask=col < n, other=0.0).to(tl.float32)
-    up = tl.load(source + n, mask=col < n, other=0.0).to(tl.float32)
-    _store_quantized(gate * tl.sigmoid(gate) * up, scale_ptr, q_ptr, row, n, col, STATIC)
+    inside = (row < tokens)[:, None] & (col < n)[None, :]
+    source = gate_up_ptr + row.to(tl.int64)[:, None] * row_stride + col[None, :]
+    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(source + n, mask=inside, other=0.0).to(tl.float32)
+    _store_quantized(gate * tl.sigmoid(gate) * up, scale_ptr, q_ptr, row, row < tokens, n, col, STATIC)
 
 
 def add_rms_norm_quantize_reference(
@@ -129,4 +143,4 @@ def swiglu_quantize_reference(gate_up: Tensor, *, scale: Tensor | None = None) -
 def _quantize_reference(y: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     scales = (y.abs().amax(-1) / FP8_MAX).clamp(min=_SMALLEST_SCALE) if scale is None else scale
     divisor = scales[:, None] if scale is None else scales
-    return (y / divisor).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scales
+    return (y / divisor).clamp(-FP8_MAX, FP8_MAX).to(_E4M3), scales

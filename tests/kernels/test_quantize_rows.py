@@ -1,0 +1,71 @@
+"""Norm and SwiGLU with quantisation against torch, in the interpreter where there is no GPU.
+
+The interpreter does not round to e4m3 as the GPU does, so there the kernels write fp16: everything but the last rounding.
+"""
+
+from __future__ import annotations
+
+import katydid_kernels.quantize_rows as quantize_rows
+import pytest
+import torch
+from torch import Tensor
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the wrappers launch their kernels in the interpreter instead of choosing the reference."""
+    if not CUDA:
+        monkeypatch.setattr(quantize_rows, "_has_kernels", lambda tensor: True)
+        monkeypatch.setattr(quantize_rows, "_E4M3", torch.float16)
+
+
+def assert_quantised(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype
+    if not CUDA:
+        torch.testing.assert_close(found, expected)
+        return
+    difference = (found.float() - expected.float()).abs()
+    assert (difference <= expected.float().abs().clamp(min=2.0**-6) / 8).all()
+    assert (difference > 0).float().mean() < 1e-2
+
+
+@pytest.mark.parametrize(("tokens", "n"), [(1, 64), (5, 100), (3, 4096)])
+@pytest.mark.parametrize("static", [False, True])
+def test_add_rms_norm(tokens: int, n: int, static: bool) -> None:
+    x, residual = torch.randn(tokens, n, device=DEVICE), torch.randn(tokens, n + 4, device=DEVICE)[:, :n]
+    weight = torch.rand(n, device=DEVICE)
+    scale = torch.tensor([0.02], device=DEVICE) if static else None
+    found = quantize_rows.add_rms_norm_quantize(x, residual, weight, 1e-5, scale=scale)
+    expected = quantize_rows.add_rms_norm_quantize_reference(x, residual, weight, 1e-5, scale=scale)
+    assert torch.equal(found[2], expected[2])
+    torch.testing.assert_close(found[1], expected[1])
+    assert_quantised(found[0], expected[0])
+
+
+@pytest.mark.parametrize(("tokens", "n"), [(1, 64), (7, 96), (37, 192), (3, 1536)])
+@pytest.mark.parametrize("static", [False, True])
+def test_swiglu(tokens: int, n: int, static: bool) -> None:
+    gate_up = torch.randn(tokens, 2 * n, device=DEVICE)
+    scale = torch.tensor([0.01], device=DEVICE) if static else None
+    found = quantize_rows.swiglu_quantize(gate_up, scale=scale)
+    expected = quantize_rows.swiglu_quantize_reference(gate_up, scale=scale)
+    torch.testing.assert_close(found[1], expected[1])
+    assert_quantised(found[0], expected[0])
+
+
+def test_values_out_of_range_are_clamped_and_rows_of_zeros_stay_zero() -> None:
+    gate_up = torch.zeros(2, 64, device=DEVICE)
+    gate_up[0] = 100.0
+    q, _ = quantize_rows.swiglu_quantize(gate_up, scale=torch.tensor([1.0], device=DEVICE))
+    assert (q[0].float() == 448).all()
+    q, scale = quantize_rows.swiglu_quantize(gate_up)
+    assert (q[1].float() == 0).all()
+    assert scale[1] > 0
+    assert q[0].float().max() == 448
+
+
+def test_no_tokens() -> None:
+    assert quantize_rows.swiglu_quantize(torch.empty(0, 64, device=DEVICE))[0].shape == (0, 32)
