@@ -114,12 +114,24 @@ def test_muon_sees_experts_as_matrices_of_their_own() -> None:
 
 
 def test_a_few_steps_learn_and_balance(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(
+        hidden=64,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        dense_intermediate=64,
+        experts=4,
+        top_k=2,
+        expert_intermediate=16,
+    )
+    monkeypatch.setattr(training.hy3, "Shape", lambda: shape)
     monkeypatch.setattr(training, "LOG_EVERY", 2)
     monkeypatch.setattr(training, "PHASES", ((1.01, training_phase()),))
-    recipe = training.Recipe(steps=6, budget_s=120, tokens=256, warmup_steps=1, workers=1, muon_lr=0.05)
+    recipe = training.Recipe(steps=8, budget_s=120, tokens=256, warmup_steps=1, workers=1, muon_lr=0.05)
     summary = training.train(data, tmp_path / "out", recipe, None, "cpu", compiled=False)
     rows = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
-    assert summary["tokens"] == 6 * 256
+    assert summary["tokens"] == 8 * 256
     assert rows[-1]["loss"] < rows[0]["loss"] < 8.4
     assert rows[-1]["mtp"] < rows[0]["mtp"]
     assert ModelScorer(tmp_path / "out").vocabulary == 4096
