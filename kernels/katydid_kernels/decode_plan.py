@@ -1,20 +1,22 @@
 """Deals the KV tiles of a decode batch to CTAs so that all of them finish together, whatever the mix of lengths.
 
-An item is one (request, kv head): its visible tiles of 64 tokens, and at least one so that every row is written.  Two ways
-to cut items into pieces, of which the planner takes the first that fits:
+An item is one (request, kv head): its visible tiles of 64 tokens, and at least one so that every row is written.  Two
+ways to cut items into pieces, of which the planner takes the first that fits:
 
-* **aligned**: every CTA gets one piece.  The smallest piece size is sought with which the pieces number no more than the
-  CTAs; an item's pieces are equal.  No CTA reads two queries or combines twice.
+* **aligned**: every CTA gets one piece.  The smallest piece size is sought with which the pieces number no more than
+  the CTAs; an item's pieces are equal.  No CTA reads two queries or combines twice.
 * **packed**: all items lie on one line, each as long as its tiles plus a fixed cost a piece (reading the query,
-  combining), and every CTA takes one interval of equal length.  A long item spreads over many CTAs, short ones share one;
-  no CTA carries more than its interval plus one fixed cost, that of the piece which a cut creates.
+  combining), and every CTA takes one interval of equal length.  A long item spreads over many CTAs, short ones share
+  one; no CTA carries more than its interval plus one fixed cost, that of the piece which a cut creates.
 
-Both need prefix sums only, so each CTA of the planner finds its own interval: one launch, no atomics, lengths read on the
-device, good inside a CUDA graph and for every layer of a step.  `decode_plan_reference` cuts the same items in plain Python.
+Both need prefix sums only, so each CTA of the planner finds its own interval: one launch, no atomics, lengths read on
+the device, good inside a CUDA graph and for every layer of a step.  `decode_plan_reference` cuts the same items in
+plain Python.
 
-A plan is int32 `[ctas, 8]`, per CTA its first piece and what follows from it: row, kv head, first tile, end tile, index of
-the piece in its item, pieces of the item, interval left after the piece, interval.  Further pieces of a CTA begin at the
-first visible tile of the next item, so the attention kernel derives them itself.  An idle CTA has row = batch.
+A plan is int32 `[ctas, 8]`, per CTA its first piece and what follows from it: row, kv head, first tile, end tile,
+index of the piece in its item, pieces of the item, interval left after the piece, interval.  Further pieces of a CTA
+begin at the first visible tile of the next item, so the attention kernel derives them itself.  An idle CTA has row =
+batch.
 """
 
 from __future__ import annotations
@@ -38,14 +40,14 @@ _CANDIDATE_STEP = 32
 
 
 class Piece(NamedTuple):
-    """Tiles `[tile_begin, tile_end)` of one (row, kv head); piece `index` of the `count` that the item was cut into."""
+    """Tiles `[tile_begin, tile_end)` of one (row, kv head); piece `part` of the `parts` that the item was cut into."""
 
     row: int
     head: int
     tile_begin: int
     tile_end: int
-    index: int
-    count: int
+    part: int
+    parts: int
 
 
 def decode_plan(

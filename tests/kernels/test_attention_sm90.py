@@ -1,4 +1,4 @@
-"""Every Gluon attention kernel assembles for sm_90 within its registers, with wgmma, TMA and the CTAs an SM should hold."""
+"""Every Gluon attention kernel assembles for sm_90: registers, wgmma, TMA, and the CTAs that an SM should hold."""
 
 from __future__ import annotations
 

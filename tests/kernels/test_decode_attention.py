@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from katydid_kernels.decode_attention import (
     DecodeScratch,
     decode_attention,
@@ -14,6 +13,7 @@ from katydid_kernels.decode_attention import (
 from katydid_kernels.decode_attention.launch import DecodeProblem, launch_split
 from katydid_kernels.decode_plan import decode_plan
 from katydid_kernels.prefill_attention import prefill_attention
+
 from tests.kernels.paged import FP8, make_pages, relative_error, scales
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

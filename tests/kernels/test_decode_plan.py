@@ -42,8 +42,8 @@ def test_every_visible_tile_is_dealt_exactly_once(shape, q_len):
     assert set(dealt) == {(row, head) for row in range(len(lens)) for head in range(kv_heads)}
     for (row, _), pieces in dealt.items():
         first, end = tiles_of(lens[row], q_len, window)
-        assert [p.index for p in pieces] == list(range(len(pieces)))
-        assert {p.count for p in pieces} == {len(pieces)}
+        assert [p.part for p in pieces] == list(range(len(pieces)))
+        assert {p.parts for p in pieces} == {len(pieces)}
         assert [t for p in pieces for t in range(p.tile_begin, p.tile_end)] == list(range(first, end))
 
 
@@ -63,9 +63,9 @@ def test_no_cta_carries_more_than_the_ideal_and_one_piece(shape):
 def test_a_cta_has_at_most_two_partial_pieces(shape):
     lens, kv_heads, ctas, window = shape
     for pieces in decode_plan_reference(lens, kv_heads, ctas=ctas, window=window):
-        partial = [p for p in pieces if p.count > 1]
+        partial = [p for p in pieces if p.parts > 1]
         assert len(partial) <= 2
-        assert [p.index == 0 for p in partial] in ([], [True], [False], [False, True])
+        assert [p.part == 0 for p in partial] in ([], [True], [False], [False, True])
 
 
 @pytest.mark.parametrize(

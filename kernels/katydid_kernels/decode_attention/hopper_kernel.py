@@ -1,12 +1,12 @@
 """Decode on Hopper: one warp streams pages through TMA across piece borders, one warpgroup computes behind it.
 
-The loading warp walks the plan on its own and never waits for a combine, so memory stays busy while a piece ends and the
-next begins.  Operands are swapped, `S^T = K Q^T` and `O^T = V^T P^T`: tokens and head_dim take the tensor cores' fixed
-64-row side, the few query rows of a kv head the narrow one.  In fp8 every output product goes to a fresh tile that is
-added in fp32, because the tensor cores keep about 22 bits of their own accumulators.
+The loading warp walks the plan on its own and never waits for a combine, so memory stays busy while a piece ends and
+the next begins.  Operands are swapped, `S^T = K Q^T` and `O^T = V^T P^T`: tokens and head_dim take the tensor cores'
+fixed 64-row side, the few query rows of a kv head the narrow one.  In fp8 every output product goes to a fresh tile
+that is added in fp32, because the tensor cores keep about 22 bits of their own accumulators.
 
-Launched with programmatic overlap, a CTA may start while the preceding kernel still runs: it then streams the pages that
-hold no new token, and only the queries, the newest pages and the scratch wait for that kernel's end.
+Launched with programmatic overlap, a CTA may start while the preceding kernel still runs: it then streams the pages
+that hold no new token, and only the queries, the newest pages and the scratch wait for that kernel's end.
 """
 
 from __future__ import annotations
@@ -16,111 +16,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from katydid_kernels.decode_attention.feed import first_piece, next_piece, stream_pages
 from katydid_kernels.decode_attention.partials import combine_pieces
 
 __all__ = ["decode_hopper_kernel"]
 
 LOG2E = gl.constexpr(1.4426950408889634)
-
-
-@gluon.jit
-def _first_piece(plan_ptr, lens_ptr, batch):
-    record = plan_ptr + gl.program_id(0) * 8
-    row = gl.load(record)
-    length = gl.load(lens_ptr + row, mask=row < batch, other=0)
-    return (
-        row,
-        gl.load(record + 1),
-        gl.load(record + 2),
-        gl.load(record + 3),
-        gl.load(record + 4),
-        gl.load(record + 5),
-        gl.load(record + 6),
-        gl.load(record + 7),
-        length,
-    )
-
-
-@gluon.jit
-def _next_piece(row, head, left, interval, batch, kv_heads, lens_ptr, window, piece_cost, Q_LEN: gl.constexpr):
-    """The following item from its first visible tile on, as far as the CTA's interval reaches; row = batch when done."""
-    row += ((head + 1) == kv_heads).to(gl.int32)
-    head = gl.where(head + 1 == kv_heads, 0, head + 1)
-    left -= piece_cost
-    row = gl.where(left > 0, row, batch)
-    length = gl.load(lens_ptr + row, mask=row < batch, other=0)
-    stored = (length + 63) // 64
-    first = gl.where(window > 0, gl.maximum(length - Q_LEN - window + 1, 0) // 64, 0)
-    tiles = gl.maximum(stored - first, 1)
-    take = gl.minimum(tiles, left)
-    count = 1 + (tiles - take + interval - 1) // interval
-    return row, head, first, gl.minimum(first + take, stored), count, left - take, length
-
-
-@gluon.jit
-def _stream_pages(
-    k_desc,
-    v_desc,
-    k_smem,
-    v_smem,
-    full,
-    empty,
-    table_ptr,
-    lens_ptr,
-    plan_ptr,
-    batch,
-    kv_heads,
-    table_stride,
-    window,
-    piece_cost,
-    Q_LEN: gl.constexpr,
-    D: gl.constexpr,
-    BOX: gl.constexpr,
-    PAGES: gl.constexpr,
-    STAGES: gl.constexpr,
-):
-    page_bytes: gl.constexpr = 2 * 64 * D * k_desc.dtype.primitive_bitwidth // 8
-    row, head, first, last, index, count, left, interval, length = _first_piece(plan_ptr, lens_ptr, batch)
-    waited = row < 0
-    step = 0
-    while row < batch:
-        table = table_ptr + row.to(gl.int64) * table_stride
-        for tile in range(first, last, PAGES):
-            if not waited and (tile + PAGES) * 64 > length - Q_LEN:
-                gdc_wait()
-                waited = True
-            stage = step % STAGES
-            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            pages = gl.minimum(last - tile, PAGES)
-            for n in gl.static_range(1, PAGES + 1):
-                mbarrier.expect(full.index(stage), page_bytes * n, pred=pages == n)
-            for p in gl.static_range(PAGES):
-                page = gl.load(table + tile + p, mask=p < pages, other=0)
-                for c in gl.static_range(D // BOX):
-                    tma.async_copy_global_to_shared(
-                        k_desc,
-                        [(page * kv_heads + head) * 64, c * BOX],
-                        full.index(stage),
-                        k_smem.index(stage).slice((c * PAGES + p) * 64, 64),
-                        pred=p < pages,
-                    )
-                tma.async_copy_global_to_shared(
-                    v_desc,
-                    [(page * kv_heads + head) * D, 0],
-                    full.index(stage),
-                    v_smem.index(stage).slice(p * D, D),
-                    pred=p < pages,
-                )
-            step += 1
-        row, head, first, last, count, left, length = _next_piece(
-            row, head, left, interval, batch, kv_heads, lens_ptr, window, piece_cost, Q_LEN
-        )
 
 
 @gluon.jit
@@ -184,7 +90,6 @@ def _attend(
     v_layout: gl.constexpr = gl.BlockedLayout([1, vec], [32 * vec // 64, 64 // vec], [4, 1], [1, 0])
     k_layout: gl.constexpr = gl.NVMMASharedLayout(min(128, D * bits // 8), bits, 2)
 
-    cta = gl.program_id(0)
     heads = kv_heads * GROUP
     n = gl.arange(0, ROWS, n_layout)
     live = n < Q_LEN * GROUP
@@ -192,7 +97,7 @@ def _attend(
     d = gl.arange(0, D, m_layout)
     qn = gl.arange(0, ROWS, gl.SliceLayout(1, q_layout))
     qd = gl.arange(0, D, gl.SliceLayout(0, q_layout))
-    row, head, first, last, index, count, left, interval, length = _first_piece(plan_ptr, lens_ptr, batch)
+    row, head, first, last, index, count, left, interval, length = first_piece(plan_ptr, lens_ptr, batch)
     gdc_wait()
     gdc_launch_dependents()
     step = 0
@@ -271,7 +176,7 @@ def _attend(
             result = (acc * inverse[None, :]).to(out_ptr.dtype.element_ty)
             gl.store(out_ptr + out_row[None, :] * D + d[:, None], result, mask=live[None, :])
             gl.store(lse_ptr + out_row, log_sum, mask=live)
-        row, head, first, last, count, left, length = _next_piece(
+        row, head, first, last, count, left, length = next_piece(
             row, head, left, interval, batch, kv_heads, lens_ptr, window, piece_cost, Q_LEN
         )
         index = 0
@@ -369,7 +274,7 @@ def decode_hopper_kernel(
                 ),
             ),
             (
-                _stream_pages,
+                stream_pages,
                 (
                     k_desc,
                     v_desc,

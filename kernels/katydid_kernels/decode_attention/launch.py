@@ -70,7 +70,7 @@ def decode_ctas(device: torch.device) -> int:
 
 def padded_rows(q_len: int, group: int, least: int) -> int:
     """Query rows of one kv head, padded to a size the tensor cores take."""
-    return max(least, triton.next_power_of_2(q_len * group))
+    return max(least, int(triton.next_power_of_2(q_len * group)))
 
 
 def launch_hopper(

@@ -58,8 +58,8 @@ def decode_attention(
             block_table, context_lens and every page without a new token must be older than the preceding kernel.
         out, lse: where to write, q's shape (bf16 for e4m3 queries, else q's dtype) and fp32 `[batch, q_len, heads]`.
 
-    Returns the output and the natural-log sum of exponentials.  A token with nothing to see (a row of length zero) gives
-    zeros and -inf.
+    Returns the output and the natural-log sum of exponentials.  A token with nothing to see (a row of length zero)
+    gives zeros and -inf.
 
     Raises ValueError naming the argument that does not fit.
     """

@@ -1,8 +1,9 @@
 """Partial results of pieces, and how the last piece of an item sums them up inside the same launch.
 
-A piece leaves (maximum, sum, output) in one of its CTA's two slots.  The last piece of a group of `FAN` to arrive sums the
-group, the last group sums the groups: no CTA reads more than `FAN` (or pieces / FAN) partials, and a few round trips to L2
-combine any number of pieces.  Arrival counters return to zero by themselves, so graph replays need no reset.
+A piece leaves (maximum, sum, output) in one of its CTA's two slots.  The last piece of a group of `FAN` to arrive sums
+the group, the last group sums the groups: no CTA reads more than `FAN` (or pieces / FAN) partials, and a few round
+trips to L2 combine any number of pieces.  Arrival counters return to zero by themselves, so graph replays need no
+reset.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ Operands are swapped: keys are the left side of the first product and values of 
 64-row side carries tokens (or head_dim) and their narrow side the few query rows of one kv head.  It runs in the
 interpreter and is the fallback and the oracle beside the Gluon kernel.
 
-Pieces that cover only part of their item leave (output, maximum, sum) in one of their CTA's two slots (at most the first
-and the last piece of a CTA's interval are partial) and count up their item's counter (that of its first CTA); the last one to arrive
-adds the partials up and clears the counter, so nothing needs resetting between graph replays.
+Pieces that cover only part of their item leave (output, maximum, sum) in one of their CTA's two slots (at most the
+first and the last piece of a CTA's interval are partial) and count up their item's counter (that of its first CTA);
+the last one to arrive adds the partials up and clears the counter, so nothing needs resetting between graph replays.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Prefill on Hopper: one warp feeds pages through TMA, two warpgroups each own 64 queries and overlap both products.
 
-Persistent: a CTA walks its share of the plan, heaviest tiles first, and the loading warp runs ahead across tile borders.
-A consumer issues the scores of the next KV tile and the output product of the current one together and does the softmax of
-the next while the output product still runs; the two consumers take turns at issuing (ping-pong), so one's softmax
-falls into the other's products.
+Persistent: a CTA walks its share of the plan, heaviest tiles first, and the loading warp runs ahead across tile
+borders. A consumer issues the scores of the next KV tile and the output product of the current one together and does
+the softmax of the next while the output product still runs; the two consumers take turns at issuing (ping-pong), so
+one's softmax falls into the other's products.
 
-fp8: each output product goes to a fresh tile that is then added to the output in fp32 (the tensor cores keep about 22 bits
-of their accumulators, and `output * keep + tile` costs what the rescaling alone would).  The probabilities must enter as
-the left operand, whose fp8 register order differs from the order scores come out in; instead of shuffling them, the TMA
-box of K walks its tokens in the permuted order, so the scores come out where the operand wants them.
+fp8: each output product goes to a fresh tile that is then added to the output in fp32 (the tensor cores keep about 22
+bits of their accumulators, and `output * keep + tile` costs what the rescaling alone would).  The probabilities must
+enter as the left operand, whose fp8 register order differs from the order scores come out in; instead of shuffling
+them, the TMA box of K walks its tokens in the permuted order, so the scores come out where the operand wants them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from katydid_kernels.prefill_attention.feed import BLOCK_M, load_tiles, plan_item
 from katydid_kernels.prefill_attention.score_tile import (
     LOG2E,
     add_columns,
@@ -33,102 +33,6 @@ from katydid_kernels.prefill_attention.score_tile import (
 )
 
 __all__ = ["prefill_hopper_kernel"]
-
-BLOCK_M = gl.constexpr(128)
-
-
-@gluon.jit
-def _item(plan_ptr, turn, items, heads, window, N: gl.constexpr):
-    """Row, first query, head and KV tile range of this CTA's `turn`-th tile, dealt back and forth over the sorted plan."""
-    ctas = gl.num_programs(0)
-    cta = gl.program_id(0)
-    place = turn * ctas + gl.where(turn % 2 == 0, cta, ctas - 1 - cta)
-    valid = place < items * heads
-    record = plan_ptr + 8 + (place // heads) * 8
-    row = gl.load(record, mask=valid, other=0)
-    q_first = gl.load(record + 1, mask=valid, other=0)
-    q_end = gl.load(record + 2, mask=valid, other=0)
-    position = gl.load(record + 3, mask=valid, other=0)
-    length = gl.load(record + 4, mask=valid, other=0)
-    first = gl.where(window > 0, gl.maximum(position - window + 1, 0) // N, 0)
-    last = gl.maximum((gl.minimum(position + BLOCK_M, length) + N - 1) // N, first + 1)
-    return valid, row, place % heads, q_first, q_end, position, first, last, length
-
-
-@gluon.jit
-def _load_tiles(
-    q_desc,
-    k_desc,
-    v_desc,
-    q_smem,
-    k_smem,
-    v_smem,
-    bars,
-    plan_ptr,
-    table_ptr,
-    table_stride,
-    heads,
-    kv_heads,
-    window,
-    STAGES: gl.constexpr,
-    D: gl.constexpr,
-    N: gl.constexpr,
-    PERMUTE: gl.constexpr,
-):
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
-    bits: gl.constexpr = k_desc.dtype.primitive_bitwidth
-    DB: gl.constexpr = min(D, 1024 // bits)
-    PAGES: gl.constexpr = N // 64
-    KB: gl.constexpr = D // DB
-    items = gl.load(plan_ptr)
-    turn = 0
-    i = 0
-    valid, row, head, q_first, q_end, position, first, last, length = _item(plan_ptr, turn, items, heads, window, N)
-    while valid:
-        table = table_ptr + row.to(gl.int64) * table_stride
-        final_page = gl.maximum((length + 63) // 64 - 1, 0)
-        kv_head = head // (heads // kv_heads)
-        mbarrier.wait(q_empty, (turn & 1) ^ 1)
-        mbarrier.expect(q_full, BLOCK_M * D * bits // 8)
-        for w in gl.static_range(BLOCK_M // 64):
-            for c in gl.static_range(KB):
-                tma.async_copy_global_to_shared(
-                    q_desc, [q_first + 64 * w, head * D + c * DB], q_full, q_smem.index(w).slice(c * 64, 64)
-                )
-        for back in range(last - first):
-            tile = last - 1 - back
-            stage = i % STAGES
-            phase = ((i // STAGES) & 1) ^ 1
-            mbarrier.wait(k_empty.index(stage), phase)
-            mbarrier.expect(k_full.index(stage), N * D * bits // 8)
-            for p in gl.static_range(PAGES):
-                page = gl.load(table + gl.minimum(tile * PAGES + p, final_page))
-                for c in gl.static_range(KB):
-                    block = k_smem.index(stage).slice((c * PAGES + p) * 64, 64)
-                    if PERMUTE:
-                        tma.async_copy_global_to_shared(
-                            k_desc,
-                            [(page * kv_heads + kv_head) * 4, 0, 0, 0, c * DB],
-                            k_full.index(stage),
-                            block._reinterpret(k_desc.dtype, [4, 2, 4, 2, DB], k_desc.layout),
-                        )
-                    else:
-                        tma.async_copy_global_to_shared(
-                            k_desc, [(page * kv_heads + kv_head) * 64, c * DB], k_full.index(stage), block
-                        )
-            mbarrier.wait(v_empty.index(stage), phase)
-            mbarrier.expect(v_full.index(stage), N * D * bits // 8)
-            for p in gl.static_range(PAGES):
-                page = gl.load(table + gl.minimum(tile * PAGES + p, final_page))
-                tma.async_copy_global_to_shared(
-                    v_desc,
-                    [(page * kv_heads + kv_head) * D, 0],
-                    v_full.index(stage),
-                    v_smem.index(stage).slice(p * D, D),
-                )
-            i += 1
-        turn += 1
-        valid, row, head, q_first, q_end, position, first, last, length = _item(plan_ptr, turn, items, heads, window, N)
 
 
 @gluon.jit
@@ -193,7 +97,9 @@ def _attend(
     items = gl.load(plan_ptr)
     turn = 0
     i = 0
-    valid, row, head, q_first, q_end, position, first, last, length = _item(plan_ptr, turn, items, heads, window, N)
+    valid, _row, head, q_first, q_end, position, first, last, length = plan_item(
+        plan_ptr, turn, items, heads, window, N
+    )
     while valid:
         at = position + rows
         factor = gl.full([64], scale, gl.float32, row_layout)
@@ -276,7 +182,7 @@ def _attend(
                 acc = acc * gl.convert_layout(shrink, o_row)[:, None]
             i += 1
         turn += 1
-        upcoming = _item(plan_ptr, turn, items, heads, window, N)
+        upcoming = plan_item(plan_ptr, turn, items, heads, window, N)
         before = (i - 1) % STAGES
         mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
         v = v_smem.index(before)._reinterpret(dtype, [D, N], v_layout).permute((1, 0))
@@ -302,7 +208,7 @@ def _attend(
         )
         log_sum = gl.where(total == 0.0, float("-inf"), (maximum + gl.log2(total) - SHIFT) / LOG2E)
         gl.store(lse_ptr + (q_first + rows) * heads + head, log_sum, mask=q_first + rows < q_end)
-        valid, row, head, q_first, q_end, position, first, last, length = upcoming
+        valid, _row, head, q_first, q_end, position, first, last, length = upcoming
 
 
 @gluon.jit(do_not_specialize=["heads", "kv_heads", "table_stride", "window"])
@@ -429,7 +335,7 @@ def prefill_hopper_kernel(
                 ),
             ),
             (
-                _load_tiles,
+                load_tiles,
                 (
                     q_desc,
                     k_desc,

@@ -114,7 +114,8 @@ def check_pages(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """Raise ValueError where queries (`[..., heads, head_dim]`), pages, table, lengths and scales do not fit together."""
+    """Raise ValueError where queries (`[..., heads, head_dim]`), pages, table, lengths and scales do not fit
+    together."""
     heads, head_dim = q.shape[-2:]
     if k_pages.ndim != 4 or k_pages.shape[2:] != (PAGE, head_dim):
         raise ValueError(f"k_pages must be [pages, kv_heads, {PAGE}, {head_dim}], got {list(k_pages.shape)}")

@@ -1,12 +1,12 @@
 """Orders the query tiles of a ragged prefill batch, heaviest first, for the persistent prefill kernel.
 
-A tile is 128 new tokens of one row; what it costs grows with the position of its last token.  Dealt in descending order,
-back and forth over the CTAs, the tiles of any mix of chunks finish together.  No sort is needed: within a row the costs
-rise by a constant step, so how many tiles of each row are heavier than a given one is one division, and each program of the
-planner ranks its own tile.  `prefill_plan_reference` sorts instead.
+A tile is 128 new tokens of one row; what it costs grows with the position of its last token.  Dealt in descending
+order, back and forth over the CTAs, the tiles of any mix of chunks finish together.  No sort is needed: within a row
+the costs rise by a constant step, so how many tiles of each row are heavier than a given one is one division, and each
+program of the planner ranks its own tile.  `prefill_plan_reference` sorts instead.
 
-A plan is int32 `[1 + tiles, 8]`: first the number of tiles, then per tile its row, first query and end of the row's queries
-in the batch, position of the first query in its context, and the row's context length.
+A plan is int32 `[1 + tiles, 8]`: first the number of tiles, then per tile its row, first query and end of the row's
+queries in the batch, position of the first query in its context, and the row's context length.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ QUERY_TILE = 128
 def prefill_plan(context_lens: Tensor, cu_q_lens: Tensor, tokens: int, *, out: Tensor | None = None) -> Tensor:
     """Plan a batch of `tokens` new tokens; one launch serves every layer of the step.
 
-    `context_lens` int32 `[batch]` counts the new tokens too, `cu_q_lens` int32 `[batch + 1]` says where each row's begin.
+    `context_lens` int32 `[batch]` counts the new tokens too, `cu_q_lens` int32 `[batch + 1]` says where each row's
+    begin.
     """
     batch = len(context_lens)
     most = -(-tokens // QUERY_TILE) + batch
@@ -78,6 +79,6 @@ def prefill_plan_reference(context_lens: list[int], cu_q_lens: list[int]) -> lis
     """The records of a plan, heaviest tile first, ties by row."""
     records = []
     for row, (length, begin, end) in enumerate(zip(context_lens, cu_q_lens, cu_q_lens[1:], strict=False)):
-        for first in range(begin, end, QUERY_TILE):
-            records.append((row, first, end, length - (end - first), length))
+        firsts = range(begin, end, QUERY_TILE)
+        records += [(row, first, end, length - (end - first), length) for first in firsts]
     return sorted(records, key=lambda record: (-record[3], record[0]))

@@ -52,8 +52,8 @@ def add_columns(total, p, shrink, N: gl.constexpr):
 def ordered(total):
     """The same row sums, but nothing that they are made of can be scheduled behind what follows.
 
-    The assembler moves a wait for the tensor cores as far up as it can, above the softmax that should overlap with them;
-    it does not move it across a store to shared memory.  This one stands on a condition that never holds.
+    The assembler moves a wait for the tensor cores as far up as it can, above the softmax that should overlap with
+    them; it does not move it across a store to shared memory.  This one stands on a condition that never holds.
     """
     return gl.inline_asm_elementwise(
         """{
@@ -83,7 +83,7 @@ def probability_operand(p, dtype: gl.constexpr, N: gl.constexpr, layout: gl.cons
     if PERMUTE:
         p = p.reshape([64, N // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, N])
         p = gl.convert_layout(p, layout, assert_trivial=True)
-        # Packs by fours at once: element-wise casts to fp8 cost three times the instructions in unpacking and repacking.
+        # Packs by fours at once: element-wise casts to fp8 take three times the instructions to unpack and repack.
         return gl.inline_asm_elementwise(
             """{
             .reg .b16 low, high;

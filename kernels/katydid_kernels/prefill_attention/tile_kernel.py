@@ -1,6 +1,7 @@
 """The prefill kernel in plain Triton: one program a (query tile, head), one page of keys at a time.
 
-It runs in the interpreter and is the fallback and the oracle beside the Gluon kernel; the tiles come from the same plan.
+It runs in the interpreter and is the fallback and the oracle beside the Gluon kernel; the tiles come from the same
+plan.
 """
 
 from __future__ import annotations

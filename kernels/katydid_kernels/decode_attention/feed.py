@@ -1,0 +1,108 @@
+"""Where the tiles of the Hopper decode kernel come from: a CTA walks its share of the plan, a warp streams the pages.
+
+Both halves of a CTA, the loading warp and the computing warpgroup, walk the plan for themselves and never speak of it.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.extra.cuda import gdc_wait
+
+__all__ = ["first_piece", "next_piece", "stream_pages"]
+
+
+@gluon.jit
+def first_piece(plan_ptr, lens_ptr, batch):
+    record = plan_ptr + gl.program_id(0) * 8
+    row = gl.load(record)
+    length = gl.load(lens_ptr + row, mask=row < batch, other=0)
+    return (
+        row,
+        gl.load(record + 1),
+        gl.load(record + 2),
+        gl.load(record + 3),
+        gl.load(record + 4),
+        gl.load(record + 5),
+        gl.load(record + 6),
+        gl.load(record + 7),
+        length,
+    )
+
+
+@gluon.jit
+def next_piece(row, head, left, interval, batch, kv_heads, lens_ptr, window, piece_cost, Q_LEN: gl.constexpr):
+    """The following item from its first visible tile on, as far as the CTA's interval reaches; row = batch when
+    done."""
+    row += ((head + 1) == kv_heads).to(gl.int32)
+    head = gl.where(head + 1 == kv_heads, 0, head + 1)
+    left -= piece_cost
+    row = gl.where(left > 0, row, batch)
+    length = gl.load(lens_ptr + row, mask=row < batch, other=0)
+    stored = (length + 63) // 64
+    first = gl.where(window > 0, gl.maximum(length - Q_LEN - window + 1, 0) // 64, 0)
+    tiles = gl.maximum(stored - first, 1)
+    take = gl.minimum(tiles, left)
+    count = 1 + (tiles - take + interval - 1) // interval
+    return row, head, first, gl.minimum(first + take, stored), count, left - take, length
+
+
+@gluon.jit
+def stream_pages(
+    k_desc,
+    v_desc,
+    k_smem,
+    v_smem,
+    full,
+    empty,
+    table_ptr,
+    lens_ptr,
+    plan_ptr,
+    batch,
+    kv_heads,
+    table_stride,
+    window,
+    piece_cost,
+    Q_LEN: gl.constexpr,
+    D: gl.constexpr,
+    BOX: gl.constexpr,
+    PAGES: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    page_bytes: gl.constexpr = 2 * 64 * D * k_desc.dtype.primitive_bitwidth // 8
+    row, head, first, last, _index, _count, left, interval, length = first_piece(plan_ptr, lens_ptr, batch)
+    waited = row < 0
+    step = 0
+    while row < batch:
+        table = table_ptr + row.to(gl.int64) * table_stride
+        for tile in range(first, last, PAGES):
+            if not waited and (tile + PAGES) * 64 > length - Q_LEN:
+                gdc_wait()
+                waited = True
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            pages = gl.minimum(last - tile, PAGES)
+            for n in gl.static_range(1, PAGES + 1):
+                mbarrier.expect(full.index(stage), page_bytes * n, pred=pages == n)
+            for p in gl.static_range(PAGES):
+                page = gl.load(table + tile + p, mask=p < pages, other=0)
+                for c in gl.static_range(D // BOX):
+                    tma.async_copy_global_to_shared(
+                        k_desc,
+                        [(page * kv_heads + head) * 64, c * BOX],
+                        full.index(stage),
+                        k_smem.index(stage).slice((c * PAGES + p) * 64, 64),
+                        pred=p < pages,
+                    )
+                tma.async_copy_global_to_shared(
+                    v_desc,
+                    [(page * kv_heads + head) * D, 0],
+                    full.index(stage),
+                    v_smem.index(stage).slice(p * D, D),
+                    pred=p < pages,
+                )
+            step += 1
+        row, head, first, last, _count, left, length = next_piece(
+            row, head, left, interval, batch, kv_heads, lens_ptr, window, piece_cost, Q_LEN
+        )
