@@ -36,6 +36,7 @@ clients: install ## the npm openai package, langchain-openai and litellm, unchan
 	$(BIN)/pytest -q -m clients --timeout 900
 
 bench: install ## benchmarks that need no GPU
+	$(BIN)/python bench/block_hash.py
 	$(BIN)/python bench/kvcache.py
 	$(BIN)/python bench/serve.py
 
