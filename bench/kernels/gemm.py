@@ -27,7 +27,7 @@ import triton
 Found = dict[str, dict[str, Any]]
 GROUPS = {
     "gemm": ("bf16", "fp8 promoted", "fp8", "few rows"),
-    "moe": ("TP8", "EP8", "bf16 TP8", "tiles TP8", "tiles EP8", "odd shapes"),
+    "moe": ("TP8", "EP8", "bf16 TP8", "rows", "tiles TP8", "tiles EP8", "odd shapes"),
 }
 
 
@@ -35,8 +35,9 @@ def part(name: str) -> dict[str, Any]:
     """Run one part in this process."""
     from gemm_cases import dense, few_rows
     from moe_cases import experts, odd_shapes, tiles
+    from row_cases import rows
 
-    runs: dict[str, Callable[[], dict[str, Any]]] = {"few rows": few_rows, "odd shapes": odd_shapes}
+    runs: dict[str, Callable[[], dict[str, Any]]] = {"few rows": few_rows, "odd shapes": odd_shapes, "rows": rows}
     runs |= {kind: lambda kind=kind: dense(kind) for kind in GROUPS["gemm"][:3]}
     runs |= {shard: lambda shard=shard: experts(shard) for shard in GROUPS["moe"][:3]}
     runs |= {f"tiles {shard}": lambda shard=shard: tiles(shard) for shard in ("TP8", "EP8")}

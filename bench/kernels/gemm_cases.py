@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from gemm_timing import BF16, BF16_TFLOPS, COPY_TB_PER_S, E4M3, FP8_TFLOPS, Row, measuring, median_us, preparing, row
 from katydid_kernels.gemm.checking import check_gemm
-from katydid_kernels.gemm.dense import launch_narrow, launch_wide
+from katydid_kernels.gemm.launch import launch_narrow, launch_wide
 from katydid_kernels.gemm.tuning import NarrowTile, narrow_tile, wide_tile
 
 __all__ = ["dense", "few_rows"]

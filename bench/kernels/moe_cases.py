@@ -10,8 +10,8 @@ from gemm_timing import BF16, BF16_TFLOPS, COPY_TB_PER_S, E4M3, FP8_TFLOPS, Row,
 from katydid_kernels.gemm import experts as launches
 from katydid_kernels.gemm.checking import check_experts, expert_operands
 from katydid_kernels.gemm.combine import combine
-from katydid_kernels.gemm.dense import launch_wide
 from katydid_kernels.gemm.experts import ExpertWorkspace, run_experts
+from katydid_kernels.gemm.launch import launch_wide
 from katydid_kernels.gemm.plan import plan_routes
 from katydid_kernels.gemm.tuning import DecodeTile, UpTile, down_tile, up_tile
 from torch import Tensor

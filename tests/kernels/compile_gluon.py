@@ -10,11 +10,11 @@ import json
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import katydid_kernels.gemm.dense as dense
 import katydid_kernels.gemm.experts as experts
+import katydid_kernels.gemm.launch as launch
 import torch
 from katydid_kernels.gemm.expert_scales import ExpertScales
-from katydid_kernels.gemm.tuning import wide_tile
+from katydid_kernels.gemm.tuning import NarrowTile, wide_tile
 from sm90 import Cubin, compile_gluon
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -45,7 +45,12 @@ def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def run_gemm(dtype: torch.dtype, promote: bool, **hooks: torch.Tensor) -> None:
     m, n, k = 512, 1024, 256
     a, b, out = zeros(m, k, dtype=dtype), zeros(n, k, dtype=dtype), zeros(m, n, dtype=BF16)
-    dense.launch_wide(a, b, out, wide_tile(m, n, promote=promote), promote=promote, **hooks)
+    launch.launch_wide(a, b, out, wide_tile(m, n, promote=promote), promote=promote, **hooks)
+
+
+def run_narrow(dtype: torch.dtype, tile: NarrowTile) -> None:
+    a, b, out = zeros(5, 256, dtype=dtype), zeros(1024, 256, dtype=dtype), zeros(5, 1024, dtype=BF16)
+    launch.launch_narrow(a, b, out, tile, row_scale=torch.ones(5), residual=out, promote=dtype == E4M3)
 
 
 def run_experts(dtype: torch.dtype, tokens: int, **scales: torch.Tensor) -> None:
@@ -59,7 +64,7 @@ def run_experts(dtype: torch.dtype, tokens: int, **scales: torch.Tensor) -> None
 
 
 def main() -> None:
-    for module in (dense, experts):
+    for module in (launch, experts):
         module.sm_count = lambda device: 132  # type: ignore[attr-defined]
         for name, value in vars(module).copy().items():
             if name.endswith("_kernel"):
@@ -73,6 +78,8 @@ def main() -> None:
         "gemm bf16 residual": lambda: run_gemm(BF16, False, residual=matrix, bias=matrix[0]),
         "gemm fp8": lambda: run_gemm(E4M3, False, row_scale=one, col_scale=one),
         "gemm fp8 promoted, vectors": lambda: run_gemm(E4M3, True, row_scale=vector, col_scale=vector.repeat(2)),
+        "gemm fp8 few rows": lambda: run_narrow(E4M3, NarrowTile(16, 2, 10)),
+        "gemm bf16 few rows, one warpgroup": lambda: run_narrow(BF16, NarrowTile(64, 1, 8)),
         "experts fp8 decode": lambda: run_experts(E4M3, 4),
         "experts fp8 decode, scale a token": lambda: run_experts(E4M3, 16, token=torch.ones(16)),
         "experts fp8 prefill": lambda: run_experts(E4M3, 1024),

@@ -32,7 +32,12 @@ def test_shared_memory_fits(compiled: list[dict]) -> None:
 
 
 def test_hopper_instructions(compiled: list[dict]) -> None:
-    assert {k["kernel"] for k in compiled} == {"wide_gemm_kernel", "experts_up_kernel", "experts_decode_kernel"}
+    assert {k["kernel"] for k in compiled} == {
+        "wide_gemm_kernel",
+        "narrow_gemm_kernel",
+        "experts_up_kernel",
+        "experts_decode_kernel",
+    }
     for kernel in compiled:
         multiply, other = ("QGMMA", "HGMMA") if "fp8" in kernel["case"] else ("HGMMA", "QGMMA")
         opcodes = kernel["opcodes"]

@@ -1,6 +1,6 @@
 """Norm and SwiGLU with quantisation against torch, in the interpreter where there is no GPU.
 
-The interpreter does not round to e4m3 as the GPU does, so there the kernels write fp16: everything but the last rounding.
+The interpreter does not round to e4m3 as the GPU does; there the kernels write fp16: everything but the last rounding.
 """
 
 from __future__ import annotations

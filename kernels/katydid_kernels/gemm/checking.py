@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from katydid_kernels.gemm.dense import launch_narrow, launch_wide
 from katydid_kernels.gemm.expert_scales import ExpertScales
 from katydid_kernels.gemm.experts import ExpertWorkspace, run_experts
+from katydid_kernels.gemm.launch import launch_narrow, launch_wide
 from katydid_kernels.gemm.tuning import DecodeTile, NarrowTile, UpTile, WideTile
 
 __all__ = ["E4M3", "ExpertCase", "check_experts", "check_gemm", "expert_operands", "relative_error"]

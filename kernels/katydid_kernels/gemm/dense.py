@@ -6,30 +6,12 @@ import functools
 from typing import TypedDict
 
 import torch
-import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from katydid_kernels.gemm.narrow_kernel import narrow_gemm_kernel
-from katydid_kernels.gemm.plain import plain_gemm, scale_step
-from katydid_kernels.gemm.tuning import NarrowTile, WideTile, narrow_tile, wide_tile
-from katydid_kernels.gemm.wide_kernel import wide_gemm_kernel
+from katydid_kernels.gemm.plain import plain_gemm
+from katydid_kernels.gemm.tuning import narrow_tile, wide_tile
 
-__all__ = [
-    "GLUON_TYPE",
-    "REGISTERS",
-    "gemm",
-    "gemm_reference",
-    "launch_narrow",
-    "launch_wide",
-    "runs_gluon",
-    "sm_count",
-]
-
-# Registers a thread at launch, by consumer warpgroups: 64 K over them and the producer's warpgroup.
-REGISTERS = {1: 255, 2: 168, 3: 128}
-GLUON_TYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
+__all__ = ["gemm", "gemm_reference", "runs_gluon"]
 
 
 class _Hooks(TypedDict):
@@ -75,6 +57,9 @@ def gemm(
     if not a.is_cuda:
         return out.copy_(gemm_reference(a, b, **hooks, out_dtype=out.dtype))
     if runs_gluon(a.device) and _fits_copy_engine(a, b, out):
+        # Imported where it runs: the kernels speak to one generation of GPUs and of Triton.
+        from katydid_kernels.gemm.launch import launch_narrow, launch_wide
+
         narrow = narrow_tile(a.shape[0])
         if narrow is not None:
             return launch_narrow(a, b, out, narrow, **hooks, promote=promote)
@@ -110,129 +95,9 @@ def runs_gluon(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-@functools.cache
-def sm_count(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _fits_copy_engine(*tensors: Tensor) -> bool:
     """TMA wants a base and row strides of 16 bytes."""
     return all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in tensors)
-
-
-def descriptor(tensor: Tensor, box: list[int]) -> TensorDescriptor:
-    """A TMA descriptor over a matrix whose boxes land in shared memory swizzled for wgmma."""
-    return TensorDescriptor(
-        tensor,
-        list(tensor.shape),
-        list(tensor.stride()),
-        box,
-        gl.NVMMASharedLayout.get_default_for(box, GLUON_TYPE[tensor.dtype]),
-    )
-
-
-def launch_wide(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    tile: WideTile,
-    *,
-    row_scale: Tensor | None = None,
-    col_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    promote: bool = False,
-    tiles: Tensor | None = None,
-    tile_count: Tensor | None = None,
-) -> Tensor:
-    """The wide kernel itself, grouped where `tiles` and `tile_count` of a `RoutePlan` are given.
-
-    Grouped, b is ``[E, N, K]``, N a multiple of the tile's columns, and col_scale ``[E]``. Columns of `a` past K
-    must be finite.
-    """
-    n, k = b.shape[-2:]
-    block_k = 128 // a.element_size()
-    b = b.view(-1, k)
-    ctas = sm_count(a.device)
-    if tiles is None:
-        ctas = min(ctas, triton.cdiv(a.shape[0], tile.tile_m) * triton.cdiv(n, tile.block_n))
-    wide_gemm_kernel[(ctas,)](
-        descriptor(a, [tile.block_m, block_k]),
-        descriptor(b, [tile.block_n, block_k]),
-        descriptor(out, [tile.block_m, tile.piece]),
-        None if tiles is None else out,
-        out.stride(0),
-        tiles,
-        tile_count,
-        row_scale,
-        col_scale,
-        bias,
-        residual,
-        0 if residual is None else residual.stride(0),
-        a.shape[0],
-        n,
-        k,
-        BAND=tile.band,
-        STAGES=tile.stages,
-        WGS=tile.warpgroups,
-        STAGED=tile.staged,
-        PROMOTE=promote,
-        ROW_VECTOR=row_scale is not None and row_scale.numel() > 1,
-        COL_VECTOR=tiles is None and col_scale is not None and col_scale.numel() > 1,
-        num_warps=4,
-        maxnreg=REGISTERS[tile.warpgroups],
-    )
-    return out
-
-
-@functools.cache
-def _narrow_scratch(device: torch.device, warpgroups: int, tokens: int, tiles: int) -> tuple[Tensor, Tensor]:
-    """Partial sums and counters of the narrow kernel: one set a shape, for one stream at a time."""
-    partial = torch.empty(2 * sm_count(device) * warpgroups, 64, tokens, device=device)
-    return partial, torch.zeros(tiles * warpgroups, dtype=torch.int32, device=device)
-
-
-def launch_narrow(
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    tile: NarrowTile,
-    *,
-    row_scale: Tensor | None = None,
-    col_scale: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    promote: bool = False,
-) -> Tensor:
-    """The kernel for up to `tile.tokens` rows of a."""
-    m, k = a.shape
-    n = b.shape[0]
-    block_k = 128 // a.element_size()
-    partial, counters = _narrow_scratch(a.device, tile.warpgroups, tile.tokens, triton.cdiv(n, 64 * tile.warpgroups))
-    narrow_gemm_kernel[(sm_count(a.device),)](
-        descriptor(a, [tile.tokens, block_k]),
-        descriptor(b, [64, block_k]),
-        out,
-        out.stride(0),
-        partial,
-        counters,
-        row_scale,
-        scale_step(row_scale),
-        col_scale,
-        scale_step(col_scale),
-        bias,
-        residual,
-        0 if residual is None else residual.stride(0),
-        m,
-        n,
-        k,
-        STAGES=tile.stages,
-        WGS=tile.warpgroups,
-        PROMOTE=promote,
-        num_warps=4,
-        maxnreg=128 if tile.warpgroups == 1 else 112,
-    )
-    return out
 
 
 def gemm_reference(

@@ -14,10 +14,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from katydid_kernels.gemm.combine import combine
-from katydid_kernels.gemm.dense import GLUON_TYPE, REGISTERS, launch_wide, sm_count
 from katydid_kernels.gemm.expert_scales import ExpertScales
 from katydid_kernels.gemm.experts_decode_kernel import experts_decode_kernel
 from katydid_kernels.gemm.experts_up_kernel import experts_up_kernel
+from katydid_kernels.gemm.launch import GLUON_TYPE, REGISTERS, launch_wide, sm_count
 from katydid_kernels.gemm.plan import RoutePlan, plan_routes
 from katydid_kernels.gemm.tuning import DecodeTile, UpTile, WideTile, decode_tile, down_tile, up_tile
 
