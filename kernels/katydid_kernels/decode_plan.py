@@ -103,7 +103,10 @@ def visible_tiles(length, q_len, window):
     return first, tl.maximum((length + 63) // 64 - first, 1)
 
 
-@triton.jit(do_not_specialize=["batch", "kv_heads", "q_len", "window", "min_tiles"])
+@triton.jit(
+    do_not_specialize=["batch", "kv_heads", "q_len", "window", "min_tiles"],
+    do_not_specialize_on_alignment=["lens_ptr"],
+)
 def _decode_plan_kernel(
     lens_ptr,
     plan_ptr,

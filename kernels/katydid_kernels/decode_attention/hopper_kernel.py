@@ -182,7 +182,10 @@ def _attend(
         index = 0
 
 
-@gluon.jit(do_not_specialize=["batch", "kv_heads", "window", "piece_cost", "table_stride"])
+@gluon.jit(
+    do_not_specialize=["batch", "kv_heads", "window", "piece_cost", "table_stride"],
+    do_not_specialize_on_alignment=["table_ptr", "lens_ptr", "lse_ptr"],
+)
 def decode_hopper_kernel(
     q_ptr,
     q_scale_ptr,

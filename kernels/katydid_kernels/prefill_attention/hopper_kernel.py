@@ -211,7 +211,10 @@ def _attend(
         valid, _row, head, q_first, q_end, position, first, last, length = upcoming
 
 
-@gluon.jit(do_not_specialize=["heads", "kv_heads", "table_stride", "window"])
+@gluon.jit(
+    do_not_specialize=["heads", "kv_heads", "table_stride", "window"],
+    do_not_specialize_on_alignment=["table_ptr", "lse_ptr"],
+)
 def prefill_hopper_kernel(
     q_desc,
     k_desc,

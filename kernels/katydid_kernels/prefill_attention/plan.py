@@ -42,7 +42,7 @@ def prefill_plan(context_lens: Tensor, cu_q_lens: Tensor, tokens: int, *, out: T
     return plan
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch"], do_not_specialize_on_alignment=["lens_ptr", "cu_ptr"])
 def _prefill_plan_kernel(lens_ptr, cu_ptr, plan_ptr, batch, TILE: tl.constexpr, BLOCK_B: tl.constexpr):
     me = tl.program_id(0)
     row = tl.arange(0, BLOCK_B)
