@@ -4,10 +4,18 @@ torch reference beside it that defines the result.
 
 from katydid_kernels.decode_attention import decode_attention, decode_attention_reference
 from katydid_kernels.fused_moe import fused_moe, fused_moe_reference
+from katydid_kernels.gemm.expert_scales import ExpertScales
 from katydid_kernels.kv_pack import kv_pack, kv_pack_reference, kv_unpack, kv_unpack_reference, object_bytes
 from katydid_kernels.linear import linear, linear_reference
+from katydid_kernels.linear_fp8 import linear_fp8, linear_fp8_reference, segment_scale
 from katydid_kernels.prefill_attention import prefill_attention, prefill_attention_reference
 from katydid_kernels.qkv_post import QkNorm, qkv_post, qkv_post_reference
+from katydid_kernels.quantize_rows import (
+    add_rms_norm_quantize,
+    add_rms_norm_quantize_reference,
+    swiglu_quantize,
+    swiglu_quantize_reference,
+)
 from katydid_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from katydid_kernels.rope import rope, rope_reference, rope_table
 from katydid_kernels.router import router, router_reference
@@ -24,12 +32,15 @@ from katydid_kernels.sample import (
 from katydid_kernels.swiglu import swiglu, swiglu_reference
 
 __all__ = [
+    "ExpertScales",
     "LogitBias",
     "Logprobs",
     "Penalties",
     "QkNorm",
     "SamplingBatch",
     "add_rms_norm",
+    "add_rms_norm_quantize",
+    "add_rms_norm_quantize_reference",
     "add_rms_norm_reference",
     "decode_attention",
     "decode_attention_reference",
@@ -40,6 +51,8 @@ __all__ = [
     "kv_unpack",
     "kv_unpack_reference",
     "linear",
+    "linear_fp8",
+    "linear_fp8_reference",
     "linear_reference",
     "logprobs",
     "logprobs_reference",
@@ -57,6 +70,9 @@ __all__ = [
     "router_reference",
     "sample",
     "sample_reference",
+    "segment_scale",
     "swiglu",
+    "swiglu_quantize",
+    "swiglu_quantize_reference",
     "swiglu_reference",
 ]
