@@ -158,6 +158,30 @@ def test_a_torn_put_leaves_nothing_behind(service: ServiceProcess) -> None:
     run(scenario)
 
 
+def test_a_client_that_vanishes_in_mid_put_frees_the_block(service: ServiceProcess) -> None:
+    async def scenario() -> None:
+        block = make(1)[0]
+        async with CacheClient(service.address) as cache:
+            await cache.attach(IDENTITY, LAYOUT)
+            channel = grpc.aio.insecure_channel(service.address)
+            attachment, _ = await attached(channel)
+            call: Any = channel.stream_stream(f"/{SERVICE}/Put")()
+            for message in (
+                pb.PutRequest(start=pb.PutStart(attachment=attachment)),
+                pb.PutRequest(block=pb.PutBlock(index=0, hash=block.hash, checksum=bytes(16))),
+                pb.PutRequest(frame=pb.Frame(index=0, offset=0, data=bytes(100))),
+            ):
+                await call.write(message.SerializeToString())
+            await call.read()  # credit: the service has begun
+            await asyncio.sleep(0.1)
+            await channel.close()
+            while (outcome := (await cache.put([block]))[0]) == PutOutcome(PutStatus.REFUSED, "busy"):
+                await asyncio.sleep(0.01)
+            assert outcome == STORED
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("method", ["Get", "Put"])
 def test_a_client_that_stalls_is_cut_off_and_holds_nobody_up(service: ServiceProcess, method: str) -> None:
     async def scenario() -> None:
