@@ -141,6 +141,7 @@ def test_what_the_services_write_is_what_is_read(tmp_path):
     text = out.getvalue()
     assert "3 spans of engine, gateway" in text
     assert "└─ engine.prefill" in text or "├─ engine.prefill" in text
+    assert "→ engine.prefill" in text
     assert "the first token waited for engine.prefill (1000.0 ms)" in text
 
 

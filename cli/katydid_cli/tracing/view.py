@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from katydid_runtime.errors import NotFoundError, SettingsError
@@ -63,6 +63,7 @@ def _tree_table(spans: Sequence[Span], width: int) -> Table:
     length = max(1, max(span.end_ns for span in spans) - begin)
     rows = [row for root in tree(spans) for row in _rows(root, "", "")]
     name_width = max(name.cell_len for name, _ in rows)
+    names = {span.span_id: span.name for span in spans}
     note_width = max(0, width - name_width - _MS_WIDTH - _BAR_WIDTH - 4)
 
     table = Table(box=None, pad_edge=False)
@@ -72,7 +73,7 @@ def _tree_table(spans: Sequence[Span], width: int) -> Table:
     table.add_column("", no_wrap=True)
     for name, span in rows:
         bar = Text(_bar(span, begin, length), _COLOURS.get(span.service, "white"))
-        table.add_row(name, f"{span.duration_s * 1e3:.1f}", bar, Text(_note(span)[:note_width], "dim"))
+        table.add_row(name, f"{span.duration_s * 1e3:.1f}", bar, Text(_note(span, names)[:note_width], "dim"))
     return table
 
 
@@ -93,11 +94,15 @@ def _bar(span: Span, begin: int, length: int) -> str:
     return (" " * min(left, _BAR_WIDTH - 1) + "█" * width)[:_BAR_WIDTH].ljust(_BAR_WIDTH)
 
 
-def _note(span: Span) -> str:
+def _note(span: Span, names: Mapping[str, str]) -> str:
+    """The error, or what the span is linked to, then attributes; `names` are those of the trace's spans by id."""
     if span.error:
         return span.error
-    shown = [(key, value) for key, value in span.attributes.items() if not key.startswith("ttft")]
-    return " ".join(f"{key}={value}" for key, value in shown[:_SHOWN_ATTRIBUTES])
+    links = ", ".join(names.get(link, "a span elsewhere") for link in span.links)
+    hidden = ("ttft", "katydid.request_id")
+    shown = [(key, value) for key, value in span.attributes.items() if not key.startswith(hidden)]
+    attributes = (f"{key}={value}" for key, value in shown[:_SHOWN_ATTRIBUTES])
+    return " ".join((*((f"→ {links}",) if links else ()), *attributes))
 
 
 def _attribution_table(attribution: Attribution) -> Table:
