@@ -196,6 +196,7 @@ class RpcServer:
         else:
             host, port = split_address(address)
             where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            _refuse_taken_port(host, port, address)
         try:
             if self._credentials is None:
                 bound = self.grpc.add_insecure_port(where)
@@ -208,6 +209,17 @@ class RpcServer:
                 value=address,
             ) from error
         return address if address.startswith("unix:") else f"{where.rpartition(':')[0]}:{bound}"
+
+
+def _refuse_taken_port(host: str, port: int, address: str) -> None:
+    """gRPC would say so too, but with lines of its own on stderr."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise AddressInUseError(f"cannot listen on {address}: {reason}", field="listen", value=address) from error
 
 
 def _refuse_live_socket(path: str, address: str) -> None:
