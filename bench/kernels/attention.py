@@ -100,11 +100,7 @@ def correctness(setup: Setup, report: Report) -> None:
             args = (q, pool.k, pool.v, pool.tables(case.lens)[0], torch.tensor(case.lens, dtype=torch.int32).cuda())
             exact, _ = decode_attention_reference(*args, dtype=torch.float64, **scale)
             compare(f"decode {name} q_len {q_len}", decode_attention(*args, **scale)[0], exact, limit)
-        q, scale = Decode(pool, [300], 8 * pool.kv_heads).query()
-        q, scale = q.expand(300, -1, -1, -1).flatten(0, 1), {}
-        if pool.k.dtype == FP8:
-            one = torch.ones(1, device="cuda")
-            scale = {"q_scale": torch.rand(q.shape[:2], device="cuda") + 0.5, "k_scale": one, "v_scale": one}
+        q, scale = Prefill(pool, 300, 0, 8 * pool.kv_heads).query()
         cu = torch.tensor([0, 200, 300], dtype=torch.int32, device="cuda")
         args = (q, pool.k, pool.v, pool.tables([300, 1000])[0], torch.tensor([300, 1000], dtype=torch.int32).cuda(), cu)
         exact, _ = prefill_attention_reference(*args, dtype=torch.float64, **scale)

@@ -51,6 +51,14 @@ def log_normal_batches(count: int, rows: int = 16, mean: float = 68_000, sigma: 
     return batches
 
 
+def dequantisation(q: Tensor) -> dict[str, Tensor]:
+    """The scales that e4m3 queries and pages come with; none for wider ones."""
+    if q.dtype != FP8:
+        return {}
+    one = torch.ones(1, device="cuda")
+    return {"q_scale": torch.rand(q.shape[:-1], device="cuda") + 0.5, "k_scale": one, "v_scale": one}
+
+
 def uniform_twin(lens: list[int]) -> list[int]:
     """A batch of equal lengths near 4K with as many tokens as `lens`."""
     rows = max(1, round(sum(lens) / 4096))
@@ -106,10 +114,7 @@ class Decode:
     def query(self) -> tuple[Tensor, dict[str, Tensor]]:
         shape = (len(self.lens), self.q_len, self.heads)
         q = torch.randn(*shape, self.pool.k.shape[3], device="cuda", dtype=BF16).to(self.pool.k.dtype)
-        if q.dtype != FP8:
-            return q, {}
-        one = torch.ones(1, device="cuda")
-        return q, {"q_scale": torch.rand(shape, device="cuda") + 0.5, "k_scale": one, "v_scale": one}
+        return q, dequantisation(q)
 
     def calls(self, *, overlap: bool, splits: int | None = None) -> list[Callable[[], object]]:
         """One call a block table; with `splits` over the static plan instead of the dealt one."""
@@ -146,14 +151,16 @@ class Prefill:
     prefix: int
     heads: int
 
+    def query(self) -> tuple[Tensor, dict[str, Tensor]]:
+        shape = (self.new, self.heads)
+        q = torch.randn(*shape, self.pool.k.shape[3], device="cuda", dtype=BF16).to(self.pool.k.dtype)
+        return q, dequantisation(q)
+
     def calls(self) -> list[Callable[[], object]]:
-        head_dim = self.pool.k.shape[3]
-        q = torch.randn(self.new, self.heads, head_dim, device="cuda", dtype=BF16).to(self.pool.k.dtype)
-        one = torch.ones(1, device="cuda")
-        scale = {"q_scale": torch.rand(q.shape[:2], device="cuda") + 0.5, "k_scale": one, "v_scale": one}
+        q, scale = self.query()
         lens = torch.tensor([self.new + self.prefix], dtype=torch.int32, device="cuda")
         cu = torch.tensor([0, self.new], dtype=torch.int32, device="cuda")
-        fixed = {"plan": prefill_plan(lens, cu, self.new), **(scale if q.dtype == FP8 else {})}
+        fixed = {"plan": prefill_plan(lens, cu, self.new), **scale}
         fixed["out"] = torch.empty_like(q, dtype=BF16)
         fixed["lse"] = torch.empty(q.shape[:2], device="cuda")
         return [
