@@ -42,7 +42,7 @@ def _turn(kind: int, seconds: int) -> Iterator[None]:
 
 def preparing() -> Any:
     """While parts compile and check, all at once."""
-    return _turn(fcntl.LOCK_SH, 75)
+    return _turn(fcntl.LOCK_SH, 60)
 
 
 def measuring() -> Any:
