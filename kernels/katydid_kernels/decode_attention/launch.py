@@ -142,7 +142,6 @@ def launch_split(
     plan: Tensor,
     scratch: DecodeScratch,
     *,
-    step: int = 64,
     stages: int = 4,
     piece_cost: int = PIECE_COST,
 ) -> None:
@@ -182,7 +181,6 @@ def launch_split(
         GROUP=heads // kv_heads,
         ROWS=rows,
         HEAD_DIM=head_dim,
-        STEP=step,
         COMBINE=max(1, min(8, 8192 // (rows * head_dim))),
         STAGES=stages,
         num_warps=4,

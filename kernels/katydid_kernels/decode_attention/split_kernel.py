@@ -54,7 +54,6 @@ def decode_split_kernel(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    STEP: tl.constexpr,
     COMBINE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -72,7 +71,7 @@ def decode_split_kernel(
     n = tl.arange(0, ROWS)
     query = n // GROUP
     d = tl.arange(0, HEAD_DIM)
-    step = tl.arange(0, STEP)
+    slot_of_page = tl.arange(0, 64)
     heads = kv_heads * GROUP
     fp8: tl.constexpr = k_ptr.dtype.element_ty == tl.float8e4nv
     live = n < Q_LEN * GROUP
@@ -96,15 +95,15 @@ def decode_split_kernel(
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([HEAD_DIM, ROWS], tl.float32)
         table = table_ptr + row.to(tl.int64) * table_stride
-        end = tl.minimum(last * 64, length)
-        for begin in tl.range(first * 64, end, STEP, num_stages=STAGES):
-            token = begin + step
-            inside = token < end
-            page = tl.load(table + token // 64, mask=inside, other=0)
+        for tile in tl.range(first, last, num_stages=STAGES):
+            page = tl.load(table + tile)
             at = page.to(tl.int64) * page_stride + head.to(tl.int64) * (64 * HEAD_DIM)
-            k = tl.load(k_ptr + (at + (token % 64) * HEAD_DIM)[:, None] + d[None, :], mask=inside[:, None], other=0.0)
-            column = tl.max_contiguous(tl.multiple_of(at + token % 64, 64), 64)
-            v = tl.load(v_ptr + column[None, :] + (d * 64)[:, None], mask=inside[None, :], other=0.0)
+            token = tile * 64 + slot_of_page
+            inside = token < length
+            k = tl.load(k_ptr + at + slot_of_page[:, None] * HEAD_DIM + d[None, :], mask=inside[:, None], other=0.0)
+            # Loaded whole and then cleared: a mask along the contiguous axis would make the load go byte by byte.
+            v = tl.load(v_ptr + at + d[:, None] * 64 + slot_of_page[None, :])
+            v = tl.where(inside[None, :], v, tl.zeros_like(v))
             s = tl.dot(k, q) * factor[None, :]
             if SOFT_CAP:
                 s = soft_cap * LOG2E * (2.0 / (1.0 + tl.exp2(-2.0 * LOG2E * s / soft_cap)) - 1.0)
@@ -121,7 +120,7 @@ def decode_split_kernel(
         done = count == 1
         if count > 1:
             slot = (2 * cta + (index == 0).to(tl.int32)).to(tl.int64)
-            tl.store(partial_ptr + (slot * ROWS + n)[None, :] * HEAD_DIM + d[:, None], acc)
+            tl.store(partial_ptr + slot * (ROWS * HEAD_DIM) + d[:, None] * ROWS + n[None, :], acc)
             tl.store(stats_ptr + slot * (2 * ROWS) + n, maximum)
             tl.store(stats_ptr + slot * (2 * ROWS) + ROWS + n, total)
             tl.debug_barrier()
@@ -143,7 +142,10 @@ def decode_split_kernel(
                     m = tl.load(stats, mask=valid[:, None], other=float("-inf"), cache_modifier=".cg")
                     t = tl.load(stats + ROWS, mask=valid[:, None], other=0.0, cache_modifier=".cg")
                     part = tl.load(
-                        partial_ptr + (slots[:, None, None] * ROWS + n[None, None, :]) * HEAD_DIM + d[None, :, None],
+                        partial_ptr
+                        + slots[:, None, None] * (ROWS * HEAD_DIM)
+                        + d[None, :, None] * ROWS
+                        + n[None, None, :],
                         mask=valid[:, None, None],
                         other=0.0,
                         cache_modifier=".cg",

@@ -75,7 +75,9 @@ def prefill_tile_kernel(
             token = tile * 64 + n
             written = token < length
             k = tl.load(k_ptr + base + n[None, :] * D + d[:, None], mask=written[None, :], other=0.0)
-            v = tl.load(v_ptr + base + d[None, :] * 64 + n[:, None], mask=written[:, None], other=0.0)
+            # Loaded whole and then cleared: a mask along the contiguous axis would make the load go byte by byte.
+            v = tl.load(v_ptr + base + d[None, :] * 64 + n[:, None])
+            v = tl.where(written[:, None], v, tl.zeros_like(v))
             s = tl.dot(q, k) * factor[:, None]
             if SOFT_CAP:
                 s = soft_cap * (1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2E / soft_cap))))
