@@ -178,6 +178,7 @@ class Prefill:
 
 def time_graph(calls: list[Callable[[], object]], replays: int = 20) -> float:
     """Microseconds a call: a graph of all calls, median of `replays` replays after two."""
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         calls[0]()

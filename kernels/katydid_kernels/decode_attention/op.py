@@ -94,6 +94,8 @@ def decode_attention(
         q, k_pages, v_pages, block_table, context_lens, out, lse, scale, soft_cap, window, q_scale, k_scale, v_scale
     )
     kv_heads = k_pages.shape[1]
+    if overlap and plan is None:
+        raise ValueError("overlap needs a plan that is older than the preceding kernel, got none")
     if plan is None:
         plan = decode_plan(context_lens, kv_heads, ctas=decode_ctas(q.device), q_len=q_len, window=window)
     if scratch is None:
