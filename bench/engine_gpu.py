@@ -3,9 +3,10 @@
     PYTHONPATH=kernels:services/engine:services/runtime python3 bench/engine_gpu.py [--json FILE]
 
 Two models: hy3-tiny as shipped, and Hy3 at full width cut to its first two layers (one dense, one MoE of 192 experts)
-with random weights. The oracle is the reference path, fp32 on the CPU, on the same weights rounded to bf16. Bars: an
-fp32 GPU run within 1e-4 of it, relative to the logits' norm; a bf16 run within 2e-2, and the same likeliest token
-wherever the oracle's first two are further apart than twice the largest difference seen.
+with random weights, whose router has many near ties, so that rounding anywhere changes experts. The oracle is the
+reference path, fp32 on the CPU, on the same weights rounded to bf16. Bars, as errors of the logits relative to their
+norm: an fp32 GPU run within 1e-3; a bf16 GPU run within 1.25 times the error of the reference path in bf16 on the CPU;
+and the same likeliest token wherever the oracle's first two are further apart than twice the row's largest error.
 """
 
 from __future__ import annotations
@@ -79,24 +80,32 @@ def chunked_logits(model: DecoderLM, ids: list[int]) -> Tensor:
 
 def compare(name: str, dtype: str, got: Tensor, oracle: Tensor, bar: float) -> list[dict[str, object]]:
     """Rows on the relative error and on likeliest tokens that differ where the oracle is sure."""
-    error = ((got - oracle).norm() / oracle.norm()).item()
-    largest = (got - oracle).abs().max().item()
+    error = relative_error(got, oracle)
     top = oracle.topk(2, dim=-1).values
-    sure = (top[:, 0] - top[:, 1]) > 2 * largest
-    flips = int(((got.argmax(-1) != oracle.argmax(-1)) & sure).sum())
-    every = (got.argmax(-1) != oracle.argmax(-1)).float().mean().item()
+    sure = (top[:, 0] - top[:, 1]) > 2 * (got - oracle).abs().amax(dim=-1)
+    other = got.argmax(-1) != oracle.argmax(-1)
     where = f"{name}, {dtype} on the GPU against fp32 on the CPU"
+    flips = int((other & sure).sum())
     return [
         row(f"{where}: relative error of the logits", error, "", bar, error <= bar),
         row(
-            f"{where}: other likeliest token where the margin exceeds the error, of {int(sure.sum())}",
+            f"{where}: other likeliest token in the {int(sure.sum())} of {len(sure)} sure rows",
             flips,
             "",
             0,
             flips == 0,
         ),
-        row(f"{where}: other likeliest token at any position", round(100 * every, 2), "%", None, None),
+        row(f"{where}: other likeliest token in any row", round(100 * other.float().mean().item(), 2), "%", None, None),
     ]
+
+
+def relative_error(got: Tensor, oracle: Tensor) -> float:
+    return ((got - oracle).norm() / oracle.norm()).item()
+
+
+def bars(bf16_error: float) -> tuple[tuple[torch.dtype, float], ...]:
+    """What the GPU runs are held to, given the reference path's own bf16 error."""
+    return (torch.float32, 1e-3), (torch.bfloat16, 1.25 * bf16_error)
 
 
 def row(figure: str, value: float, unit: str, bar: float | None, met: bool | None) -> dict[str, object]:
@@ -126,9 +135,10 @@ def check_full_width(device: str) -> list[dict[str, object]]:
     ids = torch.randint(0, config.vocab_size, (PROMPT_TOKENS + DECODES,), generator=generator).tolist()
     start = time.perf_counter()
     oracle = chunked_logits(build_model(config, source, device="cpu", dtype=torch.float32), ids)
+    bf16 = chunked_logits(build_model(config, source, device="cpu", dtype=torch.bfloat16), ids)
     print(f"oracle: {time.perf_counter() - start:.1f} s on the CPU", flush=True)
     rows = []
-    for dtype, bar in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
+    for dtype, bar in bars(relative_error(bf16, oracle)):
         model = build_model(config, source, device=device, dtype=dtype)
         rows += compare(
             "Hy3, 2 layers at full width", str(dtype).split(".")[1], chunked_logits(model, ids), oracle, bar
@@ -148,8 +158,9 @@ def check_tiny(device: str) -> list[dict[str, object]]:
     reference = load_model(folder, device="cpu", dtype=torch.float32)
     oracle = chunked_logits(reference, ids)
     expected, _ = generate(reference, ids)
+    bf16 = chunked_logits(load_model(folder, device="cpu", dtype=torch.bfloat16), ids)
     rows = []
-    for dtype, bar in ((torch.float32, 1e-4), (torch.bfloat16, 2e-2)):
+    for dtype, bar in bars(relative_error(bf16, oracle)):
         model = load_model(folder, device=device, dtype=dtype)
         name = str(dtype).split(".")[1]
         rows += compare("hy3-tiny", name, chunked_logits(model, ids), oracle, bar)
