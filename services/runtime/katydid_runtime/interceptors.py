@@ -7,7 +7,7 @@ service here uses.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, TypeAlias
 
@@ -46,16 +46,18 @@ def _wrap(handler: grpc.RpcMethodHandler[Any, Any], method: str, around: Around)
         async with around(method, context):
             return await behaviour(request, context)
 
-    async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+    async def stream(request: Any, context: Context) -> None:
         async with around(method, context):
             responses = behaviour(request, context)
             if not hasattr(responses, "__aiter__"):
                 # The handler writes through context.write() itself.
                 await responses
                 return
+            # Written, not yielded: when the RPC is cancelled, grpc.aio leaves a generator that waits in its `yield` to
+            # the garbage collector, which cleans up later and in another context.
             async with aclosing(responses):
                 async for response in responses:
-                    yield response
+                    await context.write(response)
 
     make: Any = getattr(grpc, "_".join(kind) + "_rpc_method_handler")
     wrapped: grpc.RpcMethodHandler[Any, Any] = make(
