@@ -96,3 +96,10 @@ def test_encoding_pieces_joins_ids_and_weights(tokenizer: Tokenizer) -> None:
     ids, weights = Pieces().add("a = 1\n", 0.0).add("b", 2.0).encode(tokenizer)
     assert ids.tolist() == tokenizer.encode("a = 1\nb", add_special_tokens=False).ids
     assert weights.tolist() == [0.0] * (len(ids) - 1) + [2.0]
+
+
+def test_a_row_without_a_line_break_has_nothing_to_cut(tokenizer: Tokenizer) -> None:
+    row = np.asarray(tokenizer.encode("x = 1 " * 40, add_special_tokens=False).ids, dtype=np.uint16)
+    cut, weights = cut_lines(random.Random(0), tokenizer, row)
+    assert cut.tolist() == row.tolist()
+    assert set(weights.tolist()) == {1.0}

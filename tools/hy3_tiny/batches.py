@@ -80,7 +80,7 @@ def cut_lines(rng: random.Random, tokenizer: Tokenizer, ids: np.ndarray) -> tupl
     encoded = [e.ids for e in tokenizer.encode_batch_fast(pieces, add_special_tokens=False)]
     cut = np.asarray([i for piece in encoded for i in piece], dtype=np.uint16)[: len(ids)]
     weights = np.ones(len(cut), dtype=np.float16)
-    starts = np.cumsum([len(piece) for piece in encoded[:-1]])
+    starts = np.cumsum([len(piece) for piece in encoded[:-1]], dtype=np.int64)
     for offset in (0, 1):
         weights[starts[starts + offset < len(cut)] + offset] = CUT_WEIGHT
     if len(cut) < len(ids):  # invalid UTF-8 at the edges decodes to fewer ids
