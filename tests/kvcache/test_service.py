@@ -175,7 +175,7 @@ def test_spans_hang_under_the_caller_and_delays_show_in_them(tmp_path: Path) -> 
     for name, caller, least_s in (("kvcache.service.lookup", lookup, 0.15), ("kvcache.service.get", get, 0.25)):
         span = spans[name]
         assert (span["trace_id"], span["parent"]) == (caller.trace_id, caller.span_id)
-        assert least_s <= (span["end_ns"] - span["start_ns"]) / 1e9 < least_s + 0.2
+        assert least_s <= (span["end_ns"] - span["start_ns"]) / 1e9 < least_s + 1.0
     assert spans["kvcache.service.lookup"]["attributes"]["kvcache.blocks.found"] == 2
     assert spans["kvcache.service.get"]["attributes"]["kvcache.bytes"] == 2 * LAYOUT.block_bytes
 
