@@ -104,7 +104,7 @@ def decode_split_kernel(
             # Loaded whole and then cleared: a mask along the contiguous axis would make the load go byte by byte.
             v = tl.load(v_ptr + at + d[:, None] * 64 + slot_of_page[None, :])
             v = tl.where(inside[None, :], v, tl.zeros_like(v))
-            s = tl.dot(k, q) * factor[None, :]
+            s = tl.dot(k, q, input_precision="ieee") * factor[None, :]
             if SOFT_CAP:
                 s = soft_cap * LOG2E * (2.0 / (1.0 + tl.exp2(-2.0 * LOG2E * s / soft_cap)) - 1.0)
             visible = (token[:, None] <= position[None, :]) & (token[:, None] > oldest[None, :]) & inside[:, None]
@@ -114,7 +114,7 @@ def decode_split_kernel(
             p = tl.exp2(s - finite[None, :])
             keep = tl.exp2(maximum - (P_SHIFT if fp8 else 0.0) - finite)
             total = total * keep + tl.sum(p, 0)
-            acc = acc * keep[None, :] + tl.dot(v, p.to(v.dtype))
+            acc = acc * keep[None, :] + tl.dot(v, p.to(v.dtype), input_precision="ieee")
             maximum = new_maximum
 
         done = count == 1

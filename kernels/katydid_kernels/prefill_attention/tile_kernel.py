@@ -78,7 +78,7 @@ def prefill_tile_kernel(
             # Loaded whole and then cleared: a mask along the contiguous axis would make the load go byte by byte.
             v = tl.load(v_ptr + base + d[None, :] * 64 + n[:, None])
             v = tl.where(written[:, None], v, tl.zeros_like(v))
-            s = tl.dot(q, k) * factor[:, None]
+            s = tl.dot(q, k, input_precision="ieee") * factor[:, None]
             if SOFT_CAP:
                 s = soft_cap * (1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * LOG2E / soft_cap))))
             visible = (token[None, :] <= at[:, None]) & ((token[None, :] > at[:, None] - window) | (window == 0))
@@ -88,7 +88,7 @@ def prefill_tile_kernel(
             p = tl.exp2(s - finite[:, None] + shift)
             keep = tl.exp2(maximum - finite)
             total = total * keep + tl.sum(p, 1)
-            acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v)
+            acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
             maximum = new_maximum
         seen = total > 0.0
         inverse = 1.0 / tl.where(seen, total, 1.0)
