@@ -18,7 +18,7 @@ from katydid.engine.v1.engine_pb2_grpc import (
     add_AdminServiceServicer_to_server,
     add_EngineServiceServicer_to_server,
 )
-from katydid_cache import BlockLayout, CacheClient
+from katydid_cache import BlockLayout, CacheClient, keep_buffers_mapped
 from katydid_runtime.block_hash import BLOCK_TOKENS, fingerprint
 from katydid_runtime.errors import KatydidError
 from katydid_runtime.exposition import Exposition
@@ -229,6 +229,7 @@ async def _started(settings: EngineSettings, telemetry: Telemetry, metrics: Engi
         workers = await asyncio.gather(*(start(rank) for rank in range(settings.dp_ranks)))
         cache = None
         if settings.kvcache_address is not None:
+            keep_buffers_mapped()
             cache = CacheClient(settings.kvcache_address, name=f"engine {os.getpid()}", degrade=True)
             stack.push_async_callback(cache.close)
             await cache.attach(model.identity, model.layout)
