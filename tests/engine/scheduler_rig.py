@@ -86,4 +86,6 @@ class Rig:
                 assert got == want[: len(got)]
             else:
                 assert (got, reason) == (want, ending)
+        choices = {(r.handle, choice) for r in self.requests.values() for choice in range(r.sampling.n)}
+        assert set(self.ends) == choices, "a choice never ended"
         assert self.pool.num_available == self.pool.num_pages

@@ -66,28 +66,31 @@ class Ledger:
             self._first_tokens.append(FirstToken(handle, live.cached, live.phases.take()))
 
     def end(self, sequence: Sequence, reason: FinishReason, now: float, error: str = "", message: str = "") -> None:
-        """A choice ends; with the last one the request is forgotten."""
+        """A choice ends, and with it those that have not forked from it yet; with the last one the request is
+        forgotten."""
         live, handle = sequence.live, sequence.request.handle
         del live.choices[sequence.choice]
-        last = not live.choices
-        if last:
+        if not live.choices:
             live.phases.close(now)
             del self.requests[handle]
-        self._ends.append(
-            ChoiceEnd(
-                handle,
-                sequence.choice,
-                reason,
-                last,
-                sequence.num_new_output,
-                live.cached,
-                live.preemptions,
-                stop_token=sequence.tokens[-1] if reason is FinishReason.STOP else None,
-                error=error,
-                message=message,
-                intervals=live.phases.take() if last else (),
+        ending = range(sequence.choice, sequence.choice + sequence.num_slots)
+        for choice in ending:
+            last = not live.choices and choice == ending[-1]
+            self._ends.append(
+                ChoiceEnd(
+                    handle,
+                    choice,
+                    reason,
+                    last,
+                    sequence.num_new_output,
+                    live.cached,
+                    live.preemptions,
+                    stop_token=sequence.tokens[-1] if reason is FinishReason.STOP else None,
+                    error=error,
+                    message=message,
+                    intervals=live.phases.take() if last else (),
+                )
             )
-        )
 
     def take(self, blocks: BlockEvents, kv: tuple[KvAsk, ...]) -> Outcome:
         outcome = Outcome(tuple(self._tokens), tuple(self._first_tokens), tuple(self._ends), blocks, kv)
