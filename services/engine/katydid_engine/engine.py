@@ -123,7 +123,7 @@ class Engine:
             loads=[Load(free_pages=w.ready.num_pages, total_pages=w.ready.num_pages) for w in workers],
             boot_id=self._boot_id,
             reattach_window_s=settings.reattach_window_s,
-            max_requests=settings.max_waiting_requests,
+            max_requests=settings.max_requests,
         )
         for rank, group in enumerate(self.groups):
             group.on_report = functools.partial(self.face.on_report, rank)

@@ -39,7 +39,7 @@ class EngineSettings(ServiceSettings):
     max_model_tokens: int = Field(262_144, ge=2, description="longest prompt plus output; the model may allow less")
     max_batch_tokens: int | None = Field(None, ge=1, description="tokens in a step; default 512 on the CPU, else 8192")
     max_sequences: int | None = Field(None, ge=1, description="sequences in a step; default 64 on the CPU, else 256")
-    max_waiting_requests: int = Field(4096, ge=1, description="requests in an engine beyond which it refuses more")
+    max_requests: int = Field(4096, ge=1, description="requests in an engine beyond which it refuses more")
     max_logprobs: int = Field(20, ge=0, description="largest number of top log probabilities a request may ask for")
     reattach_window_s: float = Field(5.0, ge=0, description="how long requests outlive a lost session stream")
     stall_timeout_s: float = Field(10.0, gt=0, description="silence of a step loop after which health is NOT_SERVING")
