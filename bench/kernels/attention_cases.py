@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -121,7 +122,7 @@ class Decode:
         q, scale = self.query()
         lens = torch.tensor(self.lens, dtype=torch.int32, device="cuda")
         if splits is None:
-            plan = decode_plan(lens, self.pool.kv_heads, ctas=decode_ctas(q.device), q_len=self.q_len)
+            plan = decode_plan(lens, self.pool.kv_heads, ctas=decode_ctas(q, self.pool.k), q_len=self.q_len)
         else:
             plan = decode_plan_static(lens, self.pool.kv_heads, splits, q_len=self.q_len)
         group = self.heads // self.pool.kv_heads
@@ -176,8 +177,8 @@ class Prefill:
         return 4 * self.pool.k.shape[3] * self.heads * pairs / microseconds * 1e-6
 
 
-def time_graph(calls: list[Callable[[], object]], replays: int = 20) -> float:
-    """Microseconds a call: a graph of all calls, median of `replays` replays after two."""
+def time_graph(calls: list[Callable[[], object]], replays: int = 20, warm_s: float = 0.06) -> float:
+    """Microseconds a call: a graph of all calls, median of `replays` replays once the clocks are up (`warm_s`)."""
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -187,12 +188,16 @@ def time_graph(calls: list[Callable[[], object]], replays: int = 20) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
+    ready = time.monotonic() + warm_s
+    while time.monotonic() < ready:
+        graph.replay()
+        torch.cuda.synchronize()
     times = []
-    for _ in range(replays + 2):
+    for _ in range(replays):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return sorted(times[2:])[replays // 2]
+    return sorted(times)[replays // 2]

@@ -16,10 +16,24 @@ from katydid_kernels.decode_plan import PIECE_COST
 
 __all__ = ["DecodeProblem", "DecodeScratch", "decode_ctas", "launch_hopper", "launch_split"]
 
-CTAS_PER_SM = 2
-STAGES = 3
-STAGE_BYTES = 32768
-REGISTERS = 128
+
+@dataclass(frozen=True)
+class Shape:
+    """CTAs an SM that a plan deals to, bytes and number of the ring's stages, registers a thread at the kernel's entry.
+
+    A CTA is launched with 256 threads.  Twice the CTAs fit an SM: while one launch finishes, the next one's loading
+    warps already stream.
+    """
+
+    ctas_per_sm: int
+    stage_bytes: int
+    stages: int
+    registers: int
+
+
+FP8_ONE_TOKEN = Shape(ctas_per_sm=2, stage_bytes=16384, stages=3, registers=64)
+ONE_TOKEN = Shape(ctas_per_sm=1, stage_bytes=32768, stages=3, registers=128)
+SEVERAL_TOKENS = Shape(ctas_per_sm=2, stage_bytes=32768, stages=3, registers=128)
 
 
 @dataclass(frozen=True)
@@ -63,9 +77,18 @@ class DecodeProblem:
     v_scale: Tensor | None = None
 
 
-def decode_ctas(device: torch.device) -> int:
-    """CTAs that a plan for this device should deal to."""
-    return CTAS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+def decode_ctas(q: Tensor, k_pages: Tensor) -> int:
+    """CTAs that a plan for these queries `[batch, q_len, heads, head_dim]` and pages should deal to."""
+    return _shape(q, k_pages).ctas_per_sm * torch.cuda.get_device_properties(q.device).multi_processor_count
+
+
+def _shape(q: Tensor, k_pages: Tensor) -> Shape:
+    page_bytes = 128 * q.shape[3] * k_pages.element_size()
+    if padded_rows(q.shape[1], q.shape[2] // k_pages.shape[1], 8) == 8:
+        for shape in (FP8_ONE_TOKEN, ONE_TOKEN):
+            if page_bytes <= shape.stage_bytes:
+                return shape
+    return SEVERAL_TOKENS
 
 
 def padded_rows(q_len: int, group: int, least: int) -> int:
@@ -92,8 +115,8 @@ def launch_hopper(
     k_layout = gl.NVMMASharedLayout(box * bits // 8, bits, 2)
     v_layout = gl.NVMMASharedLayout(64 * bits // 8, bits, 2)
     page_bytes = 16 * head_dim * bits
-    pages = max(1, min(STAGE_BYTES // page_bytes, 64 // rows))
-    stages = STAGES if page_bytes <= STAGE_BYTES else 2
+    shape = _shape(q, k_pages)
+    pages = max(1, min(shape.stage_bytes // page_bytes, 64 // rows))
     scratch_rows = 2 * len(plan) * rows
     if scratch.partial.numel() < scratch_rows * head_dim or scratch.counters.numel() < 4 * len(plan):
         raise ValueError(f"scratch must hold {scratch_rows} rows of {head_dim} and {4 * len(plan)} counters")
@@ -129,10 +152,10 @@ def launch_hopper(
         D=head_dim,
         BOX=box,
         PAGES=pages,
-        STAGES=stages,
-        UNROLL=max(1, 8192 // (rows * head_dim)),
+        STAGES=shape.stages if page_bytes <= shape.stage_bytes else 2,
+        UNROLL=max(1, 64 * shape.registers // (rows * head_dim)),
         num_warps=4,
-        maxnreg=REGISTERS if rows * head_dim <= 4096 else 128 if rows * head_dim <= 8192 else 255,
+        maxnreg=shape.registers if rows * head_dim <= 8192 else 255,
         launch_pdl=overlap,
     )
 

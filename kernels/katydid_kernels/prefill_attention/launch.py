@@ -16,7 +16,7 @@ from katydid_kernels.prefill_attention.tile_kernel import prefill_tile_kernel
 __all__ = ["PrefillProblem", "launch_hopper", "launch_tile"]
 
 # Operand widths, in bits, for which the two consumers take turns at issuing their products.
-PING_PONG = (8, 16)
+PING_PONG = (16,)
 
 
 @dataclass(frozen=True)
