@@ -258,6 +258,30 @@ def test_a_sequence_of_no_numbers_ends_alone_and_poisons_nobody() -> None:
     rig.check_outputs()
 
 
+def test_load_counts_only_what_is_to_be_computed() -> None:
+    rig = Rig(slots=2, max_sequences=1)
+    rig.submit(STREAMS[0][:200], sampling=Sampling(max_tokens=1))
+    assert rig.scheduler.load().waiting_uncached_tokens == 200
+    rig.run_out()
+    rig.submit(STREAMS[1][:100], sampling=Sampling(max_tokens=9, ignore_eos=True))
+    rig.submit(STREAMS[0][:200])
+    assert rig.scheduler.load().waiting_uncached_tokens == 100 + 8, "192 of the second are cached"
+    rig.run_out()
+    rig.pool.flush()
+    rig.scheduler.kv.set_attached(True)
+    rig.submit(STREAMS[0][:200])
+    rig.step()
+    lookup = rig.outcomes[-1].kv[0]
+    assert isinstance(lookup, KvLookup)
+    assert rig.scheduler.load().waiting_uncached_tokens == 200
+    rig.scheduler.kv_found(KvFound(lookup.ticket, ((Tier.HOST, 2),)))
+    assert rig.scheduler.load().waiting_uncached_tokens == 72
+    rig.scheduler.kv_arrived(KvArrived(lookup.ticket, (), True))
+    rig.step()
+    assert rig.scheduler.load().waiting_uncached_tokens == 200, "nothing came after all"
+    rig.run_out()
+
+
 def test_limits_that_cannot_hold_are_refused() -> None:
     with pytest.raises(ValueError, match="max_batch_tokens=3"):
         SchedulerConfig(max_model_tokens=10, max_batch_tokens=3, max_sequences=4)

@@ -94,6 +94,10 @@ class KvTraffic:
         """Sequences that hold pages and wait for blocks."""
         return [ticket.sequence for ticket in self._tickets.values()]
 
+    def coming_tokens(self) -> int:
+        """Tokens that were found and have not been unpacked yet."""
+        return sum((len(ticket.tiers) - ticket.arrived) * BLOCK_TOKENS for ticket in self._tickets.values())
+
     def look_up(self, sequence: Sequence, first_block: int) -> Ticket:
         self._last_ticket += 1
         span_id = b"" if sequence.live.has_first_token else random.randbytes(8)

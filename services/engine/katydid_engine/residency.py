@@ -70,6 +70,8 @@ class Residency:
 
     def enqueue(self, sequence: Sequence) -> None:
         sequence.state = State.WAITING
+        if sequence.reads_cache:
+            sequence.likely_cached = len(self.pool.match(sequence.hashes())) * BLOCK_TOKENS
         bisect.insort(self.waiting, sequence, key=_order)
 
     def run(self, sequence: Sequence) -> None:

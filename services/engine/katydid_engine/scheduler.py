@@ -102,14 +102,13 @@ class Scheduler:
         return len(self._ledger.requests)
 
     def load(self) -> Load:
-        loading = self.kv.sequences()
-        prefilling = (sequence for sequence in self._queues.running if not sequence.decodes)
+        waiting, running, loading = self._queues.waiting, self._queues.running, self.kv.sequences()
+        uncached = sum(max(1, sequence.num_uncomputed - sequence.likely_cached) for sequence in waiting)
+        uncached += sum(sequence.num_uncomputed for sequence in (*loading, *running) if not sequence.decodes)
         return Load(
-            running=len(self._queues.running) + len(loading),
-            waiting=len(self._queues.waiting),
-            waiting_uncached_tokens=sum(
-                sequence.num_uncomputed for sequence in (*self._queues.waiting, *loading, *prefilling)
-            ),
+            running=len(running) + len(loading),
+            waiting=len(waiting),
+            waiting_uncached_tokens=uncached - self.kv.coming_tokens(),
             free_pages=self._pool.num_available,
             total_pages=self._pool.num_pages,
         )

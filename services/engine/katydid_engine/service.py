@@ -56,7 +56,13 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         requests = aiter(request_iterator)
         session, stream, opened = face.open_session(await _opening(requests))
         reader = asyncio.create_task(_read(requests, face, session))
-        reader.add_done_callback(lambda _: face.close_stream(session, stream))
+
+        def gateway_ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled():
+                task.exception()  # raised below, unless the stream was cut first
+            face.close_stream(session, stream)
+
+        reader.add_done_callback(gateway_ended)
         try:
             async for frame in session.frames(stream, opened):
                 yield frame
