@@ -1,4 +1,4 @@
-"""Minutes of disorder: two engines with small pools, a cache service that is killed, streams that break, aborts.
+"""Minutes of disorder: two engines with small pools, a cache service that dies and hangs, streams that break, aborts.
 
 Every answer that ends by itself equals the one an undisturbed engine gave, and when it is quiet nothing is left over.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -60,6 +61,13 @@ def test_disorder_changes_no_answer(tmp_path: Path) -> None:
         nonlocal cache
         while time.monotonic() < until:
             await asyncio.sleep(chooser.uniform(3, 8))
+            if chooser.random() < 0.4:
+                cache.process.send_signal(signal.SIGSTOP)
+                try:
+                    await asyncio.sleep(chooser.uniform(0, 4))
+                finally:
+                    cache.process.send_signal(signal.SIGCONT)
+                continue
             cache.kill()
             await asyncio.sleep(chooser.uniform(0, 2))
             cache = Service("katydid_kvcache", log, "--listen", address, *cache_options(tmp_path))

@@ -67,8 +67,9 @@ class ScriptedCache:
         *,
         into: Sequence[memoryview],
         trace: TraceContext | None,
+        timeout_s: float,
     ) -> GetResult:
-        assert lease == 7
+        assert (lease, timeout_s) == (7, 5.0)
         self.traces.append(trace)
         await asyncio.sleep(0)
         if "get" in self.broken:

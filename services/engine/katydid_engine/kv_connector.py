@@ -40,6 +40,8 @@ __all__ = ["KvConnector"]
 _WINDOW_BLOCKS = 32
 _BATCH_BLOCKS = 32
 _LOOKUP_HASHES = 4096
+# A window that takes longer than this is better computed.
+_READ_TIMEOUT_S = 5.0
 _ATTACHED_POLL_S = 0.2
 _TIERS = {CacheTier.MEMORY: Tier.HOST, CacheTier.DISK: Tier.DISK, CacheTier.SHARED: Tier.SHARED}
 
@@ -138,7 +140,10 @@ class KvConnector:
                     hashes = ask.hashes[HASH_BYTES * first : HASH_BYTES * (first + len(slots))]
                     into = [self._staging.slot(slot) for slot in slots]
                     trace = spans.fetch(run_start)
-                    valid = (await self._client.get(found.lease, hashes, into=into, trace=trace)).prefix
+                    got = await self._client.get(
+                        found.lease, hashes, into=into, trace=trace, timeout_s=_READ_TIMEOUT_S
+                    )
+                    valid = got.prefix
                 finally:
                     self._give_back(slots[valid:])
                 first += valid
