@@ -81,6 +81,10 @@ class Process:
             assert time.monotonic() < deadline, f"workers {alive} outlive {self._module}"
             time.sleep(0.02)
 
+    def kill_worker(self) -> None:
+        """kill -9 of a worker, which ends the service too."""
+        os.kill(self.workers[0], signal.SIGKILL)
+
     def terminate(self) -> None:
         assert self._service is not None
         self._service.process.send_signal(signal.SIGTERM)

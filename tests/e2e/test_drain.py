@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TypeVar
 
 import pytest
 
@@ -11,11 +12,13 @@ from tests.e2e.load import Ask, Failure, Load, Outcome
 
 pytestmark = pytest.mark.e2e
 
+T = TypeVar("T")
 
-async def streams(load: Load, count: int = 20) -> tuple[list[Ask], list[asyncio.Task[Outcome]]]:
+
+async def streams(load: Load, count: int = 16) -> tuple[list[Ask], list[asyncio.Task[Outcome]]]:
     """Long streams over both APIs, all of which have begun."""
     asks = [
-        Ask(f"stream {number}", 250, sampling={"ignore_eos": True, "temperature": number % 2, "seed": number})
+        Ask(f"stream {number}", 150, sampling={"ignore_eos": True, "temperature": number % 2, "seed": number})
         for number in range(count)
     ]
     begun: set[int] = set()
@@ -28,6 +31,10 @@ async def streams(load: Load, count: int = 20) -> tuple[list[Ask], list[asyncio.
         while len(begun) < count:
             await asyncio.sleep(0.02)
     return asks, tasks
+
+
+def some(items: list[T]) -> list[T]:
+    return items[::5]
 
 
 async def ended(process: Process) -> None:
@@ -45,11 +52,12 @@ def test_a_gateway_told_to_stop_finishes_its_streams(fleet: Fleet) -> None:
                 assert isinstance(refused, Failure)
                 assert refused.code in ("draining", "unavailable", "transport: ConnectError")
             outcomes = await asyncio.gather(*running)
+            assert not [outcome for outcome in outcomes if isinstance(outcome, Failure)]
             await ended(fleet.gateway)
         await asyncio.to_thread(fleet.gateway.start)
         await fleet.whole()
         async with Load(fleet) as load:
-            assert outcomes == await load.one_at_a_time(asks)
+            assert some(outcomes) == await load.one_at_a_time(some(asks))
 
     asyncio.run(scenario())
 
@@ -66,10 +74,11 @@ def test_an_engine_told_to_stop_finishes_its_streams(fleet: Fleet) -> None:
             outcomes = await load.all_at_once(late)
             assert outcomes == await load.one_at_a_time(late), "new requests go to the other engine"
             finished = await asyncio.gather(*running)
+            assert not [outcome for outcome in finished if isinstance(outcome, Failure)]
             await ended(engine)
             await asyncio.to_thread(engine.start)
             await fleet.whole()
-            assert finished == await load.one_at_a_time(asks)
+            assert some(finished) == await load.one_at_a_time(some(asks))
 
     asyncio.run(scenario())
 
@@ -80,9 +89,10 @@ def test_a_cache_service_told_to_stop_costs_no_answer(fleet: Fleet) -> None:
             asks, running = await streams(load)
             fleet.kvcache.terminate()
             finished = await asyncio.gather(*running)
+            assert not [outcome for outcome in finished if isinstance(outcome, Failure)]
             await ended(fleet.kvcache)
             await asyncio.to_thread(fleet.kvcache.start)
             await fleet.whole()
-            assert finished == await load.one_at_a_time(asks)
+            assert some(finished) == await load.one_at_a_time(some(asks))
 
     asyncio.run(scenario())
