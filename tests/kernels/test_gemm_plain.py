@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from katydid_kernels.gemm.combine import combine, combine_reference
 from katydid_kernels.gemm.plain import plain_gemm, plain_grouped_gemm
 from katydid_kernels.gemm.plan import plan_routes_reference
 
@@ -64,3 +65,17 @@ def test_grouped_reads_rows_through_the_index_and_skips_empty_groups() -> None:
             expert = ids[token, choice]
             reference = (w[expert].double() @ x[token].double()) * scale[expert]
             assert relative_error(out[plan.slots[token, choice]], reference) < 1e-6
+
+
+@pytest.mark.parametrize(("tokens", "n", "top_k"), [(1, 64, 8), (5, 1500, 3)])
+@pytest.mark.parametrize("with_shared", [False, True])
+def test_combine_leaves_out_rows_nobody_wrote(tokens: int, n: int, top_k: int, with_shared: bool) -> None:
+    y = torch.randn(tokens * top_k + 1, n, device=DEVICE)
+    slots = torch.randperm(tokens * top_k, device=DEVICE).view(tokens, top_k).int()
+    slots[0, 0] = -1
+    y[-1] = float("nan")
+    weights = torch.rand(tokens, top_k, device=DEVICE)
+    shared = torch.randn(tokens, n, device=DEVICE) if with_shared else None
+    out = combine(y, slots, weights, poisoned(tokens, n, dtype=torch.float32), shared=shared)
+    expected = combine_reference(y, slots, weights, shared=shared)
+    torch.testing.assert_close(out, expected)

@@ -43,9 +43,10 @@ def test_matches_torch(tokens: int, top_k: int, experts: int, tile_rows: int) ->
     check(routes(tokens, top_k, experts), experts, tile_rows)
 
 
-def test_many_pairs_take_the_two_launch_way() -> None:
-    tokens = SINGLE_LAUNCH_PAIRS // 8 + 3
-    check(routes(tokens, 8, 24), 24, 64)
+@pytest.mark.parametrize(("experts", "first", "count"), [(24, 0, 24), (257, 0, 257), (64, 16, 32)])
+def test_many_pairs_take_the_two_launch_way(experts: int, first: int, count: int) -> None:
+    tokens = SINGLE_LAUNCH_PAIRS // 8 + 131
+    check(routes(tokens, 8, experts), count, 64, first_expert=first)
 
 
 def test_experts_of_other_ranks_are_skipped() -> None:

@@ -10,11 +10,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 __all__ = ["combine", "combine_reference"]
 
 
-def combine(y: Tensor, slots: Tensor, weights: Tensor, out: Tensor, *, shared: Tensor | None = None) -> Tensor:
+def combine(
+    y: Tensor, slots: Tensor, weights: Tensor, out: Tensor, *, shared: Tensor | None = None, early: bool = False
+) -> Tensor:
     """``out[t] = sum over j of weights[t, j] * y[slots[t, j]]  (+ shared[t])``, pairs with slot -1 left out.
 
     Args:
@@ -22,13 +25,14 @@ def combine(y: Tensor, slots: Tensor, weights: Tensor, out: Tensor, *, shared: T
         slots: int32 ``[T, top_k]``.
         weights: fp32 ``[T, top_k]``.
         out, shared: ``[T, n]``, rows contiguous.
+        early: launch before the kernel that writes y has ended, and wait for it (PDL); for one launched just before.
     """
     tokens, n = out.shape
     block = min(1024, triton.next_power_of_2(n))
     if tokens:
         _combine_kernel[(tokens, triton.cdiv(n, block))](
             y, slots, weights, shared, out, n, y.stride(0), out.stride(0), 0 if shared is None else shared.stride(0),
-            TOP_K=slots.shape[1], BLOCK=block, num_warps=4,
+            TOP_K=slots.shape[1], BLOCK=block, EARLY=early and y.is_cuda, num_warps=4, launch_pdl=early,
         )  # fmt: skip
     return out
 
@@ -36,8 +40,10 @@ def combine(y: Tensor, slots: Tensor, weights: Tensor, out: Tensor, *, shared: T
 @triton.jit
 def _combine_kernel(
     y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, n, y_row_stride, out_row_stride, shared_row_stride,
-    TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)

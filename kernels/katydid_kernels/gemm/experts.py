@@ -86,7 +86,7 @@ def run_experts(
             workspace.h, w2, workspace.y, down or down_tile(w2.shape[1]), col_scale=scales.down,
             tiles=plan.tiles, tile_count=plan.tile_count,
         )  # fmt: skip
-        combine(workspace.y, plan.slots[: len(ids)], weights, out, shared=shared)
+        combine(workspace.y, plan.slots[: len(ids)], weights, out, shared=shared, early=True)
     return out
 
 
@@ -113,7 +113,7 @@ def _launch_up(x: Tensor, w13: Tensor, scales: ExpertScales, workspace: ExpertWo
         scales.up, scales.inverse_h, scales.token, w13.shape[2], w13.shape[1] // 2,
         TOKENS=tile.tokens, STAGES=tile.stages, WGS=tile.warpgroups, PROMOTE=tile.promote,
         CONSUMER_REGISTERS=tile.consumer_registers, PRODUCER_REGISTERS=tile.producer_registers,
-        X_LAYOUT=_rows_layout(tile.tokens, x.dtype), num_warps=4, maxnreg=REGISTERS[tile.warpgroups],
+        X_LAYOUT=_rows_layout(tile.tokens, x.dtype), num_warps=4, maxnreg=REGISTERS[tile.warpgroups], launch_pdl=True,
     )  # fmt: skip
 
 

@@ -12,8 +12,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from katydid_kernels.gemm.expert_tiles import copy_rows, gather, multiply, row_layout, scaled_swiglu, store_columns
-from katydid_kernels.gemm.ring import advance, make_barriers
+from katydid_kernels.gemm.expert_tiles import (
+    copy_rows,
+    gather,
+    multiply,
+    multiply_pair,
+    row_layout,
+    scaled_swiglu,
+    store_columns,
+)
+from katydid_kernels.gemm.ring import advance, make_barriers, skip, wait_for_last
 
 __all__ = ["experts_decode_kernel"]
 
@@ -116,7 +124,7 @@ def _produce(
 @gluon.jit
 def _consume(
     WHO: gl.constexpr, pairs, hidden, result, scales, ring, shape, H: gl.constexpr, TOP_K: gl.constexpr,
-    STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr,
+    STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr, ALTERNATE: gl.constexpr,
 ):  # fmt: skip
     rows_ptr, tiles_ptr, ready_ptr = pairs
     h_ptr, h_stride = hidden
@@ -145,13 +153,23 @@ def _consume(
 
     begin, finish = _down_share(tiles * up_n, tiles * down_n, up_k // down_k)
     for item in range(begin, finish):
-        entry = tiles_ptr + item // down_n * 4
-        row = gl.load(entry + 1)
-        end = gl.load(entry + 2)
-        scale = gl.load(down_scale_ptr + gl.load(entry))
-        acc, stage, phase = multiply(WHO, ring, stage, phase, down_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, True)
-        col = (item % down_n * WGS + WHO) * ROWS
-        store_columns(acc * scale, y_ptr, H, row, end, col, y_layout)
+        if ALTERNATE and (item - begin) % WGS != WHO:
+            stage, phase = skip(stage, phase, down_k, STAGES)
+        else:
+            entry = tiles_ptr + item // down_n * 4
+            row = gl.load(entry + 1)
+            end = gl.load(entry + 2)
+            scale = gl.load(down_scale_ptr + gl.load(entry))
+            if ALTERNATE:
+                # A short tile: one warpgroup multiplies all of it, while the other stores its last.
+                upper, lower, stage, phase = multiply_pair(ring, stage, phase, down_k, ROWS, TOKENS, STAGES)
+                col = item % down_n * (WGS * ROWS)
+                store_columns(upper * scale, y_ptr, H, row, end, col, y_layout)
+                store_columns(lower * scale, y_ptr, H, row, end, col + ROWS, y_layout)
+            else:
+                acc, stage, phase = multiply(WHO, ring, stage, phase, down_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, True)
+                col = (item % down_n * WGS + WHO) * ROWS
+                store_columns(acc * scale, y_ptr, H, row, end, col, y_layout)
 
     _count(sync_ptr)
     _wait_for(sync_ptr, gl.num_programs(0) * WGS)
@@ -214,8 +232,10 @@ def experts_decode_kernel(
     down_n = H // (GROUPS * 16 * WGS)
     up_k = H // BLOCK_K
     down_k = (WIDTH + BLOCK_K - 1) // BLOCK_K
+    # Down tiles of a few stages are taken in turns by the two warpgroups, as far as the ring holds one of each.
+    ALTERNATE: gl.constexpr = WGS == 2 and 2 * ((WIDTH + BLOCK_K - 1) // BLOCK_K) <= STAGES
     # Launched while the plan is still being made: everything it wrote is read after this.
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    wait_for_last()
     tiles = gl.load(tile_count_ptr)
     scales = (up_scale_ptr, gl.load(inverse_scale_ptr), down_scale_ptr, token_scale_ptr)
     pairs = (rows_ptr, tiles_ptr, ready_ptr)
@@ -226,7 +246,7 @@ def experts_decode_kernel(
     if WGS == 1:
         gl.warp_specialize(
             [
-                (_consume, (0, pairs, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE)),
+                (_consume, (0, pairs, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE, ALTERNATE)),
                 (_produce, (x_ptr, x_stride, w13_desc, w2_desc, pairs, hidden, ring, shape, STAGES, WGS)),
             ],
             [4],
@@ -235,8 +255,8 @@ def experts_decode_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, pairs, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE)),
-                (_consume, (1, pairs, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE)),
+                (_consume, (0, pairs, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE, ALTERNATE)),
+                (_consume, (1, pairs, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE, ALTERNATE)),
                 (_produce, (x_ptr, x_stride, w13_desc, w2_desc, pairs, hidden, ring, shape, STAGES, WGS)),
             ],
             [4, 4],

@@ -17,7 +17,7 @@ from katydid_kernels.gemm.expert_tiles import (
     scaled_swiglu,
     store_columns,
 )
-from katydid_kernels.gemm.ring import advance, make_barriers
+from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_for_last
 
 __all__ = ["experts_up_kernel"]
 
@@ -114,6 +114,8 @@ def experts_up_kernel(
     full, empty = make_barriers(STAGES, 129, WGS)
     tiles_n = WIDTH // (GROUPS * 8 * WGS)
     tiles_k = H // BLOCK_K
+    launch_next()
+    wait_for_last()
     items = gl.load(tile_count_ptr) * tiles_n
     scales = (up_scale_ptr, gl.load(inverse_scale_ptr), token_scale_ptr)
     ring = (x_bufs, w_bufs, full, empty)

@@ -88,6 +88,7 @@ def launch_wide(
         COL_VECTOR=tiles is None and col_scale is not None and col_scale.numel() > 1,
         num_warps=4,
         maxnreg=REGISTERS[tile.warpgroups],
+        launch_pdl=tiles is not None,
     )
     return out
 

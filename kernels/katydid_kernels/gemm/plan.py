@@ -1,9 +1,10 @@
 """Sorts the (token, choice) pairs of routed experts by expert and cuts each expert's rows into tiles, on the device.
 
 The grouped GEMMs read token rows through `rows`, so nothing is gathered; `slots` leads each pair back to its row for
-the weighted sum. Few pairs (decode) take one launch of one CTA; many take two: the CTA that counts last places the
-experts, then every pair claims a row of its expert. Rows of one expert come in no particular order, which no result
-depends on: a row's product is the same wherever it stands.
+the weighted sum. Few pairs (decode) take one launch of one CTA. Many take two: every CTA counts its chunk and takes a
+range of each expert's rows with one atomic an expert, the last CTA places the experts, and in the second launch a pair
+finds its row by its rank in its block of 256. Rows of one expert come in no particular order, which no result depends
+on: a row's product is the same wherever it stands.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ __all__ = ["PLAN_FIELDS", "RoutePlan", "max_tiles", "plan_routes", "plan_routes_
 PLAN_FIELDS = 4
 SINGLE_LAUNCH_PAIRS = 4096
 SMALLEST_TILE = 8
+RANKED_PAIRS = 256
+CHUNK_PAIRS = 1024
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class RoutePlan:
     tiles: int32 ``[max_tiles, 4]``: expert, first row, end of the expert's rows, 0.
     tile_count: int32 ``[1]``: how many tiles are in use.
     scratch: int32, zero between calls.
+    bases: int32 ``[T * top_k / 256, experts]``: where a block's rows begin within each expert's.
     """
 
     rows: Tensor
@@ -39,6 +43,7 @@ class RoutePlan:
     tiles: Tensor
     tile_count: Tensor
     scratch: Tensor
+    bases: Tensor
 
     @staticmethod
     def allocate(tokens: int, top_k: int, experts: int, device: torch.device | str) -> RoutePlan:
@@ -49,6 +54,12 @@ class RoutePlan:
             torch.zeros(max_tiles(pairs, experts, SMALLEST_TILE), PLAN_FIELDS, dtype=torch.int32, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
             torch.zeros(2 * experts + 1, dtype=torch.int32, device=device),
+            torch.empty(
+                triton.cdiv(pairs, CHUNK_PAIRS) * (CHUNK_PAIRS // RANKED_PAIRS),
+                experts,
+                dtype=torch.int32,
+                device=device,
+            ),
         )
 
 
@@ -63,22 +74,26 @@ def plan_routes(topk_ids: Tensor, plan: RoutePlan, experts: int, tile_rows: int,
     Ids outside ``first_expert + [0, experts)`` are skipped.
     """
     pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
-    single = pairs <= SINGLE_LAUNCH_PAIRS
-    block = max(32, min(1024, triton.next_power_of_2(pairs)))
-    chunks = triton.cdiv(pairs, block)
-    # A warp scans and counts without a barrier: few pairs are placed soonest by one.
-    num_warps = 1 if pairs <= 256 else 8
     block_e = max(32, triton.next_power_of_2(experts))
-    _place_kernel[(1 if single else chunks,)](
-        topk_ids, plan.scratch, plan.rows, plan.slots, plan.tiles, plan.tile_count,
-        pairs, top_k, first_expert, experts, chunks if single else 1,
-        TILE=tile_rows, BLOCK=block, BLOCK_E=block_e, SINGLE=single, EARLY=topk_ids.is_cuda, num_warps=num_warps,
-    )  # fmt: skip
-    if not single:
-        _claim_kernel[(chunks,)](
-            topk_ids, plan.scratch, plan.rows, plan.slots, pairs, top_k, first_expert, experts,
-            BLOCK=block, EARLY=topk_ids.is_cuda, num_warps=8,
+    early = topk_ids.is_cuda
+    if pairs <= SINGLE_LAUNCH_PAIRS:
+        block = max(32, min(CHUNK_PAIRS, triton.next_power_of_2(pairs)))
+        _place_few_kernel[(1,)](
+            topk_ids, plan.scratch, plan.rows, plan.slots, plan.tiles, plan.tile_count,
+            pairs, top_k, first_expert, experts, triton.cdiv(pairs, block),
+            TILE=tile_rows, BLOCK=block, BLOCK_E=block_e, EARLY=early,
+            # A warp scans and counts without a barrier: few pairs are placed soonest by one.
+            num_warps=1 if pairs <= 256 else 8,
         )  # fmt: skip
+        return plan
+    _place_many_kernel[(triton.cdiv(pairs, CHUNK_PAIRS),)](
+        topk_ids, plan.scratch, plan.bases, plan.tiles, plan.tile_count, pairs, first_expert, experts,
+        TILE=tile_rows, BLOCK=RANKED_PAIRS, BLOCKS=CHUNK_PAIRS // RANKED_PAIRS, BLOCK_E=block_e, num_warps=8,
+    )  # fmt: skip
+    _claim_kernel[(triton.cdiv(pairs, RANKED_PAIRS),)](
+        topk_ids, plan.scratch, plan.bases, plan.rows, plan.slots, pairs, top_k, first_expert, experts,
+        BLOCK=RANKED_PAIRS, EARLY=early, num_warps=4,
+    )  # fmt: skip
     return plan
 
 
@@ -89,68 +104,94 @@ def _local_expert(ids_ptr, pair, pairs, first_expert, experts):
 
 
 @triton.jit
-def _claim(expert, valid, pair, cursors_ptr, rows_ptr, slots_ptr, pairs, top_k):
-    slot = tl.atomic_add(cursors_ptr + expert, 1, mask=valid, sem="relaxed")
-    tl.store(rows_ptr + slot, pair // top_k, mask=valid)
-    tl.store(slots_ptr + pair, tl.where(valid, slot, -1), mask=pair < pairs)
+def _lay_out(counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr, TILE: tl.constexpr):
+    """Experts one after the other: the first row of each, and the tiles its rows are cut into."""
+    end = tl.cumsum(counts, 0)
+    start = end - counts
+    tl.store(starts_ptr + bins, start, mask=bins < experts)
+    tiles = (counts + TILE - 1) // TILE
+    first_tile = tl.cumsum(tiles, 0) - tiles
+    tl.store(tile_count_ptr, tl.sum(tiles, 0))
+    for i in range(tl.max(tiles, 0)):
+        entry = tiles_ptr + (first_tile + i) * 4
+        tl.store(entry, bins, mask=i < tiles)
+        tl.store(entry + 1, start + i * TILE, mask=i < tiles)
+        tl.store(entry + 2, end, mask=i < tiles)
 
 
 @triton.jit
-def _place_kernel(
+def _place_few_kernel(
     ids_ptr, scratch_ptr, rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr,
     pairs, top_k, first_expert, experts, chunks,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, SINGLE: tl.constexpr, EARLY: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    if SINGLE and EARLY:
+    if EARLY:
         # The experts' kernel may set itself up meanwhile; it waits for this grid before it reads the plan.
         gdc_launch_dependents()
-    counts_ptr = scratch_ptr
     cursors_ptr = scratch_ptr + experts
-    arrivals_ptr = scratch_ptr + 2 * experts
     bins = tl.arange(0, BLOCK_E)
     lanes = tl.arange(0, BLOCK)
     counts = tl.zeros([BLOCK_E], tl.int32)
     for chunk in range(chunks):
-        expert, valid = _local_expert(ids_ptr, (tl.program_id(0) + chunk) * BLOCK + lanes, pairs, first_expert, experts)
+        expert, valid = _local_expert(ids_ptr, chunk * BLOCK + lanes, pairs, first_expert, experts)
         counts += tl.histogram(tl.where(valid, expert, 0), BLOCK_E, mask=valid)
-    last = True
-    if not SINGLE:
-        tl.atomic_add(counts_ptr + bins, counts, mask=(bins < experts) & (counts > 0), sem="relaxed")
-        tl.debug_barrier()
-        last = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1
-    if last:
-        if not SINGLE:
-            counts = tl.atomic_xchg(counts_ptr + bins, 0, mask=bins < experts, sem="relaxed")
-            counts = tl.where(bins < experts, counts, 0)
-            tl.store(arrivals_ptr, 0)
-        end = tl.cumsum(counts, 0)
-        start = end - counts
-        tl.store(cursors_ptr + bins, start, mask=bins < experts)
-        tiles = (counts + TILE - 1) // TILE
-        first_tile = tl.cumsum(tiles, 0) - tiles
-        tl.store(tile_count_ptr, tl.sum(tiles, 0))
-        for i in range(tl.max(tiles, 0)):
-            entry = tiles_ptr + (first_tile + i) * 4
-            tl.store(entry, bins, mask=i < tiles)
-            tl.store(entry + 1, start + i * TILE, mask=i < tiles)
-            tl.store(entry + 2, end, mask=i < tiles)
-        if SINGLE:
-            tl.debug_barrier()
-            for chunk in range(chunks):
-                pair = chunk * BLOCK + lanes
-                expert, valid = _local_expert(ids_ptr, pair, pairs, first_expert, experts)
-                _claim(expert, valid, pair, cursors_ptr, rows_ptr, slots_ptr, pairs, top_k)
+    _lay_out(counts, experts, bins, cursors_ptr, tiles_ptr, tile_count_ptr, TILE)
+    tl.debug_barrier()
+    for chunk in range(chunks):
+        pair = chunk * BLOCK + lanes
+        expert, valid = _local_expert(ids_ptr, pair, pairs, first_expert, experts)
+        slot = tl.atomic_add(cursors_ptr + expert, 1, mask=valid, sem="relaxed")
+        tl.store(rows_ptr + slot, pair // top_k, mask=valid)
+        tl.store(slots_ptr + pair, tl.where(valid, slot, -1), mask=pair < pairs)
 
 
 @triton.jit
-def _claim_kernel(ids_ptr, scratch_ptr, rows_ptr, slots_ptr, pairs, top_k, first_expert, experts,
+def _place_many_kernel(
+    ids_ptr, scratch_ptr, bases_ptr, tiles_ptr, tile_count_ptr, pairs, first_expert, experts,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    arrivals_ptr = scratch_ptr + 2 * experts
+    bins = tl.arange(0, BLOCK_E)
+    lanes = tl.arange(0, BLOCK)
+    first_block = tl.program_id(0) * BLOCKS
+    counts = tl.zeros([BLOCK_E], tl.int32)
+    for block in range(BLOCKS):
+        expert, valid = _local_expert(ids_ptr, (first_block + block) * BLOCK + lanes, pairs, first_expert, experts)
+        counts += tl.histogram(tl.where(valid, expert, 0), BLOCK_E, mask=valid)
+    base = tl.atomic_add(scratch_ptr + bins, counts, mask=(bins < experts) & (counts > 0), sem="relaxed")
+    for block in range(BLOCKS):
+        tl.store(bases_ptr + (first_block + block).to(tl.int64) * experts + bins, base, mask=bins < experts)
+        expert, valid = _local_expert(ids_ptr, (first_block + block) * BLOCK + lanes, pairs, first_expert, experts)
+        base += tl.histogram(tl.where(valid, expert, 0), BLOCK_E, mask=valid)
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        counts = tl.atomic_xchg(scratch_ptr + bins, 0, mask=bins < experts, sem="relaxed")
+        counts = tl.where(bins < experts, counts, 0)
+        tl.store(arrivals_ptr, 0)
+        _lay_out(counts, experts, bins, scratch_ptr + experts, tiles_ptr, tile_count_ptr, TILE)
+
+
+@triton.jit
+def _claim_kernel(
+    ids_ptr, scratch_ptr, bases_ptr, rows_ptr, slots_ptr, pairs, top_k, first_expert, experts,
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
-    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    lanes = tl.arange(0, BLOCK)
+    pair = tl.program_id(0) * BLOCK + lanes
     expert, valid = _local_expert(ids_ptr, pair, pairs, first_expert, experts)
-    _claim(expert, valid, pair, scratch_ptr + experts, rows_ptr, slots_ptr, pairs, top_k)
+    rank = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, BLOCK, 32):
+        other = first + tl.arange(0, 32)
+        its_expert, _ = _local_expert(ids_ptr, tl.program_id(0) * BLOCK + other, pairs, first_expert, experts)
+        before = (its_expert[None, :] == expert[:, None]) & (other[None, :] < lanes[:, None])
+        rank += tl.sum(before.to(tl.int32), 1)
+    start = tl.load(scratch_ptr + experts + expert, mask=valid, other=0)
+    base = tl.load(bases_ptr + tl.program_id(0).to(tl.int64) * experts + expert, mask=valid, other=0)
+    slot = start + base + rank
+    tl.store(rows_ptr + slot, pair // top_k, mask=valid)
+    tl.store(slots_ptr + pair, tl.where(valid, slot, -1), mask=pair < pairs)
 
 
 def plan_routes_reference(topk_ids: Tensor, experts: int, tile_rows: int, *, first_expert: int = 0) -> RoutePlan:
@@ -169,5 +210,6 @@ def plan_routes_reference(topk_ids: Tensor, experts: int, tile_rows: int, *, fir
         slots.view(topk_ids.shape).int(),
         torch.tensor(tiles, dtype=torch.int32, device=topk_ids.device).view(-1, PLAN_FIELDS),
         torch.tensor([len(tiles)], dtype=torch.int32, device=topk_ids.device),
+        torch.empty(0, dtype=torch.int32, device=topk_ids.device),
         torch.empty(0, dtype=torch.int32, device=topk_ids.device),
     )

@@ -1,4 +1,4 @@
-"""The shared-memory ring that a producer warp fills and consumer warpgroups drain, and the order tiles are taken in.
+"""The shared-memory ring that a producer warp fills and consumer warpgroups drain, and the order of tiles and kernels.
 
 Every stage has two mbarriers: `full` completes when the copies of its operands have landed, `empty` when every consumer
 has finished reading. Producer and consumers walk the ring in step, each with its own (stage, phase): the phase flips at
@@ -9,7 +9,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-__all__ = ["advance", "banded_tile", "before", "make_barriers"]
+__all__ = ["advance", "banded_tile", "before", "launch_next", "make_barriers", "skip", "wait_for_last"]
+
+
+@gluon.jit
+def wait_for_last():
+    """Wait until the kernel launched before has finished, where this one was launched early (PDL); else do nothing."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def launch_next():
+    """Let the next kernel, if it may be launched early, take the SMs this one leaves and set itself up."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -36,6 +50,16 @@ def advance(stage, phase, STAGES: gl.constexpr):
 def before(stage, STAGES: gl.constexpr):
     """The stage ahead of this one. (Triton 3.6 mistakes a loop variable that trails another for a constant.)"""
     return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
+def skip(stage, phase, steps, STAGES: gl.constexpr):
+    """The place `steps` further on, past stages another warpgroup takes.
+
+    Never more than a lap ahead of the last stage waited for: the parity of a barrier would then be an older lap's.
+    """
+    stage += steps
+    return stage % STAGES, (phase + stage // STAGES) & 1
 
 
 @gluon.jit

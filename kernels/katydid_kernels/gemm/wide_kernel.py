@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from katydid_kernels.gemm.ring import advance, banded_tile, before, make_barriers
+from katydid_kernels.gemm.ring import advance, banded_tile, before, launch_next, make_barriers, wait_for_last
 
 __all__ = ["wide_gemm_kernel"]
 
@@ -129,13 +129,9 @@ def _multiply(
 
 
 @gluon.jit
-def _write(
-    value, row, end, col, N, scalar, hooks, target, out_buf,
-    STAGED: gl.constexpr, ROW_VECTOR: gl.constexpr, COL_VECTOR: gl.constexpr,
-):  # fmt: skip
-    """Scale, bias, residual; then through shared memory to D, past whose end TMA writes nothing."""
+def _finish(value, row, end, col, N, scalar, hooks, ROW_VECTOR: gl.constexpr, COL_VECTOR: gl.constexpr):
+    """Scale, bias, residual."""
     row_scale_ptr, col_scale_ptr, bias_ptr, residual_ptr, residual_stride = hooks
-    out_desc, out_ptr, out_stride = target
     layout: gl.constexpr = value.type.layout
     rows = row + gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))
     cols = col + gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
@@ -149,35 +145,64 @@ def _write(
     if residual_ptr is not None:
         source = residual_ptr + rows.to(gl.int64)[:, None] * residual_stride + cols[None, :]
         value += gl.load(source, mask=(rows < end)[:, None] & (cols < N)[None, :], other=0.0).to(gl.float32)
-    result = value.to(out_desc.dtype)
-    # Two branches, because the first is decided when the kernel is compiled and takes the third away.
-    if out_ptr is None:  # noqa: SIM114
-        _copy_out(result, row, col, out_desc, out_buf, STAGED)
-    elif row + value.shape[0] <= end:
-        _copy_out(result, row, col, out_desc, out_buf, STAGED)
-    else:
-        # The rows after `end` are another group's, which the copy engine would overwrite.
-        tma.store_wait(0)
-        gl.thread_barrier()
-        out_buf.store(result)
-        gl.thread_barrier()
-        LANES: gl.constexpr = value.shape[1] // 8
-        lines: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-        tail = row + gl.arange(0, value.shape[0], gl.SliceLayout(1, lines))
-        line = col + gl.arange(0, value.shape[1], gl.SliceLayout(0, lines))
-        addresses = out_ptr + tail.to(gl.int64)[:, None] * out_stride + line[None, :]
-        gl.store(addresses, out_buf.load(lines), mask=(tail < end)[:, None])
+    return value
 
 
 @gluon.jit
-def _copy_out(result, row, col, out_desc, out_buf, STAGED: gl.constexpr):
-    # The copy that last read this buffer was issued STAGED copies ago, or waited for since.
-    tma.store_wait(STAGED - 1)
-    gl.thread_barrier()
-    out_buf.store(result)
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(out_desc, [row, col], out_buf)
+def _copy_out(
+    pieces, place, N, scalar, hooks, out_desc, out_bufs, WHO: gl.constexpr,
+    STAGED: gl.constexpr, ROW_VECTOR: gl.constexpr, COL_VECTOR: gl.constexpr,
+):  # fmt: skip
+    """The tile's pieces to D through staging buffers and TMA, which writes nothing past D's end."""
+    row, end, col = place
+    PIECE: gl.constexpr = out_bufs.type.shape[2]
+    COUNT: gl.constexpr = len(pieces)
+    if STAGED == COUNT:
+        # The tile before had all the time of this product to leave; one barrier then serves all the pieces.
+        tma.store_wait(0)
+        gl.thread_barrier()
+        for i in gl.static_range(COUNT):
+            value = _finish(pieces[i], row, end, col + i * PIECE, N, scalar, hooks, ROW_VECTOR, COL_VECTOR)
+            out_bufs.index(WHO * STAGED + i).store(value.to(out_desc.dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+        for i in gl.static_range(COUNT):
+            tma.async_copy_shared_to_global(out_desc, [row, col + i * PIECE], out_bufs.index(WHO * STAGED + i))
+    else:
+        for i in gl.static_range(COUNT):
+            out_buf = out_bufs.index(WHO * STAGED + i % STAGED)
+            value = _finish(pieces[i], row, end, col + i * PIECE, N, scalar, hooks, ROW_VECTOR, COL_VECTOR)
+            # The copy that last read this buffer was issued STAGED copies ago, or waited for since.
+            tma.store_wait(STAGED - 1)
+            gl.thread_barrier()
+            out_buf.store(value.to(out_desc.dtype))
+            fence_async_shared()
+            gl.thread_barrier()
+            tma.async_copy_shared_to_global(out_desc, [row, col + i * PIECE], out_buf)
+
+
+@gluon.jit
+def _store_ragged(
+    pieces, place, N, scalar, hooks, out_ptr, out_stride, out_bufs, WHO: gl.constexpr,
+    STAGED: gl.constexpr, ROW_VECTOR: gl.constexpr, COL_VECTOR: gl.constexpr,
+):  # fmt: skip
+    """The pieces up to row `end`: the rows after it are another group's, which the copy engine would overwrite."""
+    row, end, col = place
+    BLOCK_M: gl.constexpr = out_bufs.type.shape[1]
+    PIECE: gl.constexpr = out_bufs.type.shape[2]
+    LANES: gl.constexpr = PIECE // 8
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, lines))
+    cols = col + gl.arange(0, PIECE, gl.SliceLayout(0, lines))
+    addresses = out_ptr + rows.to(gl.int64)[:, None] * out_stride + cols[None, :]
+    out_buf = out_bufs.index(WHO * STAGED)
+    tma.store_wait(0)
+    for i in gl.static_range(len(pieces)):
+        value = _finish(pieces[i], row, end, col + i * PIECE, N, scalar, hooks, ROW_VECTOR, COL_VECTOR)
+        gl.thread_barrier()
+        out_buf.store(value.to(out_ptr.dtype.element_ty))
+        gl.thread_barrier()
+        gl.store(addresses + i * PIECE, out_buf.load(lines), mask=(rows < end)[:, None])
 
 
 @gluon.jit
@@ -187,6 +212,7 @@ def _consume(
     ROW_VECTOR: gl.constexpr, COL_VECTOR: gl.constexpr,
 ):  # fmt: skip
     a_bufs, b_bufs, out_bufs, _, _ = ring
+    out_desc, out_ptr, out_stride = target
     M, N, tiles_m, tiles_n, tiles_k = problem
     BLOCK_M: gl.constexpr = a_bufs.type.shape[1]
     BLOCK_N: gl.constexpr = b_bufs.type.shape[1]
@@ -209,10 +235,16 @@ def _consume(
             if hooks[1] is not None:
                 scalar = gl.load(hooks[1] + gl.load(entry))
         pieces = (left, right) if PIECE == BLOCK_N // 2 else _quarters(left, right, piece_layout)
-        for i in gl.static_range(BLOCK_N // PIECE):
-            out_buf = out_bufs.index(WHO * STAGED + i % STAGED)
-            col = tile_n * BLOCK_N + i * PIECE
-            _write(pieces[i], row, end, col, N, scalar, hooks, target, out_buf, STAGED, ROW_VECTOR, COL_VECTOR)
+        place = (row, end, tile_n * BLOCK_N)
+        # Two branches, because the first is decided when the kernel is compiled and takes the third away.
+        if out_ptr is None:  # noqa: SIM114
+            _copy_out(pieces, place, N, scalar, hooks, out_desc, out_bufs, WHO, STAGED, ROW_VECTOR, COL_VECTOR)
+        elif row + BLOCK_M <= end:
+            _copy_out(pieces, place, N, scalar, hooks, out_desc, out_bufs, WHO, STAGED, ROW_VECTOR, COL_VECTOR)
+        else:
+            _store_ragged(
+                pieces, place, N, scalar, hooks, out_ptr, out_stride, out_bufs, WHO, STAGED, ROW_VECTOR, COL_VECTOR
+            )
     tma.store_wait(0)
 
 
@@ -239,6 +271,8 @@ def wide_gemm_kernel(
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
     out_bufs = gl.allocate_shared_memory(out_desc.dtype, [WGS * STAGED, BLOCK_M, PIECE], out_desc.layout)
     full, empty = make_barriers(STAGES, 1, WGS)
+    launch_next()
+    wait_for_last()
     hooks = (row_scale_ptr, col_scale_ptr, bias_ptr, residual_ptr, residual_stride)
     scalar = 1.0
     if row_scale_ptr is not None and not ROW_VECTOR:
