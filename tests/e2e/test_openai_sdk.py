@@ -21,7 +21,6 @@ pytestmark = pytest.mark.e2e
 MODEL = Path(__file__).resolve().parents[2] / "models" / "hy3-tiny"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 STORY = [{"role": "user", "content": "Once upon a time"}]
-ANSWER = "The capital of France is Paris."
 WEATHER = [{"role": "user", "content": "What is the weather in Paris?"}]
 TOOLS = [
     {
@@ -48,15 +47,25 @@ def client(hy3: Fleet) -> Iterator[OpenAI]:
         yield built
 
 
-def test_whole_and_streamed_answers_agree(client: OpenAI) -> None:
+@pytest.fixture(scope="module")
+def answer(hy3: Fleet) -> str:
+    """The model's greedy answer to QUESTION."""
+    with OpenAI(base_url=hy3.base_url, api_key="none", max_retries=0, timeout=120) as client:
+        text = client.chat.completions.create(**GREEDY, messages=QUESTION).choices[0].message.content
+    assert text is not None
+    assert "Paris" in text
+    return text
+
+
+def test_whole_and_streamed_answers_agree(client: OpenAI, answer: str) -> None:
     whole = client.chat.completions.create(**GREEDY, messages=QUESTION)
-    assert whole.choices[0].message.content == ANSWER
+    assert whole.choices[0].message.content == answer
     assert whole.choices[0].finish_reason == "stop"
     with client.chat.completions.create(
         **GREEDY, messages=QUESTION, stream=True, stream_options={"include_usage": True}
     ) as stream:
         chunks = list(stream)
-    assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == ANSWER
+    assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == answer
     assert len([chunk for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]) > 3
     assert whole.usage is not None
     assert chunks[-1].usage is not None
@@ -116,11 +125,11 @@ def test_tool_choice_none_is_respected(client: OpenAI) -> None:
     assert answer.message.content
 
 
-def test_log_probabilities_of_both_apis(client: OpenAI) -> None:
+def test_log_probabilities_of_both_apis(client: OpenAI, answer: str) -> None:
     chosen = client.chat.completions.create(**GREEDY, messages=QUESTION, logprobs=True, top_logprobs=3).choices[0]
     assert chosen.logprobs is not None
     assert chosen.logprobs.content is not None
-    assert "".join(entry.token for entry in chosen.logprobs.content) == ANSWER
+    assert "".join(entry.token for entry in chosen.logprobs.content) == answer
     for entry in chosen.logprobs.content:
         assert entry.bytes == list(entry.token.encode())
         top = [other.logprob for other in entry.top_logprobs]
@@ -150,12 +159,14 @@ def test_n_answers_whole_and_streamed(client: OpenAI) -> None:
     assert streamed == texts, "the seed repeats them"
 
 
-def test_stop_strings_and_length(client: OpenAI) -> None:
-    cut = client.chat.completions.create(**GREEDY, messages=QUESTION, stop=["of Fr", "never"]).choices[0]
-    assert cut.message.content == "The capital "
+def test_stop_strings_and_length(client: OpenAI, answer: str) -> None:
+    # From the middle of a word into the next: no token border helps.
+    stop = answer[10:15]
+    cut = client.chat.completions.create(**GREEDY, messages=QUESTION, stop=[stop, "never"]).choices[0]
+    assert cut.message.content == answer.partition(stop)[0]
     assert cut.finish_reason == "stop"
-    chunks = client.chat.completions.create(**GREEDY, messages=QUESTION, stop="of Fr", stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "The capital "
+    chunks = client.chat.completions.create(**GREEDY, messages=QUESTION, stop=stop, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == cut.message.content
     short = client.chat.completions.create(**GREEDY | {"max_tokens": 2}, messages=QUESTION)
     assert short.choices[0].finish_reason == "length"
     assert short.usage is not None
@@ -249,7 +260,7 @@ def test_a_timeout_and_a_left_stream_free_the_engine(hy3: Fleet) -> None:
     asyncio.run(body())
 
 
-def test_many_async_streams_at_once(hy3: Fleet) -> None:
+def test_many_async_streams_at_once(hy3: Fleet, answer: str) -> None:
     async def ask(client: AsyncOpenAI) -> str:
         stream = await client.chat.completions.create(**GREEDY, messages=QUESTION, stream=True)
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
@@ -258,4 +269,4 @@ def test_many_async_streams_at_once(hy3: Fleet) -> None:
         async with AsyncOpenAI(base_url=hy3.base_url, api_key="none", max_retries=0, timeout=120) as client:
             return await asyncio.gather(*(ask(client) for _ in range(12)))
 
-    assert asyncio.run(body()) == [ANSWER] * 12
+    assert asyncio.run(body()) == [answer] * 12

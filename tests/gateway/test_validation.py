@@ -74,6 +74,7 @@ def test_a_prompt_that_fills_the_context_is_too_long() -> None:
     assert resolved(NONE, prompt_tokens=999).max_tokens == 1
     with pytest.raises(PromptTooLongError) as caught:
         resolved(NONE, prompt_tokens=1000)
+    assert "this model's maximum context length is 1000 tokens" in caught.value.message, "litellm looks for these words"
     assert (caught.value.field, caught.value.value, caught.value.allowed) == (
         "prompt",
         "1000 tokens",

@@ -99,8 +99,9 @@ def resolve_sampling(
         raise InvalidRequestError("the prompt is empty", field="prompt", allowed="at least one token")
     if room < 1:
         raise PromptTooLongError(
-            f"the prompt has {prompt_tokens} tokens; this model's context of {limits.max_model_tokens} tokens "
-            "leaves no room for an answer",
+            # Frameworks know this error, and shorten their prompts, by OpenAI's own words.
+            f"this model's maximum context length is {limits.max_model_tokens} tokens; the prompt has {prompt_tokens}, "
+            "which leaves no room for an answer",
             field="prompt",
             value=f"{prompt_tokens} tokens",
             allowed=f"at most {limits.max_model_tokens - 1} tokens",
