@@ -56,6 +56,7 @@ def test_a_dead_worker_ends_requests_with_a_typed_error(model: Path, tmp_path: P
                 assert time.monotonic() - killed < 1.0
                 assert delivered.end.error.reason == "ENGINE_LOST"
                 assert not delivered.end.error.retryable
+                assert delivered.end.output_tokens == len(delivered.output) > 0
                 assert fresh.end.error.reason == "UNAVAILABLE"
                 assert fresh.end.error.retryable
 

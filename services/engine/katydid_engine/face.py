@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from katydid.engine.v1 import engine_pb2 as pb
 from katydid_runtime.errors import (
@@ -42,7 +43,7 @@ _LAST_FRAMES_S = 2.0
 
 @dataclass(slots=True)
 class _Live:
-    """An accepted request. ``open`` are its choices that have not ended."""
+    """An accepted request. ``open`` are its choices that have not ended; ``delivered`` counts output tokens by choice."""
 
     session: Session
     number: int
@@ -52,7 +53,7 @@ class _Live:
     received_at: float
     dp_rank: int
     open: set[int]
-    delivered: bool = False
+    delivered: Counter[int] = field(default_factory=Counter)
 
 
 class Face:
@@ -165,7 +166,7 @@ class Face:
         for row in report.tokens:
             if (live := self._live.get(row.handle)) is not None:
                 live.session.draft.add_tokens(live.number, row)
-                live.delivered = live.delivered or bool(row.tokens)
+                live.delivered[row.choice] += len(row.tokens)
                 touched[live.session.id] = live.session
         for first in report.first_tokens:
             if (live := self._live.get(first.handle)) is not None:
@@ -187,7 +188,9 @@ class Face:
         """A worker is gone: every open request ends now."""
         self.failure = error
         for handle, live in list(self._live.items()):
-            reason: KatydidError = EngineLostError(error.message) if live.delivered else UnavailableError(error.message)
+            reason: KatydidError = (
+                EngineLostError(error.message) if live.delivered.total() else UnavailableError(error.message)
+            )
             self._end_open(handle, live, FinishReason.ERROR, reason)
         for session in self._sessions.values():
             session.wake(even_empty=True)
@@ -273,7 +276,8 @@ class Face:
         """Ends a request's open choices without its worker."""
         for choice in sorted(live.open):
             last = len(live.open) == 1
-            self._end(live, ChoiceEnd(handle, choice, reason, last, 0, CachedTokens(), 0), error)
+            end = ChoiceEnd(handle, choice, reason, last, live.delivered[choice], CachedTokens(), 0)
+            self._end(live, end, error)
 
     def _phases(self, live: _Live, intervals: Sequence[Interval]) -> list[pb.TracePhase]:
         for interval in intervals:
