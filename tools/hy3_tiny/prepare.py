@@ -1,9 +1,9 @@
-"""Prepares everything that travels to the training machine: the tokenizer, four token streams and word lists.
+"""Prepares everything that travels to the training machine: the tokenizer, token streams and words.
 
-    python -m tools.hy3_tiny.prepare DOWNLOADS DATA
+    python -m tools.hy3_tiny.prepare DOWNLOADS DATA [--held-out]
 
-DATA gets tokenizer.json, {code,text}_{train,held_out}.xz (little-endian uint16, every document as BOS ids EOS),
-held_out/{code,text}.xz (the same documents as text) and words.txt.
+DATA gets tokenizer.json, {code,text}_train.xz (little-endian uint16, every document as BOS ids EOS), words.txt and
+held_out/{code,text}.xz (documents as text). With --held-out only the last, from the packages that hold any.
 """
 
 from __future__ import annotations
@@ -26,11 +26,26 @@ TOKENIZER_SAMPLE = 25_000_000  # bytes of training documents that the BPE is tra
 SEED = 3
 
 
-def read_all(downloads: Path) -> list[Document]:
-    """Every document of sources.toml, deduplicated by content; held-out packages first, so that no copy trains."""
+def read_all(downloads: Path, held_out: bool = False) -> list[Document]:
+    """Every document of sources.toml, deduplicated by content; held-out packages first, so that no copy trains.
+
+    With `held_out` only held-out documents, from the packages that hold any.
+    """
     seen: set[bytes] = set()
     sources = sorted(load_sources(), key=lambda s: s.split != "held_out")
-    return [d for s in sources for d in documents(s, downloads, seen)]
+    if held_out:
+        sources = [s for s in sources if s.split != "train"]
+    found = [d for s in sources for d in documents(s, downloads, seen)]
+    return [d for d in found if d.split == "held_out"] if held_out else found
+
+
+def write_held_out(docs: list[Document], folder: Path) -> None:
+    """held_out/{code,text}.xz: JSON lists of source, path and text."""
+    (folder / "held_out").mkdir(parents=True, exist_ok=True)
+    for kind in ("code", "text"):
+        chosen = [d for d in docs if d.kind == kind and d.split == "held_out"]
+        body = json.dumps([{"source": d.source, "path": d.path, "text": d.text} for d in chosen]).encode()
+        (folder / "held_out" / f"{kind}.xz").write_bytes(lzma.compress(body, preset=6))
 
 
 def encode(tokenizer: Tokenizer, docs: list[Document]) -> np.ndarray:
@@ -54,44 +69,48 @@ def words_of(docs: list[Document]) -> list[str]:
     return sorted(sorted(counts, key=lambda w: (-counts[w], w))[200:5200])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("downloads", type=Path)
-    parser.add_argument("data", type=Path)
-    args = parser.parse_args()
-    (args.data / "held_out").mkdir(parents=True, exist_ok=True)
-    docs = read_all(args.downloads)
-    random.Random(SEED).shuffle(docs)
-    train_docs = [d for d in docs if d.split == "train"]
+def train_tokenizer(docs: list[Document]) -> Tokenizer:
+    """The BPE of a sample of training documents: all text and three in ten code files, until the sample is full."""
     sample, size = [], 0
-    for d in train_docs:
+    for d in docs:
         if d.kind == "text" or random.Random(d.path).random() < 0.3:
             sample.append(d.text)
             size += len(d.text)
         if size > TOKENIZER_SAMPLE:
             break
-    tokenizer = bpe.train(sample)
+    return bpe.train(sample)
+
+
+def write_streams(tokenizer: Tokenizer, docs: list[Document], folder: Path) -> list[dict[str, int | str]]:
+    """{code,text}_train.xz, both at once; documents, bytes and tokens of each."""
+
+    def write(kind: str) -> dict[str, int | str]:
+        chosen = [d for d in docs if d.kind == kind]
+        ids = encode(tokenizer, chosen)
+        (folder / f"{kind}_train.xz").write_bytes(lzma.compress(ids.astype("<u2").tobytes(), preset=4))
+        size = sum(len(d.text.encode()) for d in chosen)
+        return {"stream": f"{kind}_train", "documents": len(chosen), "bytes": size, "tokens": len(ids)}
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(write, ("code", "text")))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("downloads", type=Path)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--held-out", action="store_true", help="only what an evaluation needs")
+    args = parser.parse_args()
+    docs = read_all(args.downloads, args.held_out)
+    write_held_out(docs, args.data)
+    if args.held_out:
+        return
+    random.Random(SEED).shuffle(docs)
+    train_docs = [d for d in docs if d.split == "train"]
+    tokenizer = train_tokenizer(train_docs)
     tokenizer.save(str(args.data / "tokenizer.json"))
     (args.data / "words.txt").write_text("\n".join(words_of(train_docs)) + "\n")
-
-    def write(job: tuple[str, str]) -> dict[str, int | str]:
-        kind, split = job
-        chosen = [d for d in docs if d.kind == kind and d.split == split]
-        ids = encode(tokenizer, chosen)
-        (args.data / f"{kind}_{split}.xz").write_bytes(lzma.compress(ids.astype("<u2").tobytes(), preset=4))
-        if split == "held_out":
-            body = json.dumps([{"source": d.source, "path": d.path, "text": d.text} for d in chosen]).encode()
-            (args.data / "held_out" / f"{kind}.xz").write_bytes(lzma.compress(body, preset=6))
-        return {
-            "stream": f"{kind}_{split}",
-            "documents": len(chosen),
-            "bytes": sum(len(d.text.encode()) for d in chosen),
-            "tokens": len(ids),
-        }
-
-    jobs = [(k, s) for s in ("train", "held_out") for k in ("code", "text")]
-    with ThreadPoolExecutor(2) as pool:
-        summary = list(pool.map(write, jobs))
+    summary = write_streams(tokenizer, train_docs, args.data)
     (args.data / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(json.dumps(summary, indent=1))
 

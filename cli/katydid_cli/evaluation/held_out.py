@@ -36,5 +36,6 @@ def load_held_out(folder: Path, kind: Kind) -> list[HeldOut]:
         documents = [HeldOut(str(e["source"]), str(e["path"]), str(e["text"])) for e in entries]
     except (lzma.LZMAError, ValueError, KeyError, TypeError) as error:
         raise MissingDataError(f"{path} is not a file of held-out documents: {error}") from error
+    documents.sort(key=lambda d: (d.source, d.path))
     random.Random(0).shuffle(documents)
     return documents

@@ -33,7 +33,7 @@ class Extent:
 
 
 EXTENTS = {
-    "quick": Extent(20_000, 10_000, ((1024, 4), (4096, 2)), 12, 8, 2),
+    "quick": Extent(40_000, 20_000, ((1024, 8), (4096, 4)), 40, 20, 8),
     "standard": Extent(400_000, 200_000, ((LENGTHS[0], 32), (LENGTHS[1], 32), (LENGTHS[2], 16)), 160, 60, 24),
     "full": Extent(1_000_000, 450_000, ((LENGTHS[0], 64), (LENGTHS[1], 64), (LENGTHS[2], 48)), 400, 200, 64),
 }
