@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from katydid_runtime.channel import CHANNEL_OPTIONS
+from katydid_runtime.duration import to_duration, to_seconds
 from katydid_runtime.errors import (
     ConflictError,
     DeadlineExceededError,
@@ -48,7 +48,6 @@ from katydid_cache.records import (
     TierStats,
     WatchEvent,
 )
-from katydid_cache.wire import duration
 
 __all__ = ["CHANNEL", "CacheClient"]
 
@@ -150,11 +149,11 @@ class CacheClient:
         async def call(attachment: int) -> LookupResult:
             request = pb.LookupRequest(attachment=attachment, hashes=hashes, lease=lease, heads=_head_range(heads))
             if lease_ttl_s is not None:
-                request.lease_ttl.CopyFrom(duration(lease_ttl_s))
+                request.lease_ttl.CopyFrom(to_duration(lease_ttl_s))
             response = await self._stub.Lookup(request, timeout=timeout_s, metadata=_metadata(trace))
-            runs = tuple(TierRun(Tier(run.tier), run.blocks, _seconds(run.eta)) for run in response.runs)
+            runs = tuple(TierRun(Tier(run.tier), run.blocks, to_seconds(run.eta)) for run in response.runs)
             slots = unpack_slots(response.slots, response.checksums)
-            return LookupResult(response.blocks, runs, response.lease, _seconds(response.duration), slots=slots)
+            return LookupResult(response.blocks, runs, response.lease, to_seconds(response.duration), slots=slots)
 
         return await self._answer(call, lambda: LookupResult(reachable=False))
 
@@ -227,9 +226,9 @@ class CacheClient:
                 heads=_head_range(heads),
             )
             if ttl_s is not None:
-                start.ttl.CopyFrom(duration(ttl_s))
+                start.ttl.CopyFrom(to_duration(ttl_s))
             if hold_s is not None:
-                start.hold.CopyFrom(duration(hold_s))
+                start.hold.CopyFrom(to_duration(hold_s))
             with _open(self._put_call(timeout=timeout_s, metadata=_metadata(trace))) as stream:
                 await sending.run(stream, start)
             return sending.outcomes(_UNREACHABLE)
@@ -250,9 +249,9 @@ class CacheClient:
         """Ask for blocks to be moved up into memory; not worth anything after `deadline_s`."""
 
         async def call(attachment: int) -> PrefetchResult:
-            request = pb.PrefetchRequest(attachment=attachment, hashes=hashes, deadline=duration(deadline_s))
+            request = pb.PrefetchRequest(attachment=attachment, hashes=hashes, deadline=to_duration(deadline_s))
             response = await self._stub.Prefetch(request, timeout=timeout_s)
-            return PrefetchResult(response.blocks, _seconds(response.eta))
+            return PrefetchResult(response.blocks, to_seconds(response.eta))
 
         return await self._answer(call, lambda: PrefetchResult(0, 0.0))
 
@@ -370,7 +369,3 @@ def _head_range(heads: Span) -> pb.HeadRange:
 
 def _metadata(trace: TraceContext | None) -> tuple[tuple[str, str], ...] | None:
     return None if trace is None else trace.headers()
-
-
-def _seconds(value: Duration) -> float:
-    return value.seconds + value.nanos / 1e9

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid_runtime.block_hash import HASH_BYTES
+from katydid_runtime.duration import to_seconds
 from katydid_runtime.errors import DataCorruptError, InvalidRequestError
 from xxhash import xxh3_128_digest
 
@@ -92,7 +93,7 @@ class GetCall:
 
 
 def _tier_time(time: pb.TierTime) -> TierTime:
-    return TierTime(Tier(time.tier), time.blocks, time.duration.seconds + time.duration.nanos / 1e9)
+    return TierTime(Tier(time.tier), time.blocks, to_seconds(time.duration))
 
 
 def byte_buffers(into: Sequence[memoryview], packed_bytes: int, size: int) -> list[memoryview]:

@@ -22,13 +22,13 @@ from typing import Any, Protocol, TypeVar
 
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid_runtime.block_hash import HASH_BYTES
+from katydid_runtime.duration import to_duration
 from katydid_runtime.errors import InvalidRequestError, UnavailableError
 from xxhash import xxh3_128_digest
 
 from katydid_cache.arena import ArenaMapping
 from katydid_cache.layout import Span
 from katydid_cache.records import ArenaSlot, Durability, PutStatus
-from katydid_cache.wire import duration
 
 __all__ = ["InPlace", "Reservation", "unpack_slots"]
 
@@ -133,7 +133,7 @@ class InPlace:
                 durability=pb.Durability.ValueType(durability),
             )
             if ttl_s is not None:
-                request.ttl.CopyFrom(duration(ttl_s))
+                request.ttl.CopyFrom(to_duration(ttl_s))
             response = await self._stub.Commit(request, timeout=timeout_s)
             return [PutStatus(status) for status in response.statuses]
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from katydid_runtime.block_hash import HASH_BYTES
-
 __all__ = [
     "ArenaSlot",
     "BlockChange",
@@ -27,7 +25,6 @@ __all__ = [
     "TierStats",
     "TierTime",
     "WatchEvent",
-    "split_hashes",
 ]
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
@@ -185,8 +182,3 @@ class BlockChange:
 
 
 WatchEvent: TypeAlias = "Snapshot | BlockChange"
-
-
-def split_hashes(packed: bytes) -> list[bytes]:
-    """The 32-byte hashes in `packed`."""
-    return [packed[start : start + HASH_BYTES] for start in range(0, len(packed), HASH_BYTES)]

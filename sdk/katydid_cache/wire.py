@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid_runtime.errors import InvalidRequestError
 
 from katydid_cache.records import Buffer
 
-__all__ = ["Frame", "decode_get_response", "decode_put_request", "duration", "encode_get_frame", "encode_put_frame"]
+__all__ = ["Frame", "decode_get_response", "decode_put_request", "encode_get_frame", "encode_put_frame"]
 
 _GET_FRAME_TAG = 2 << 3 | 2
 _PUT_FRAME_TAG = 3 << 3 | 2
@@ -66,12 +65,6 @@ def decode_put_request(message: bytes) -> Frame | pb.PutRequest:
     except DecodeError as error:
         raise _malformed("PutRequest", message) from error
     return _unpack(request.frame) if request.WhichOneof("message") == "frame" else request
-
-
-def duration(seconds: float) -> Duration:
-    """Seconds as the protocol's duration."""
-    whole, nanos = divmod(round(seconds * 1e9), 1_000_000_000)
-    return Duration(seconds=whole, nanos=nanos)
 
 
 def _unpack(frame: pb.Frame) -> Frame:

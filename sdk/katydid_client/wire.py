@@ -7,13 +7,13 @@ InvalidRequestError naming the field before anything is sent; value ranges are t
 from __future__ import annotations
 
 import json
-import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from google.protobuf.duration_pb2 import Duration
 from katydid.gateway.v1 import gateway_pb2 as pb
+from katydid_runtime.block_hash import pack_ids, unpack_ids
+from katydid_runtime.duration import to_seconds
 from katydid_runtime.errors import InvalidRequestError
 
 from katydid_client.types import (
@@ -105,7 +105,7 @@ def event(response: pb.GenerateResponse | pb.ChatResponse) -> Event:
         text=text,
         reasoning=reasoning,
         tool_calls=tuple(ToolCall(call.name, call.arguments, call.id, call.index) for call in calls),
-        token_ids=unpack(response.token_ids),
+        token_ids=tuple(unpack_ids(response.token_ids)),
         logprobs=tuple(map(_logprob, response.logprobs)),
         finish_reason=_FINISH_REASONS.get(response.finish_reason),
         request_id=response.request_id,
@@ -115,7 +115,7 @@ def event(response: pb.GenerateResponse | pb.ChatResponse) -> Event:
 
 
 def tokens(response: pb.TokenizeResponse) -> Tokens:
-    return Tokens(unpack(response.token_ids), response.prompt)
+    return Tokens(tuple(unpack_ids(response.token_ids)), response.prompt)
 
 
 def models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
@@ -127,10 +127,10 @@ def route(response: pb.ExplainRouteResponse) -> RouteExplanation:
         RouteCandidate(
             engine=candidate.engine,
             dp_rank=candidate.dp_rank,
-            predicted_ttft_s=_seconds(candidate.predicted_ttft),
-            queue_s=_seconds(candidate.queue),
-            fetch_s=_seconds(candidate.fetch),
-            prefill_s=_seconds(candidate.prefill),
+            predicted_ttft_s=to_seconds(candidate.predicted_ttft),
+            queue_s=to_seconds(candidate.queue),
+            fetch_s=to_seconds(candidate.fetch),
+            prefill_s=to_seconds(candidate.prefill),
             device_blocks=candidate.device_blocks,
             cached_blocks=candidate.cached_blocks,
             home=candidate.home,
@@ -144,22 +144,11 @@ def route(response: pb.ExplainRouteResponse) -> RouteExplanation:
 def pack(ids: Iterable[int]) -> bytes:
     """Token ids as little-endian uint32."""
     try:
-        packed = array("I", ids)
+        return pack_ids(array("I", ids))
     except (OverflowError, TypeError) as error:
         raise InvalidRequestError(
             f"token ids: {error}", field="prompt", allowed="integers of 0 to 4294967295"
         ) from None
-    return _little_endian(packed).tobytes()
-
-
-def unpack(packed: bytes) -> tuple[int, ...]:
-    return tuple(_little_endian(array("I", packed)))
-
-
-def _little_endian(ids: array[int]) -> array[int]:
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids
 
 
 def _fill(message: M, values: Mapping[str, Any]) -> M:
@@ -265,9 +254,5 @@ def _usage(usage: pb.Usage) -> Usage:
 
 
 def _timing(timing: pb.Timing) -> Timing:
-    phases = {name: _seconds(duration) for name, duration in timing.phases.items()}
-    return Timing(_seconds(timing.ttft), _seconds(timing.tpot), phases, timing.engine, timing.trace_id)
-
-
-def _seconds(duration: Duration) -> float:
-    return duration.ToNanoseconds() / 1e9
+    phases = {name: to_seconds(duration) for name, duration in timing.phases.items()}
+    return Timing(to_seconds(timing.ttft), to_seconds(timing.tpot), phases, timing.engine, timing.trace_id)

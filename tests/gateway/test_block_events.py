@@ -158,3 +158,20 @@ def test_the_cache_services_tiers_and_its_restart() -> None:
         assert len(tiers) == 0
 
     asyncio.run(body())
+
+
+def test_a_defect_in_one_event_means_starting_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, calls = PrefixIndex.stored, []
+
+    def fail_once(self: PrefixIndex, holder: Holder, hashes: Any) -> None:
+        calls.append(holder)
+        if len(calls) == 1:
+            raise RuntimeError("a defect")
+        stored(self, holder, hashes)
+
+    monkeypatch.setattr(PrefixIndex, "stored", fail_once)
+
+    async def check(index: PrefixIndex, _task: Any) -> None:
+        await until(lambda: index.blocks(Holder("e", 0)) == 1)
+
+    watch(Engine([snapshot(1, *BLOCKS[:3])], [snapshot(1, BLOCKS[5])]), check)

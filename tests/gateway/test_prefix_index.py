@@ -10,7 +10,6 @@ from katydid_gateway.routing.prefix_index import (
     Holder,
     PrefixIndex,
     TierIndex,
-    split_hashes,
 )
 
 HOLDERS = [Holder("a", 0), Holder("a", 1), Holder("b", 0)]
@@ -104,8 +103,3 @@ def test_tiers_equal_a_model(
         expected.append(min(held[block]))
     assert index.run(chain, start) == expected
     assert len(index) == sum(1 for tiers in held.values() if tiers)
-
-
-def test_split_hashes() -> None:
-    assert list(split_hashes(b"".join(BLOCKS))) == BLOCKS
-    assert list(split_hashes(b"")) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from katydid.gateway.v1 import gateway_pb2 as pb
+from katydid_gateway.requests import Caller, GenerationRequest, SamplingOptions, TextPrompt
 from katydid_runtime.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -188,6 +190,21 @@ def test_a_callers_deadline_ends_the_engines_work(chatml: Path) -> None:
         assert isinstance(await failure(built.stub.Generate(request, timeout=0.3)), DeadlineExceededError)
         assert 0 < built.engines[0].submitted[0].timeout.ToNanoseconds() <= 3e8
         await until(lambda: built.engines[0].in_flight == 0)
+
+    run(chatml, scenario)
+
+
+def test_a_deadline_that_has_passed_is_not_taken_for_none(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        asked = GenerationRequest(TextPrompt("x"), "", SamplingOptions(max_tokens=2))
+        built.engines[0].options.prefill_s = 30
+
+        async def answered() -> None:
+            async with built.gateway.generator.answer(asked, Caller(time.time_ns(), timeout_s=0.0), "generate") as it:
+                await collect(it.batches())
+
+        with pytest.raises(DeadlineExceededError):
+            await asyncio.wait_for(answered(), 5)
 
     run(chatml, scenario)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid_cache.records import Durability
-from katydid_cache.wire import duration
 from katydid_kvcache import requests
+from katydid_runtime.duration import to_duration
 from katydid_runtime.errors import InvalidRequestError
 
 LAYOUT = {
@@ -66,7 +66,7 @@ def test_durability() -> None:
 @pytest.mark.parametrize("value", [-1.0, 60.5, 1e12])
 def test_seconds_out_of_range(value: float) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        requests.seconds(duration(value), "ttl", limit=60.0)
+        requests.seconds(to_duration(value), "ttl", limit=60.0)
     assert (caught.value.field, caught.value.allowed) == ("ttl", "0 to 60 s")
 
 

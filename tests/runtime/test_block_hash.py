@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from katydid_runtime.block_hash import BLOCK_TOKENS, ChainKey, fingerprint, hash_chain, pack_ids
+from katydid_runtime.block_hash import (
+    BLOCK_TOKENS,
+    ChainKey,
+    fingerprint,
+    hash_chain,
+    pack_ids,
+    split_hashes,
+    unpack_ids,
+)
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "block-hash.md"
 IDENTITY = bytes(range(32))
@@ -112,6 +120,24 @@ def test_all_buffer_forms_agree():
 def test_refuses_what_are_no_ids(ids, complaint):
     with pytest.raises(ValueError, match=complaint):
         pack_ids(ids)
+
+
+@given(token_ids)
+def test_ids_unpack_to_what_was_packed(ids):
+    packed = struct.pack(f"<{len(ids)}I", *ids)
+    assert pack_ids(array("I", ids)) == packed
+    assert unpack_ids(packed).tolist() == ids
+
+
+def test_unpacking_refuses_part_of_an_id():
+    with pytest.raises(ValueError, match="multiple"):
+        unpack_ids(b"12345")
+
+
+def test_hashes_split_in_order():
+    chain = hash_chain(array("I", range(192)), identity=IDENTITY)
+    assert split_hashes(chain) == [chain[:32], chain[32:64], chain[64:]]
+    assert split_hashes(b"") == []
 
 
 def test_refuses_a_key_that_names_nothing():

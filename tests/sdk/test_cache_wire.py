@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from katydid.kvcache.v1 import kvcache_pb2 as pb
@@ -12,7 +11,6 @@ from katydid_cache.wire import (
     Frame,
     decode_get_response,
     decode_put_request,
-    duration,
     encode_get_frame,
     encode_put_frame,
 )
@@ -84,12 +82,6 @@ def test_a_cut_or_flipped_frame_never_crashes(frame: tuple[int, int, bytes], dat
             continue
         if isinstance(decoded, Frame):
             assert pb.PutRequest.FromString(damaged).frame.data == decoded.data
-
-
-@pytest.mark.parametrize("seconds", [0.0, 1e-9, 0.25, 59.999999999, -0.5])
-def test_durations(seconds: float) -> None:
-    message = duration(seconds)
-    assert message.seconds + message.nanos / 1e9 == pytest.approx(seconds, abs=1e-9)
 
 
 def _varint(value: int) -> bytes:

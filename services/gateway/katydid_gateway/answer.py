@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from katydid_runtime.errors import EngineLostError, KatydidError, SlowClientError
+from katydid_runtime.block_hash import unpack_ids
+from katydid_runtime.errors import EngineLostError, InternalError, KatydidError, SlowClientError
 from katydid_runtime.rpc_errors import internal_error
 
 from katydid_gateway.choice_stream import ChoiceStream, token_logprobs
 from katydid_gateway.dispatch import Dispatch, Dispatcher
-from katydid_gateway.engines.frames import EngineTrace, Finish, RequestStep, unpack_ids
+from katydid_gateway.engines.frames import EngineTrace, Finish, RequestStep
 from katydid_gateway.request_clock import RequestClock
 from katydid_gateway.requests import CachedTokens, Delta, FinishedRequest, FinishReason, TokenLogprob, Usage
 from katydid_gateway.text.detokenizer import Vocabulary
@@ -59,7 +60,6 @@ class Answer:
         self.prompt_ids = prompt_ids
         self.prompt_text = prompt_text
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.result: FinishedRequest | None = None
         self.clock = clock
         self.trace = EngineTrace()
         self.on_overflow: Callable[[], object] | None = None
@@ -78,6 +78,7 @@ class Answer:
         self._ready = asyncio.Event()
         self._retry_for: KatydidError | None = None
         self._failure: KatydidError | None = None
+        self._result: FinishedRequest | None = None
 
     @property
     def tokens(self) -> int:
@@ -92,6 +93,18 @@ class Answer:
             cached=self._cached,
             reasoning_tokens=sum(choice.reasoning_tokens for choice in self._choices),
         )
+
+    @property
+    def ended(self) -> bool:
+        """Whether all of it was taken away by `batches`."""
+        return self._result is not None
+
+    @property
+    def result(self) -> FinishedRequest:
+        """What it used and where the time went. Raises InternalError before it has ended."""
+        if self._result is None:
+            raise InternalError("the answer has not ended")
+        return self._result
 
     @property
     def _done(self) -> bool:
@@ -114,7 +127,7 @@ class Answer:
     async def batches(self, idle_s: float | None = None) -> AsyncIterator[list[Delta]]:
         """New output, everything there is at a time; an empty batch when nothing came for `idle_s`.
 
-        Raises the KatydidError the answer failed with. At the end `result` is set.
+        Raises the KatydidError the answer failed with. At the end there is a `result`.
         """
         while True:
             try:
@@ -133,7 +146,7 @@ class Answer:
             if self._failure is not None:
                 raise self._failure
             if self._done and not self._pending:
-                self.result = FinishedRequest(self.usage, self.clock.timing(self.tokens))
+                self._result = FinishedRequest(self.usage, self.clock.timing(self.tokens))
                 return
 
     def on_step(self, step: RequestStep, arrived_ns: int) -> bool:

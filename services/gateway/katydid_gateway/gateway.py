@@ -66,7 +66,6 @@ class Gateway:
         self.grpc_address = await self._rpc.start()
         self.fleet.start()
         logger.info("HTTP on %s", self.http_address, extra={"http_address": self.http_address})
-        await self._rpc.set_serving(True)
 
     async def stop(self) -> None:
         """Drain and close, as a signal would."""

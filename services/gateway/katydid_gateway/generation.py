@@ -19,7 +19,7 @@ from functools import cache
 from hashlib import sha256
 
 from katydid_runtime import log
-from katydid_runtime.block_hash import hash_chain
+from katydid_runtime.block_hash import hash_chain, split_hashes, unpack_ids
 from katydid_runtime.errors import (
     DeadlineExceededError,
     DrainingError,
@@ -34,12 +34,10 @@ from katydid_gateway.answer import Answer
 from katydid_gateway.choice_stream import ChoiceStream
 from katydid_gateway.dispatch import Dispatch, Dispatcher
 from katydid_gateway.engines.fleet import Fleet
-from katydid_gateway.engines.frames import unpack_ids
 from katydid_gateway.engines.submission import Submission
 from katydid_gateway.gateway_metrics import GatewayMetrics
 from katydid_gateway.request_clock import RequestClock
 from katydid_gateway.requests import Caller, GenerationRequest, Prompt, Sampling, TokenPrompt
-from katydid_gateway.routing.prefix_index import split_hashes
 from katydid_gateway.routing.router import Decision, RoutedPrompt
 from katydid_gateway.settings import GatewaySettings
 from katydid_gateway.text.choice_text import ChoiceText
@@ -124,7 +122,7 @@ class Generator:
                 )
                 await answer.start()
                 yield answer
-                outcome = "ok" if answer.result is not None else "left"
+                outcome = "ok" if answer.ended else "left"
             except KatydidError as error:
                 outcome = error.reason.lower()
                 raise
@@ -198,7 +196,8 @@ class Generator:
         clock.span.set_all(
             {"request.prompt_tokens": encoded.tokens, "request.n": sampling.n, "request.model": limits.model}
         )
-        timeout_s = min(caller.timeout_s or self._settings.request_timeout_s, self._settings.request_timeout_s)
+        longest_s = self._settings.request_timeout_s
+        timeout_s = longest_s if caller.timeout_s is None else min(caller.timeout_s, longest_s)
         deadline_ns = caller.received_ns + int(timeout_s * 1e9)
         return _Prepared(
             request_id=request_id,

@@ -12,14 +12,14 @@ import grpc
 from google.protobuf.message import Message
 from katydid.gateway.v1 import gateway_pb2 as pb
 from katydid.gateway.v1.gateway_pb2_grpc import InferenceServiceServicer
-from katydid_runtime.errors import InternalError, PayloadTooLargeError
+from katydid_runtime.errors import PayloadTooLargeError
 from katydid_runtime.trace_context import TraceContext
 
 from katydid_gateway import wire
 from katydid_gateway.answer import SLOW_CLIENT_GRACE_S, Answer
 from katydid_gateway.api_keys import ApiKeys
 from katydid_gateway.generation import Generator
-from katydid_gateway.requests import Caller, FinishedRequest, GenerationRequest, Prompt, TextPrompt
+from katydid_gateway.requests import Caller, GenerationRequest, Prompt, TextPrompt
 
 __all__ = ["InferenceServicer"]
 
@@ -51,7 +51,7 @@ class InferenceServicer(InferenceServiceServicer):
                 for delta in batch:
                     if not delta.empty:
                         yield wire.generate_event(answer.request_id, delta)
-            usage, timing = wire.usage_and_timing(_result(answer))
+            usage, timing = wire.usage_and_timing(answer.result)
             yield pb.GenerateResponse(request_id=answer.request_id, usage=usage, timing=timing)
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> AsyncIterator[pb.ChatResponse]:
@@ -68,7 +68,7 @@ class InferenceServicer(InferenceServiceServicer):
                 for delta in batch:
                     if not delta.empty:
                         yield wire.chat_event(answer.request_id, delta)
-            usage, timing = wire.usage_and_timing(_result(answer))
+            usage, timing = wire.usage_and_timing(answer.result)
             yield pb.ChatResponse(request_id=answer.request_id, usage=usage, timing=timing)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
@@ -117,9 +117,3 @@ def _watch_overflow(answer: Answer) -> None:
     task = asyncio.current_task()
     assert task is not None
     answer.on_overflow = lambda: asyncio.get_running_loop().call_later(SLOW_CLIENT_GRACE_S, task.cancel)
-
-
-def _result(answer: Answer) -> FinishedRequest:
-    if answer.result is None:
-        raise InternalError("the answer has not ended")
-    return answer.result

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from google.protobuf.duration_pb2 import Duration
 from katydid.gateway.v1 import gateway_pb2 as pb
+from katydid_runtime.duration import to_duration
 from katydid_runtime.errors import InvalidRequestError
 
 from katydid_gateway.requests import (
@@ -146,10 +146,10 @@ def usage_and_timing(result: FinishedRequest) -> tuple[pb.Usage, pb.Timing]:
     cached = usage.cached
     tiers = pb.CachedTokens(device=cached.device, host=cached.host, disk=cached.disk, shared=cached.shared)
     account = pb.Timing(engine=timing.engine, trace_id=timing.trace_id)
-    account.ttft.CopyFrom(_duration(timing.ttft_s))
-    account.tpot.CopyFrom(_duration(timing.tpot_s))
+    account.ttft.CopyFrom(to_duration(timing.ttft_s))
+    account.tpot.CopyFrom(to_duration(timing.tpot_s))
     for name, seconds in timing.phases_s.items():
-        account.phases[name].CopyFrom(_duration(seconds))
+        account.phases[name].CopyFrom(to_duration(seconds))
     return (
         pb.Usage(
             prompt_tokens=usage.prompt_tokens,
@@ -170,10 +170,10 @@ def explanation(prompt: RoutedPrompt, decision: Decision) -> pb.ExplainRouteResp
             pb.RouteCandidate(
                 engine=candidate.holder.engine,
                 dp_rank=candidate.holder.rank,
-                predicted_ttft=_duration(prediction.ttft_s),
-                queue=_duration(prediction.queue_s),
-                fetch=_duration(prediction.fetch_s),
-                prefill=_duration(prediction.prefill_s),
+                predicted_ttft=to_duration(prediction.ttft_s),
+                queue=to_duration(prediction.queue_s),
+                fetch=to_duration(prediction.fetch_s),
+                prefill=to_duration(prediction.prefill_s),
                 device_blocks=prediction.device_blocks,
                 cached_blocks=prediction.cached_blocks,
                 home=candidate.home == 0 and not candidate.excluded,
@@ -245,9 +245,3 @@ def _logprob(entry: TokenLogprob) -> pb.TokenLogprob:
         logprob=entry.logprob,
         top=[_logprob(other) for other in entry.top],
     )
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(round(seconds * 1e9))
-    return duration

@@ -12,7 +12,8 @@ from google.protobuf.message import DecodeError
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid_cache.layout import Span, cut
 from katydid_cache.records import Tier
-from katydid_cache.wire import duration, encode_get_frame
+from katydid_cache.wire import encode_get_frame
+from katydid_runtime.duration import to_duration
 from katydid_runtime.errors import DeadlineExceededError, InvalidRequestError
 
 from katydid_kvcache import requests
@@ -163,7 +164,7 @@ class GetStream:
 
     def _summary(self) -> pb.GetSummary:
         times = [
-            pb.TierTime(tier=pb.Tier.ValueType(tier), blocks=blocks, duration=duration(total_s))
+            pb.TierTime(tier=pb.Tier.ValueType(tier), blocks=blocks, duration=to_duration(total_s))
             for tier, (blocks, total_s) in sorted(self._times.items())
         ]
         return pb.GetSummary(sent=self.sent, missed=self.missed, times=times)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from google.protobuf.duration_pb2 import Duration
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid_cache.layout import BlockLayout, Span
-from katydid_cache.records import Durability, split_hashes
-from katydid_runtime.block_hash import HASH_BYTES
+from katydid_cache.records import Durability
+from katydid_runtime.block_hash import HASH_BYTES, split_hashes
+from katydid_runtime.duration import to_seconds
 from katydid_runtime.errors import InvalidRequestError
 
 __all__ = [
@@ -89,7 +90,7 @@ def durability(value: int) -> Durability:
 
 def seconds(duration: Duration, field: str, *, limit: float) -> float:
     """A duration in seconds, from 0 to `limit`."""
-    value = duration.seconds + duration.nanos / 1e9
+    value = to_seconds(duration)
     if not 0 <= value <= limit:
         raise InvalidRequestError(
             f"{field} is {value:g} s", field=field, value=f"{value:g}", allowed=f"0 to {limit:g} s"

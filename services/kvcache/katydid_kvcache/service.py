@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid_cache.records import Durability, Snapshot
-from katydid_cache.wire import duration
+from katydid_runtime.duration import to_duration
 from katydid_runtime.errors import ConflictError, InvalidRequestError, UnsupportedError
 from katydid_runtime.telemetry import Span, Telemetry
 from katydid_runtime.trace_context import TraceContext
@@ -104,12 +104,12 @@ class KvCacheService:
             slots=b"".join(self._slot(block.memory) for block in in_memory),
             checksums=b"".join(block.checksum for block in in_memory),
             runs=[
-                pb.TierRun(tier=pb.Tier.ValueType(run.tier), blocks=run.blocks, eta=duration(run.eta_s))
+                pb.TierRun(tier=pb.Tier.ValueType(run.tier), blocks=run.blocks, eta=to_duration(run.eta_s))
                 for run in found.runs
             ],
             lease=found.lease,
             boot_epoch=self._cache.boot_epoch,
-            duration=duration(elapsed_s),
+            duration=to_duration(elapsed_s),
         )
 
     async def Get(self, messages: AsyncIterator[bytes], context: Context) -> None:
@@ -181,7 +181,7 @@ class KvCacheService:
         attachment = self._cache.attachments.find(request.attachment)
         deadline_s = requests.seconds(request.deadline, "deadline", limit=_PREFETCH_LIMIT_S)
         blocks, eta_s = self._cache.prefetch(attachment.namespace, requests.hash_list(request.hashes), deadline_s)
-        return pb.PrefetchResponse(blocks=blocks, eta=duration(eta_s))
+        return pb.PrefetchResponse(blocks=blocks, eta=to_duration(eta_s))
 
     async def Release(self, request: pb.ReleaseRequest, _context: Context) -> pb.ReleaseResponse:
         self._cache.release(self._cache.attachments.find(request.attachment), request.lease)

@@ -3,6 +3,7 @@
 errors            the error tree and its one table of statuses      (no third-party import)
 block_hash        names of KV blocks                                (no third-party import)
 tokenizer_digest  whether two processes tokenise alike              (no third-party import)
+duration          seconds and protobuf durations                    (no third-party import but protobuf)
 trace_context     W3C trace context as a value                      (no third-party import)
 log               JSON lines with request and trace id              (no third-party import)
 telemetry         spans, exported to a file or over OTLP            (OpenTelemetry only when tracing is on)

@@ -20,7 +20,17 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TypeAlias
 
-__all__ = ["BLOCK_TOKENS", "HASH_BYTES", "ChainKey", "TokenIds", "fingerprint", "hash_chain", "pack_ids"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "HASH_BYTES",
+    "ChainKey",
+    "TokenIds",
+    "fingerprint",
+    "hash_chain",
+    "pack_ids",
+    "split_hashes",
+    "unpack_ids",
+]
 
 BLOCK_TOKENS = 64
 HASH_BYTES = 32
@@ -114,6 +124,19 @@ def pack_ids(ids: TokenIds) -> bytes:
         swapped.byteswap()
         return swapped.tobytes()
     return packed
+
+
+def unpack_ids(packed: bytes) -> array[int]:
+    """The ids that `pack_ids` packed. Raises ValueError for a byte count that is no multiple of 4."""
+    ids = array("I", packed)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids
+
+
+def split_hashes(packed: bytes) -> list[bytes]:
+    """The 32-byte hashes in `packed`, the form in which messages carry chains."""
+    return [packed[start : start + HASH_BYTES] for start in range(0, len(packed), HASH_BYTES)]
 
 
 def fingerprint(identity: bytes) -> bytes:

@@ -18,11 +18,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
-from google.protobuf import any_pb2, duration_pb2
+from google.protobuf import any_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from katydid_runtime import errors
+from katydid_runtime.duration import to_duration
 from katydid_runtime.errors import InternalError, KatydidError, error_from_details
 from katydid_runtime.interceptors import AroundInterceptor, Context
 
@@ -92,9 +93,7 @@ def to_status(error: KatydidError) -> status_pb2.Status:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after_s is not None:
-        delay = duration_pb2.Duration()
-        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
-        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+        details.append(error_details_pb2.RetryInfo(retry_delay=to_duration(error.retry_after_s)))
     status = status_pb2.Status(code=code_pb2.Code.Value(error.outcome.grpc_status), message=error.message)
     for detail in details:
         packed = any_pb2.Any()

@@ -14,10 +14,11 @@ from katydid.engine.v1 import engine_pb2
 from katydid.engine.v1.engine_pb2_grpc import EngineServiceStub
 from katydid.kvcache.v1 import kvcache_pb2
 from katydid.kvcache.v1.kvcache_pb2_grpc import KvCacheServiceStub
+from katydid_runtime.block_hash import split_hashes
 from katydid_runtime.errors import KatydidError, UnsupportedError
 from katydid_runtime.rpc_errors import from_rpc_error
 
-from katydid_gateway.routing.prefix_index import CacheTier, Holder, PrefixIndex, TierIndex, split_hashes
+from katydid_gateway.routing.prefix_index import CacheTier, Holder, PrefixIndex, TierIndex
 
 __all__ = ["follow_cache", "follow_engine"]
 
@@ -103,4 +104,7 @@ async def _again_and_again(one_stream: Callable[[], Coroutine[None, None, None]]
             if str(failure) != said:
                 said = str(failure)
                 logger.info("block events broke", extra={"source": source, "error": said})
+        except Exception:
+            # A defect met in one event must not cost routing its picture of that cache for good.
+            logger.exception("block events failed", extra={"source": source})
         await asyncio.sleep(RETRY_S)

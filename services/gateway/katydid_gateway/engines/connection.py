@@ -7,7 +7,6 @@ silently; it is refused with a log line and a metric, and asked again later.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from katydid.engine.v1 import engine_pb2 as pb
 from katydid.engine.v1.engine_pb2_grpc import EngineServiceStub
 from katydid_runtime.block_hash import BLOCK_TOKENS, fingerprint
 from katydid_runtime.channel import CHANNEL_OPTIONS
+from katydid_runtime.duration import to_seconds
 from katydid_runtime.errors import IdentityMismatchError, KatydidError, UnavailableError
 from katydid_runtime.rpc_errors import from_rpc_error
 
@@ -52,11 +52,11 @@ def check_parity(engine: str, description: pb.DescribeResponse, tokenizer_digest
             f"engine {engine} cuts blocks of {description.block_tokens} tokens, this gateway of {BLOCK_TOKENS}",
             field="block_tokens",
         )
-    if not hmac.compare_digest(description.hash_fingerprint, fingerprint(description.identity)):
+    if description.hash_fingerprint != fingerprint(description.identity):
         raise IdentityMismatchError(
             f"engine {engine} hashes blocks in another way than this gateway", field="hash_fingerprint"
         )
-    if not hmac.compare_digest(description.tokenizer_digest, tokenizer_digest):
+    if description.tokenizer_digest != tokenizer_digest:
         raise IdentityMismatchError(
             f"engine {engine} was started with another tokenizer or chat template than this gateway",
             field="tokenizer_digest",
@@ -167,14 +167,13 @@ class EngineConnection:
         self._state.ranks = [RankState() for _ in range(max(1, description.dp_ranks))]
         self._state.block_bytes = description.block_bytes
         self._state.kv_cache_attached = description.kv_cache_attached
-        window = description.reattach_window
         self.session = EngineSession(
             self.name,
             self.address,
             self._channel,
             client=self._client,
             boot_id=description.boot_id,
-            reattach_window_s=window.seconds + window.nanos / 1e9,
+            reattach_window_s=to_seconds(description.reattach_window),
             observer=self,
             transport_delay_s=self._delay_s,
         )

@@ -101,8 +101,9 @@ class EngineSession:
         if self._outbound is None:
             raise UnavailableError(f"engine {self._name} is not connected")
         number = next(self._numbers)
+        request = pb.SessionRequest(submit=submission.message(number, dp_rank, timeout_s))
         self._listeners[number] = listener
-        self._outbound.put_nowait(pb.SessionRequest(submit=submission.message(number, dp_rank, timeout_s)))
+        self._outbound.put_nowait(request)
         return number
 
     def abort(self, number: int) -> None:
@@ -238,10 +239,7 @@ def _report(load: pb.RankLoad) -> RankReport:
         running=load.running,
         waiting=load.waiting,
         uncached_tokens=load.waiting_uncached_tokens,
-        free_pages=load.free_pages,
-        total_pages=load.total_pages,
         prefill_speed=load.prefill_tokens_per_second,
-        decode_speed=load.decode_tokens_per_second,
     )
 
 

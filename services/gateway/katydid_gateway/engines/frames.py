@@ -6,13 +6,14 @@ import sys
 from array import array
 from dataclasses import dataclass, field
 
-from google.protobuf.duration_pb2 import Duration
 from katydid.engine.v1 import engine_pb2 as pb
+from katydid_runtime.block_hash import unpack_ids
+from katydid_runtime.duration import to_seconds
 from katydid_runtime.errors import KatydidError, error_from_details
 
 from katydid_gateway.requests import CachedTokens, FinishReason
 
-__all__ = ["EnginePhase", "EngineTrace", "Finish", "RequestStep", "Row", "RowLogprobs", "sort_frame", "unpack_ids"]
+__all__ = ["EnginePhase", "EngineTrace", "Finish", "RequestStep", "Row", "RowLogprobs", "sort_frame"]
 
 _REASONS = {
     pb.FINISH_REASON_STOP: FinishReason.STOP,
@@ -72,7 +73,6 @@ class Finish:
     retryable: bool
     cached: CachedTokens
     trace: EngineTrace
-    preemptions: int
 
 
 @dataclass(slots=True)
@@ -106,15 +106,6 @@ def sort_frame(frame: pb.SessionResponse) -> dict[int, RequestStep]:
         if ended and finish.HasField("stop_token") and ended[-1].ids and ended[-1].ids[-1] == finish.stop_token:
             ended[-1].stop_token = finish.stop_token
     return steps
-
-
-def unpack_ids(packed: bytes) -> array[int]:
-    """Little-endian uint32 as an array. Raises ValueError for a broken length."""
-    ids = array("I")
-    ids.frombytes(packed)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids
 
 
 def _rows(columns: pb.TokenColumns, steps: dict[int, RequestStep]) -> dict[tuple[int, int], list[Row]]:
@@ -170,7 +161,6 @@ def _finish(message: pb.Finish) -> Finish:
         retryable=message.error.retryable,
         cached=_cached(message.cached),
         trace=_trace(message.trace),
-        preemptions=message.preemptions,
     )
 
 
@@ -179,9 +169,5 @@ def _cached(message: pb.CachedTokens) -> CachedTokens:
 
 
 def _trace(message: pb.TraceSummary) -> EngineTrace:
-    phases = tuple(EnginePhase(p.name, p.span_id, _seconds(p.duration), p.tier) for p in message.phases)
-    return EngineTrace(phases, _seconds(message.residence), _seconds(message.handover))
-
-
-def _seconds(duration: Duration) -> float:
-    return duration.seconds + duration.nanos / 1e9
+    phases = tuple(EnginePhase(p.name, p.span_id, to_seconds(p.duration), p.tier) for p in message.phases)
+    return EngineTrace(phases, to_seconds(message.residence), to_seconds(message.handover))

@@ -5,16 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from katydid.engine.v1 import engine_pb2 as pb
+from katydid_runtime.duration import to_duration
 from katydid_runtime.trace_context import TraceContext
 
 from katydid_gateway.requests import OutputFormat, RequestOptions, Sampling
 
 __all__ = ["Submission"]
 
+# An engine takes no timeout of 0; the gateway's own timer ends such a request.
+_SHORTEST_TIMEOUT_S = 0.001
+
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """Everything of a request but which engine and rank get it. `generated` are ids it has produced elsewhere."""
+    """Everything of a request but which engine and rank get it."""
 
     request_id: str
     prompt_ids: bytes
@@ -24,7 +28,6 @@ class Submission:
     cache_salt: bytes = b""
     public_blocks: int = 0
     tenant: bytes = b""
-    generated: bytes = b""
 
     def message(self, number: int, dp_rank: int, timeout_s: float) -> pb.SubmitRequest:
         """The message, with the time the caller still gives it."""
@@ -32,7 +35,6 @@ class Submission:
             request=number,
             request_id=self.request_id,
             prompt_ids=self.prompt_ids,
-            generated_ids=self.generated,
             sampling=_sampling(self.sampling),
             dp_rank=dp_rank,
             priority=self.options.priority,
@@ -42,7 +44,7 @@ class Submission:
             tenant=self.tenant,
             bypass_cache=self.options.bypass_cache,
         )
-        message.timeout.FromNanoseconds(max(1_000_000, int(timeout_s * 1e9)))
+        message.timeout.CopyFrom(to_duration(max(_SHORTEST_TIMEOUT_S, timeout_s)))
         if self.trace is not None:
             message.traceparent = self.trace.traceparent
             message.tracestate = self.trace.tracestate

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-from katydid_runtime.errors import InternalError
+from katydid_runtime.block_hash import unpack_ids
 
 from katydid_gateway.answer import Answer
 from katydid_gateway.generation import Generator
@@ -140,13 +140,11 @@ class _Shape:
         if self._with_logprobs:
             extras["logprobs"] = {"content": [_logprob(entry) for entry in delta.logprobs], "refusal": None}
         if self._with_ids:
-            extras["token_ids"] = memoryview(delta.ids).cast("I").tolist()
+            extras["token_ids"] = unpack_ids(delta.ids).tolist()
         return extras
 
     def _account(self) -> dict[str, Any]:
         result = self._answer.result
-        if result is None:
-            raise InternalError("the answer has not ended")
         return {"usage": usage_fields(result.usage), "timing": timing_fields(result.timing)}
 
 

@@ -9,10 +9,9 @@ from operator import add
 from typing import Any
 
 import msgspec
-from katydid_runtime.errors import InternalError
+from katydid_runtime.block_hash import unpack_ids
 
 from katydid_gateway.answer import Answer
-from katydid_gateway.engines.frames import unpack_ids
 from katydid_gateway.generation import Generator
 from katydid_gateway.http.exchange import Exchange
 from katydid_gateway.http.failures import decode_body
@@ -159,7 +158,7 @@ class _Shape:
         return columns
 
     def _account(self) -> dict[str, Any]:
-        results = [_result(answer) for answer in self._answers]
+        results = [answer.result for answer in self._answers]
         usage = reduce(add, [self._usage(result) for result in results])
         slowest = max(results, key=lambda result: result.timing.ttft_s)
         return {"usage": usage_fields(usage), "timing": timing_fields(slowest.timing)}
@@ -173,9 +172,3 @@ def _top(entry: TokenLogprob | str) -> dict[str, float]:
     if isinstance(entry, str):
         return {}
     return {other.text: max(other.logprob, -9999.0) for other in entry.top}
-
-
-def _result(answer: Answer) -> FinishedRequest:
-    if answer.result is None:
-        raise InternalError("the answer has not ended")
-    return answer.result

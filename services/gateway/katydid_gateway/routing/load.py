@@ -16,15 +16,12 @@ REPORT_LAG_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """One rank's load as the engine reported it; speeds are tokens per second, 0 when not yet measured."""
+    """What routing uses of a rank's report; `prefill_speed` is tokens per second, 0 when not yet measured."""
 
     running: int = 0
     waiting: int = 0
     uncached_tokens: int = 0
-    free_pages: int = 0
-    total_pages: int = 0
     prefill_speed: float = 0.0
-    decode_speed: float = 0.0
 
 
 @dataclass(slots=True)

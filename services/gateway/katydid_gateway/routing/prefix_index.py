@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-__all__ = ["CacheTier", "Holder", "PrefixIndex", "TierIndex", "split_hashes"]
+__all__ = ["CacheTier", "Holder", "PrefixIndex", "TierIndex"]
 
-HASH_BYTES = 32
 PREDICTION_S = 10.0
 
 
@@ -32,11 +31,6 @@ class CacheTier(IntEnum):
     MEMORY = 1
     DISK = 2
     SHARED = 3
-
-
-def split_hashes(packed: bytes) -> Iterator[bytes]:
-    """Packed 32-byte hashes, one by one."""
-    return (packed[start : start + HASH_BYTES] for start in range(0, len(packed), HASH_BYTES))
 
 
 class PrefixIndex:

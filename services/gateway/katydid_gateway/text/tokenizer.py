@@ -82,9 +82,7 @@ class TextTokenizer:
     async def encode(self, text: str, *, special_tokens: bool = False) -> bytes:
         """Ids as little-endian uint32; `special_tokens` adds what the tokenizer puts around a text of its own."""
         pieces = [text] if self._boundary is None else self._boundary.split(text)
-        ids: list[bytes | None] = [
-            self._special.get(piece) or self._cache.get(piece) if piece else b"" for piece in pieces
-        ]
+        ids = [self._known(piece) for piece in pieces]
         missing = [place for place, found in enumerate(ids) if found is None]
         if missing:
             segments = [pieces[place] for place in missing]
@@ -99,7 +97,7 @@ class TextTokenizer:
         return self._before + body + self._after if special_tokens else body
 
     def _known(self, piece: str) -> bytes | None:
-        return b"" if not piece else self._special.get(piece) or self._cache.get(piece)
+        return self._special.get(piece) or self._cache.get(piece) if piece else b""
 
     def _encode_segments(self, segments: Sequence[str]) -> list[bytes]:
         encodings = self._tokenizer.encode_batch_fast(list(segments), add_special_tokens=False)
