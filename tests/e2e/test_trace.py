@@ -123,7 +123,7 @@ def test_the_command_prints_the_tree(lab: Lab, spans: list[Span]) -> None:
     for phase, served in (("kvcache.lookup", "kvcache.service.lookup"), ("kvcache.fetch", "kvcache.service.get")):
         assert f"\n├─ {phase} " in text, text
         assert f"\n│  └─ {served} " in text, text
-    assert "→ kvcache.fetch, kvcache.fetch, engine.prefill" in text
+    assert "→ kvcache.fetch host, kvcache.fetch disk, engine.prefill" in text
     assert "→ engine.decode" in text
 
 

@@ -41,7 +41,7 @@ def trace(paths: Sequence[Path], wanted: str | None, console: Console | None = N
         return
     console.print(_attribution_table(attribution))
     if attribution.waited_for:
-        names = ", ".join(f"{span.name} ({span.duration_s * 1e3:.1f} ms)" for span in attribution.waited_for)
+        names = ", ".join(f"{_full_name(span)} ({span.duration_s * 1e3:.1f} ms)" for span in attribution.waited_for)
         console.print(f"the first token waited for {names}", soft_wrap=True)
     if attribution.tpot_s is not None:
         console.print(f"TPOT {attribution.tpot_s * 1e3:.1f} ms")
@@ -63,7 +63,7 @@ def _tree_table(spans: Sequence[Span], width: int) -> Table:
     length = max(1, max(span.end_ns for span in spans) - begin)
     rows = [row for root in tree(spans) for row in _rows(root, "", "")]
     name_width = max(name.cell_len for name, _ in rows)
-    names = {span.span_id: span.name for span in spans}
+    names = {span.span_id: _full_name(span) for span in spans}
     note_width = max(0, width - name_width - _MS_WIDTH - _BAR_WIDTH - 4)
 
     table = Table(box=None, pad_edge=False)
@@ -92,6 +92,11 @@ def _bar(span: Span, begin: int, length: int) -> str:
     left = int((span.start_ns - begin) / length * _BAR_WIDTH)
     width = max(1, round((span.end_ns - span.start_ns) / length * _BAR_WIDTH))
     return (" " * min(left, _BAR_WIDTH - 1) + "█" * width)[:_BAR_WIDTH].ljust(_BAR_WIDTH)
+
+
+def _full_name(span: Span) -> str:
+    """With the tier of a fetch: there is a span for each."""
+    return " ".join((span.name, *filter(None, (span.attributes.get("katydid.tier"),))))
 
 
 def _note(span: Span, names: Mapping[str, str]) -> str:

@@ -645,8 +645,9 @@ class Timing(_message.Message):
 
     @_builtins.property
     def phases(self) -> _containers.MessageMap[_builtins.str, _duration_pb2.Duration]:
-        """Phases that make up the TTFT, each measured where it happened: receive, tokenise, route, retry and deliver in the
-        gateway, transport between the two, queue, lookup, fetch and prefill in the engine, and `rest`, which none explains.
+        """Phases that make up the TTFT, each measured where it happened: receive, tokenise, prepare, route, retry and
+        deliver in the gateway, transport between the two, queue, lookup, fetch, prefill and handover in the engine, and
+        `rest`, which none explains.
         """
 
     def __init__(
