@@ -165,8 +165,8 @@ class Usage:
 class Timing:
     """Where the time went, as the gateway measured it.
 
-    `phases_s` make up `ttft_s`: queue, lookup, fetch, prefill, transport and more, and the unexplained rest. `tpot_s` is
-    the mean time per output token after the first. `trace_id` is empty when the request was not sampled.
+    `phases_s` make up `ttft_s`: queue, lookup, fetch, prefill, transport and more, and the unexplained rest. `tpot_s`
+    is the mean time per output token after the first. `trace_id` is empty when the request was not sampled.
     """
 
     ttft_s: float
