@@ -127,8 +127,8 @@ def experts(shard: str) -> dict[str, Any]:
     with preparing():
         dtype = BF16 if shard.startswith("bf16") else E4M3
         count, width = (24, 1536) if shard == "EP8" else (192, 192)
-        # Up to 48 rows an expert decode in one launch, more are grouped GEMMs; an odd size has a scale a token.
-        sizes = {1, 3, 17, 64, 2 * count - 1, 6 * count, 6 * count + 1, 1000}
+        # Up to 32 rows an expert decode in one launch, more are grouped GEMMs; an odd size has a scale a token.
+        sizes = {1, 3, 17, 64, 2 * count - 1, 4 * count, 4 * count + 1, 1000}
         errors = [
             check_experts((count, width, tokens, TOP_K, 0), HIDDEN, dtype, crowd=tokens == 1000)
             for tokens in sorted(sizes)
@@ -159,10 +159,15 @@ def odd_shapes() -> dict[str, Any]:
 
 def tiles(shard: str) -> dict[str, Any]:
     """Where the decode kernel hands over to the grouped GEMMs, and which of its tiles is best on the way there."""
-    sizes = {"TP8": (256, 512, 1024), "EP8": (64, 128, 256)}[shard]
+    sizes = {"TP8": (1, 4, 16, 64, 256, 512), "EP8": (16, 64, 128)}[shard]
     with preparing():
         weights = _weights(shard)
-        choices = [DecodeTile(16, 64, 2, 10, True), DecodeTile(32, 64, 2, 9, True), DecodeTile(64, 64, 2, 7, True)]
+        choices = [
+            DecodeTile(8, 64, 1, 18, True),
+            DecodeTile(8, 64, 2, 11, True),
+            DecodeTile(16, 64, 2, 10, True),
+            DecodeTile(32, 64, 2, 9, True),
+        ]
         candidates: list[DecodeTile | UpTile] = [*choices, up_tile(weights[0][1].shape[2], E4M3)]
         batches = [Batch(shard, tokens, weights) for tokens in sizes]
         for tile in candidates:

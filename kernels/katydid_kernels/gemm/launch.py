@@ -138,6 +138,6 @@ def launch_narrow(
         WGS=tile.warpgroups,
         PROMOTE=promote,
         num_warps=4,
-        maxnreg=128 if tile.warpgroups == 1 else 112,
+        maxnreg=128,
     )
     return out

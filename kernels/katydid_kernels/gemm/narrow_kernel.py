@@ -68,6 +68,8 @@ def _consume(
     begin, end, share, tiles_k = interval
     TOKENS: gl.constexpr = x_bufs.type.shape[1]
     ROWS: gl.constexpr = w_bufs.type.shape[1]
+    # Partial sums read at once, as the registers allow.
+    AT_ONCE: gl.constexpr = 2 if TOKENS == 64 else 4
     stage = 0
     phase = 0
     if begin < end:
@@ -93,9 +95,11 @@ def _consume(
                 last_cta = ((tile + 1) * tiles_k - 1) // share
                 if gl.atomic_add(counter, 1, sem="acq_rel") == last_cta - first_cta:
                     total = gl.zeros([ROWS, TOKENS], gl.float32, layout)
-                    for cta in range(first_cta, last_cta + 1):
-                        place = cta * 2 + gl.where(cta == first_cta, 1, 0)
-                        total += gl.load(partial_ptr + (place * WGS + WHO) * (ROWS * TOKENS) + lane)
+                    for cta in range(first_cta, last_cta + 1, AT_ONCE):
+                        for i in gl.static_range(AT_ONCE):
+                            place = (cta + i) * 2 + gl.where(cta + i == first_cta, 1, 0)
+                            part = partial_ptr + (place * WGS + WHO) * (ROWS * TOKENS) + lane
+                            total += gl.load(part, mask=(lane >= 0) & (cta + i <= last_cta), other=0.0)
                     gl.store(counter, 0)
                     _finish(total, col, target, hooks)
 
@@ -119,7 +123,8 @@ def narrow_gemm_kernel(
     full, empty = make_barriers(STAGES, 1, WGS)
     tiles_k = gl.cdiv(K, BLOCK_K)
     steps = gl.cdiv(N, WGS * ROWS) * tiles_k
-    share = gl.cdiv(steps, gl.num_programs(0))
+    # Six stages or more a CTA: less would cost more in summing than it saves in reading.
+    share = gl.maximum(gl.cdiv(steps, gl.num_programs(0)), 6)
     begin = gl.program_id(0) * share
     end = gl.minimum(begin + share, steps)
     hooks = (row_scale_ptr, row_step, col_scale_ptr, col_step, bias_ptr, residual_ptr, residual_stride)
@@ -143,5 +148,5 @@ def narrow_gemm_kernel(
                 (_produce, (x_desc, w_desc, ring, interval, STAGES, WGS)),
             ],
             [4, 1],
-            [152, 24],
+            [176, 24],
         )

@@ -107,7 +107,7 @@ def decode_tile(pairs: int, experts: int, intermediate: int, dtype: torch.dtype)
     del intermediate
     promote = dtype == torch.float8_e4m3fn
     mean = pairs / experts
-    if mean > 48:
+    if mean > 32:
         return None
     if pairs <= 48:
         # Few experts: narrow tiles reach more SMs.
@@ -116,7 +116,7 @@ def decode_tile(pairs: int, experts: int, intermediate: int, dtype: torch.dtype)
         return DecodeTile(8, 64, 2, 11, promote)
     if mean <= 8:
         return DecodeTile(16, 64, 2, 10, promote)
-    return DecodeTile(32, 64, 2, 9, promote) if mean <= 18 else DecodeTile(64, 64, 2, 7, promote)
+    return DecodeTile(32, 64, 2, 9, promote)
 
 
 @dataclass(frozen=True)
