@@ -177,7 +177,7 @@ class Prefill:
         return 4 * self.pool.k.shape[3] * self.heads * pairs / microseconds * 1e-6
 
 
-def time_graph(calls: list[Callable[[], object]], replays: int = 20, warm_s: float = 0.06) -> float:
+def time_graph(calls: list[Callable[[], object]], replays: int = 20, warm_s: float = 0.04) -> float:
     """Microseconds a call: a graph of all calls, median of `replays` replays once the clocks are up (`warm_s`)."""
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()

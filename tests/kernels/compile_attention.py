@@ -49,6 +49,7 @@ def run_prefill(dtype: torch.dtype, head_dim: int) -> None:
 
 def main() -> None:
     decode.decode_hopper_kernel = Recorder(decode.decode_hopper_kernel)
+    decode.decode_wide_kernel = Recorder(decode.decode_wide_kernel)
     prefill.prefill_hopper_kernel = Recorder(prefill.prefill_hopper_kernel)
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)
     cases = {

@@ -69,6 +69,7 @@ def stream_pages(
     BOX: gl.constexpr,
     PAGES: gl.constexpr,
     STAGES: gl.constexpr,
+    PERMUTE: gl.constexpr,
 ):
     page_bytes: gl.constexpr = 2 * 64 * D * k_desc.dtype.primitive_bitwidth // 8
     row, head, first, last, _index, _count, left, interval, length = first_piece(plan_ptr, lens_ptr, batch)
@@ -88,13 +89,20 @@ def stream_pages(
             for p in gl.static_range(PAGES):
                 page = gl.load(table + tile + p, mask=p < pages, other=0)
                 for c in gl.static_range(D // BOX):
-                    tma.async_copy_global_to_shared(
-                        k_desc,
-                        [(page * kv_heads + head) * 64, c * BOX],
-                        full.index(stage),
-                        k_smem.index(stage).slice((c * PAGES + p) * 64, 64),
-                        pred=p < pages,
-                    )
+                    block = k_smem.index(stage).slice((c * PAGES + p) * 64, 64)
+                    page_of_head = page * kv_heads + head
+                    if PERMUTE:
+                        tma.async_copy_global_to_shared(
+                            k_desc,
+                            [page_of_head * 4, 0, 0, 0, c * BOX],
+                            full.index(stage),
+                            block._reinterpret(k_desc.dtype, [4, 2, 4, 2, BOX], k_desc.layout),
+                            pred=p < pages,
+                        )
+                    else:
+                        tma.async_copy_global_to_shared(
+                            k_desc, [page_of_head * 64, c * BOX], full.index(stage), block, pred=p < pages
+                        )
                 tma.async_copy_global_to_shared(
                     v_desc,
                     [(page * kv_heads + head) * D, 0],

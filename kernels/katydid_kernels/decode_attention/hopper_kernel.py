@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_wait
 
 from katydid_kernels.decode_attention.feed import first_piece, next_piece, stream_pages
-from katydid_kernels.decode_attention.partials import combine_pieces
+from katydid_kernels.decode_attention.partials import combine_pieces, write_rows
 
 __all__ = ["decode_hopper_kernel"]
 
@@ -92,9 +92,9 @@ def _attend(
 
     heads = kv_heads * GROUP
     n = gl.arange(0, ROWS, n_layout)
-    live = n < Q_LEN * GROUP
+    LIVE: gl.constexpr = Q_LEN * GROUP
+    live = n < LIVE
     token = gl.arange(0, TOKENS, m_layout)
-    d = gl.arange(0, D, m_layout)
     qn = gl.arange(0, ROWS, gl.SliceLayout(1, q_layout))
     qd = gl.arange(0, D, gl.SliceLayout(0, q_layout))
     row, head, first, last, index, count, left, interval, length = first_piece(plan_ptr, lens_ptr, batch)
@@ -103,7 +103,7 @@ def _attend(
     while row < batch:
         out_row = ((row * Q_LEN + n // GROUP) * heads + head * GROUP + n % GROUP).to(gl.int64)
         q_row = ((row * Q_LEN + qn // GROUP) * heads + head * GROUP + qn % GROUP).to(gl.int64)
-        q = gl.load(q_ptr + q_row[:, None] * D + qd[None, :], mask=(qn < Q_LEN * GROUP)[:, None], other=0.0)
+        q = gl.load(q_ptr + q_row[:, None] * D + qd[None, :], mask=(qn < LIVE)[:, None], other=0.0)
         factor = gl.full([ROWS], scale, gl.float32, n_layout)
         if HAS_Q_SCALE:
             factor *= gl.load(q_scale_ptr + out_row, mask=live, other=0.0)
@@ -164,17 +164,13 @@ def _attend(
         done = count == 1
         if count > 1:
             done, maximum, total, acc = combine_pieces(
-                partial_ptr, stats_ptr, counter_ptr, index, count, maximum, total, acc, D, ROWS, mma, UNROLL
+                partial_ptr, stats_ptr, counter_ptr, index, count, maximum, total, acc, D, ROWS, LIVE, mma, UNROLL
             )
         if done:
-            empty_row = total == 0.0
-            inverse = 1.0 / gl.where(empty_row, 1.0, total)
-            log_sum = gl.where(empty_row, float("-inf"), (maximum + gl.log2(total) - SHIFT) / LOG2E)
+            scale_v = 1.0
             if HAS_KV_SCALE:
-                inverse *= gl.load(v_scale_ptr + head * PER_HEAD)
-            result = (acc * inverse[None, :]).to(out_ptr.dtype.element_ty)
-            gl.store(out_ptr + out_row[None, :] * D + d[:, None], result, mask=live[None, :])
-            gl.store(lse_ptr + out_row, log_sum, mask=live)
+                scale_v = gl.load(v_scale_ptr + head * PER_HEAD)
+            write_rows(out_ptr, lse_ptr, out_row, maximum, total, acc, scale_v, D, ROWS, LIVE, mma, SHIFT)
         row, head, first, last, count, left, length = next_piece(
             row, head, left, interval, batch, kv_heads, lens_ptr, window, piece_cost, Q_LEN
         )
@@ -297,6 +293,7 @@ def decode_hopper_kernel(
                     BOX,
                     PAGES,
                     STAGES,
+                    False,
                 ),
             ),
         ],

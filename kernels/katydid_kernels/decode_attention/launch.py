@@ -12,7 +12,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from katydid_kernels.decode_attention.hopper_kernel import decode_hopper_kernel
 from katydid_kernels.decode_attention.split_kernel import decode_split_kernel
+from katydid_kernels.decode_attention.wide_kernel import decode_wide_kernel
 from katydid_kernels.decode_plan import PIECE_COST
+from katydid_kernels.prefill_attention.launch import key_descriptor
 
 __all__ = ["DecodeProblem", "DecodeScratch", "decode_ctas", "launch_hopper", "launch_split"]
 
@@ -34,6 +36,8 @@ class Shape:
 FP8_ONE_TOKEN = Shape(ctas_per_sm=2, stage_bytes=16384, stages=3, registers=64)
 ONE_TOKEN = Shape(ctas_per_sm=1, stage_bytes=32768, stages=3, registers=128)
 SEVERAL_TOKENS = Shape(ctas_per_sm=2, stage_bytes=32768, stages=3, registers=128)
+# Query rows of a kv head, at least and at most, with which the wide kernel is the faster one (head_dim up to 128).
+WIDE_ROWS = (9, 64)
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class DecodeScratch:
     @staticmethod
     def allocate(ctas: int, q_len: int, group: int, head_dim: int, device: torch.device) -> DecodeScratch:
         """Scratch for plans of `ctas` CTAs and up to `q_len` new tokens of `group` query heads per kv head."""
-        rows = padded_rows(q_len, group, 16)
+        rows = padded_rows(q_len, group, 16 if q_len * group < WIDE_ROWS[0] else 64)
         return DecodeScratch(
             torch.empty(2 * ctas * rows * head_dim, device=device),
             torch.empty(2 * ctas * 2 * rows, device=device),
@@ -104,29 +108,23 @@ def launch_hopper(
     overlap: bool = False,
     piece_cost: int = PIECE_COST,
 ) -> None:
-    """Run the Gluon kernel; `overlap` as in `decode_attention`."""
-    q, k_pages = problem.q, problem.k_pages
+    """Run the Gluon kernel that suits the number of query rows; `overlap` as in `decode_attention`."""
+    q, k_pages, v_pages = problem.q, problem.k_pages, problem.v_pages
     batch, q_len, heads, head_dim = q.shape
     num_pages, kv_heads = k_pages.shape[:2]
     group = heads // kv_heads
     bits = 8 * k_pages.element_size()
-    rows = padded_rows(q_len, group, 8)
-    box = min(head_dim, 1024 // bits)
-    k_layout = gl.NVMMASharedLayout(box * bits // 8, bits, 2)
-    v_layout = gl.NVMMASharedLayout(64 * bits // 8, bits, 2)
     page_bytes = 16 * head_dim * bits
-    shape = _shape(q, k_pages)
-    pages = max(1, min(shape.stage_bytes // page_bytes, 64 // rows))
-    scratch_rows = 2 * len(plan) * rows
-    if scratch.partial.numel() < scratch_rows * head_dim or scratch.counters.numel() < 4 * len(plan):
-        raise ValueError(f"scratch must hold {scratch_rows} rows of {head_dim} and {4 * len(plan)} counters")
-    decode_hopper_kernel[(len(plan),)](
-        q,
-        problem.q_scale,
-        TensorDescriptor(k_pages, [num_pages * kv_heads * 64, head_dim], [head_dim, 1], [64, box], k_layout),
-        TensorDescriptor(problem.v_pages, [num_pages * kv_heads * head_dim, 64], [64, 1], [head_dim, 64], v_layout),
-        problem.k_scale,
-        problem.v_scale,
+    wide = head_dim <= 128 and WIDE_ROWS[0] <= q_len * group <= WIDE_ROWS[1]
+    rows = 64 if wide else padded_rows(q_len, group, 8)
+    needed = 2 * len(plan) * rows
+    if scratch.partial.numel() < needed * head_dim or scratch.counters.numel() < 4 * len(plan):
+        raise ValueError(f"scratch must hold {needed} rows of {head_dim} and {4 * len(plan)} counters")
+
+    box = min(head_dim, 1024 // bits)
+    v_layout = gl.NVMMASharedLayout(64 * bits // 8, bits, 2)
+    v_desc = TensorDescriptor(v_pages, [num_pages * kv_heads * head_dim, 64], [64, 1], [head_dim, 64], v_layout)
+    pointers = (
         problem.block_table,
         problem.context_lens,
         plan,
@@ -135,6 +133,8 @@ def launch_hopper(
         scratch.counters,
         problem.out,
         problem.lse,
+    )
+    sizes = (
         batch,
         kv_heads,
         problem.scale,
@@ -142,21 +142,54 @@ def launch_hopper(
         problem.window or 0,
         piece_cost,
         problem.block_table.stride(0),
-        HAS_Q_SCALE=problem.q_scale is not None,
-        HAS_KV_SCALE=problem.k_scale is not None,
-        PER_HEAD=int(problem.k_scale is not None and problem.k_scale.numel() > 1),
-        SOFT_CAP=problem.soft_cap is not None,
-        Q_LEN=q_len,
-        GROUP=group,
+    )
+    options = {
+        "HAS_Q_SCALE": problem.q_scale is not None,
+        "HAS_KV_SCALE": problem.k_scale is not None,
+        "PER_HEAD": int(problem.k_scale is not None and problem.k_scale.numel() > 1),
+        "SOFT_CAP": problem.soft_cap is not None,
+        "Q_LEN": q_len,
+        "GROUP": group,
+        "D": head_dim,
+        "BOX": box,
+        "num_warps": 4,
+        "launch_pdl": overlap,
+    }
+    if wide:
+        k_desc = key_descriptor(k_pages, permuted=bits == 8)
+        decode_wide_kernel[(len(plan),)](
+            q,
+            problem.q_scale,
+            k_desc,
+            v_desc,
+            problem.k_scale,
+            problem.v_scale,
+            *pointers,
+            *sizes,
+            **options,
+            WINDOW=problem.window is not None,
+            STAGES=min(5, 98304 // page_bytes),
+            UNROLL=2,
+            PERMUTE=bits == 8,
+            maxnreg=128,
+        )
+        return
+    shape = _shape(q, k_pages)
+    decode_hopper_kernel[(len(plan),)](
+        q,
+        problem.q_scale,
+        key_descriptor(k_pages, permuted=False),
+        v_desc,
+        problem.k_scale,
+        problem.v_scale,
+        *pointers,
+        *sizes,
+        **options,
         ROWS=rows,
-        D=head_dim,
-        BOX=box,
-        PAGES=pages,
+        PAGES=max(1, min(shape.stage_bytes // page_bytes, 64 // rows)),
         STAGES=shape.stages if page_bytes <= shape.stage_bytes else 2,
         UNROLL=max(1, 64 * shape.registers // (rows * head_dim)),
-        num_warps=4,
         maxnreg=shape.registers if rows * head_dim <= 8192 else 255,
-        launch_pdl=overlap,
     )
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["FAN", "combine_pieces"]
+__all__ = ["FAN", "combine_pieces", "write_rows"]
 
+LOG2E = gl.constexpr(1.4426950408889634)
 FAN = gl.constexpr(16)
 
 
@@ -42,6 +43,7 @@ def _sum_partials(
     count,
     D: gl.constexpr,
     ROWS: gl.constexpr,
+    LIVE: gl.constexpr,
     layout: gl.constexpr,
     UNROLL: gl.constexpr,
 ):
@@ -55,7 +57,7 @@ def _sum_partials(
         new_maximum = maximum
         for c in gl.static_range(UNROLL):
             slot = _slot(first_cta, begin + gl.minimum(j + c, count - 1) * stride)
-            m = gl.load(stats_ptr + slot * (2 * ROWS) + n, cache_modifier=".cg")
+            m = gl.load(stats_ptr + slot * (2 * ROWS) + n, mask=n < LIVE, other=0.0, cache_modifier=".cg")
             new_maximum = gl.maximum(new_maximum, m)
         finite = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         keep = gl.exp2(maximum - finite)
@@ -63,9 +65,10 @@ def _sum_partials(
         acc = acc * keep[None, :]
         for c in gl.static_range(UNROLL):
             slot = _slot(first_cta, begin + gl.minimum(j + c, count - 1) * stride)
-            m = gl.load(stats_ptr + slot * (2 * ROWS) + n, cache_modifier=".cg")
-            t = gl.load(stats_ptr + slot * (2 * ROWS) + ROWS + n, cache_modifier=".cg")
-            part = gl.load(partial_ptr + slot * (ROWS * D) + d[:, None] * ROWS + n[None, :], cache_modifier=".cg")
+            m = gl.load(stats_ptr + slot * (2 * ROWS) + n, mask=n < LIVE, other=0.0, cache_modifier=".cg")
+            t = gl.load(stats_ptr + slot * (2 * ROWS) + ROWS + n, mask=n < LIVE, other=0.0, cache_modifier=".cg")
+            at = partial_ptr + slot * (ROWS * D) + d[:, None] * ROWS + n[None, :]
+            part = gl.load(at, mask=(n < LIVE)[None, :], other=0.0, cache_modifier=".cg")
             weight = gl.where(j + c < count, gl.exp2(m - finite), 0.0)
             total += t * weight
             acc += part * weight[None, :]
@@ -75,13 +78,23 @@ def _sum_partials(
 
 @gluon.jit
 def _store_partial(
-    partial_ptr, stats_ptr, slot, maximum, total, acc, D: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr
+    partial_ptr,
+    stats_ptr,
+    slot,
+    maximum,
+    total,
+    acc,
+    D: gl.constexpr,
+    ROWS: gl.constexpr,
+    LIVE: gl.constexpr,
+    layout: gl.constexpr,
 ):
     n = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
     d = gl.arange(0, D, gl.SliceLayout(1, layout))
-    gl.store(partial_ptr + slot * (ROWS * D) + d[:, None] * ROWS + n[None, :], acc)
-    gl.store(stats_ptr + slot * (2 * ROWS) + n, maximum)
-    gl.store(stats_ptr + slot * (2 * ROWS) + ROWS + n, total)
+    live = n < LIVE
+    gl.store(partial_ptr + slot * (ROWS * D) + d[:, None] * ROWS + n[None, :], acc, mask=live[None, :])
+    gl.store(stats_ptr + slot * (2 * ROWS) + n, maximum, mask=live)
+    gl.store(stats_ptr + slot * (2 * ROWS) + ROWS + n, total, mask=live)
 
 
 @gluon.jit
@@ -96,29 +109,57 @@ def combine_pieces(
     acc,
     D: gl.constexpr,
     ROWS: gl.constexpr,
+    LIVE: gl.constexpr,
     layout: gl.constexpr,
     UNROLL: gl.constexpr,
 ):
     """Hand in piece `index` of `count`; the one call that arrives last gets True and the whole item's result.
 
-    maximum and total are `[ROWS]`, acc `[D, ROWS]` in `layout`; counter_ptr holds four int32 a CTA.
+    maximum and total are `[ROWS]`, acc `[D, ROWS]` in `layout`, the first LIVE rows of them real; counter_ptr holds
+    four int32 a CTA.
     """
     first_cta = gl.program_id(0) - index
     group = index // FAN * FAN
     members = gl.minimum(count - group, FAN)
-    _store_partial(partial_ptr, stats_ptr, _slot(first_cta, index), maximum, total, acc, D, ROWS, layout)
+    _store_partial(partial_ptr, stats_ptr, _slot(first_cta, index), maximum, total, acc, D, ROWS, LIVE, layout)
     done = _arrive(counter_ptr + _slot(first_cta, group), members)
     if done:
         maximum, total, acc = _sum_partials(
-            partial_ptr, stats_ptr, first_cta, group, 1, members, D, ROWS, layout, UNROLL
+            partial_ptr, stats_ptr, first_cta, group, 1, members, D, ROWS, LIVE, layout, UNROLL
         )
         if count > FAN:
             gl.thread_barrier()
-            _store_partial(partial_ptr, stats_ptr, _slot(first_cta, group), maximum, total, acc, D, ROWS, layout)
+            _store_partial(partial_ptr, stats_ptr, _slot(first_cta, group), maximum, total, acc, D, ROWS, LIVE, layout)
             groups = (count + FAN - 1) // FAN
             done = _arrive(counter_ptr + 2 * (gl.num_programs(0) + first_cta), groups)
             if done:
                 maximum, total, acc = _sum_partials(
-                    partial_ptr, stats_ptr, first_cta, 0, FAN, groups, D, ROWS, layout, UNROLL
+                    partial_ptr, stats_ptr, first_cta, 0, FAN, groups, D, ROWS, LIVE, layout, UNROLL
                 )
     return done, maximum, total, acc
+
+
+@gluon.jit
+def write_rows(
+    out_ptr,
+    lse_ptr,
+    out_row,
+    maximum,
+    total,
+    acc,
+    factor,
+    D: gl.constexpr,
+    ROWS: gl.constexpr,
+    LIVE: gl.constexpr,
+    layout: gl.constexpr,
+    SHIFT: gl.constexpr,
+):
+    """Normalise a finished item and write it: row n goes to row `out_row[n]` of the output, times `factor`."""
+    live = gl.arange(0, ROWS, gl.SliceLayout(0, layout)) < LIVE
+    d = gl.arange(0, D, gl.SliceLayout(1, layout))
+    nothing = total == 0.0
+    inverse = factor / gl.where(nothing, 1.0, total)
+    log_sum = gl.where(nothing, float("-inf"), (maximum + gl.log2(total) - SHIFT) / LOG2E)
+    result = (acc * inverse[None, :]).to(out_ptr.dtype.element_ty)
+    gl.store(out_ptr + out_row[None, :] * D + d[:, None], result, mask=live[None, :])
+    gl.store(lse_ptr + out_row, log_sum, mask=live)

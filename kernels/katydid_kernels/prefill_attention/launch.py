@@ -13,10 +13,12 @@ from katydid_kernels.prefill_attention.hopper_kernel import prefill_hopper_kerne
 from katydid_kernels.prefill_attention.plan import QUERY_TILE
 from katydid_kernels.prefill_attention.tile_kernel import prefill_tile_kernel
 
-__all__ = ["PrefillProblem", "launch_hopper", "launch_tile"]
+__all__ = ["PrefillProblem", "key_descriptor", "launch_hopper", "launch_tile"]
 
 # Operand widths, in bits, for which the two consumers take turns at issuing their products.
 PING_PONG = (16,)
+# Stages of the ring of K and V tiles, by operand width; head_dim 256 has room for two.
+STAGES = {8: 4, 16: 2}
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,24 @@ class PrefillProblem:
     v_scale: Tensor | None = None
 
 
+def key_descriptor(k_pages: Tensor, *, permuted: bool) -> TensorDescriptor:
+    """The tensor map that loads one page of one head, 128 bytes of head_dim at a time.
+
+    `permuted` walks the tokens so that scores come out in the register order that an fp8 left operand wants: row
+    `16 a + 8 b + 2 c + e` of the tile is token `16 a + 2 b + 4 c + e` of the page.
+    """
+    pages, kv_heads, tokens, head_dim = k_pages.shape
+    bits = 8 * k_pages.element_size()
+    box = min(head_dim, 1024 // bits)
+    rows = pages * kv_heads * tokens
+    if permuted:
+        layout = gl.NVMMASharedLayout(box * bits // 8, bits, 5)
+        strides = [16 * head_dim, 2 * head_dim, 4 * head_dim, head_dim, 1]
+        return TensorDescriptor(k_pages, [rows // 16, 2, 4, 2, head_dim], strides, [4, 2, 4, 2, box], layout)
+    layout = gl.NVMMASharedLayout(box * bits // 8, bits, 2)
+    return TensorDescriptor(k_pages, [rows, head_dim], [head_dim, 1], [64, box], layout)
+
+
 def launch_hopper(problem: PrefillProblem, plan: Tensor) -> None:
     """Run the Gluon kernel over a plan of `prefill_plan`."""
     q, k_pages = problem.q, problem.k_pages
@@ -46,20 +66,10 @@ def launch_hopper(problem: PrefillProblem, plan: Tensor) -> None:
     box = min(head_dim, 1024 // bits)
     q_layout = gl.NVMMASharedLayout(box * bits // 8, bits, 2)
     v_layout = gl.NVMMASharedLayout(64 * bits // 8, bits, 2)
-    if bits == 8:
-        k_desc = TensorDescriptor(
-            k_pages,
-            [num_pages * kv_heads * 4, 2, 4, 2, head_dim],
-            [16 * head_dim, 2 * head_dim, 4 * head_dim, head_dim, 1],
-            [4, 2, 4, 2, box],
-            gl.NVMMASharedLayout(box * bits // 8, bits, 5),
-        )
-    else:
-        k_desc = TensorDescriptor(k_pages, [num_pages * kv_heads * 64, head_dim], [head_dim, 1], [64, box], q_layout)
     ctas = torch.cuda.get_device_properties(q.device).multi_processor_count
     prefill_hopper_kernel[(ctas,)](
         TensorDescriptor(q, [tokens, heads * head_dim], [heads * head_dim, 1], [64, box], q_layout),
-        k_desc,
+        key_descriptor(k_pages, permuted=bits == 8),
         TensorDescriptor(problem.v_pages, [num_pages * kv_heads * head_dim, 64], [64, 1], [head_dim, 64], v_layout),
         plan,
         problem.block_table,
@@ -79,7 +89,7 @@ def launch_hopper(problem: PrefillProblem, plan: Tensor) -> None:
         PER_HEAD=int(problem.k_scale is not None and problem.k_scale.numel() > 1),
         SOFT_CAP=problem.soft_cap is not None,
         WINDOW=problem.window is not None,
-        STAGES=4 if bits == 8 else 2,
+        STAGES=STAGES[bits] if head_dim <= 128 else 2,
         D=head_dim,
         N=128 if head_dim <= 128 else 64,
         PERMUTE=bits == 8,

@@ -1,0 +1,308 @@
+"""Decode on Hopper for several new tokens: the query rows of a kv head take the tensor cores' 64-row side.
+
+With 16 rows and more the swapped products of `hopper_kernel` spend their time on turning probabilities around: maxima
+across warps, byte stores, fences.  Here a row lies within four lanes, probabilities go from registers into the output
+product as in prefill, and 9 rows cost what 64 do.  The plan, the page feed and the combine are the same.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_wait
+
+from katydid_kernels.decode_attention.feed import first_piece, next_piece, stream_pages
+from katydid_kernels.decode_attention.partials import combine_pieces, write_rows
+from katydid_kernels.prefill_attention.score_tile import (
+    LOG2E,
+    add_columns,
+    cap_scores,
+    mask_scores,
+    probability_operand,
+)
+
+__all__ = ["decode_wide_kernel"]
+
+ROWS = gl.constexpr(64)
+
+
+@gluon.jit
+def _clear_unwritten(v_page, tokens, layout: gl.constexpr):
+    """Zero the value columns from `tokens` on: a weight of zero does not silence a NaN."""
+    column = gl.arange(0, 64, gl.SliceLayout(0, layout))
+    values = v_page.load(layout)
+    v_page.store(gl.where((column < tokens)[None, :], values, gl.zeros_like(values)))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _attend(
+    q_ptr,
+    q_scale_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    q_smem,
+    k_smem,
+    v_smem,
+    full,
+    empty,
+    lens_ptr,
+    plan_ptr,
+    partial_ptr,
+    stats_ptr,
+    counter_ptr,
+    out_ptr,
+    lse_ptr,
+    batch,
+    kv_heads,
+    scale,
+    soft_cap,
+    window,
+    piece_cost,
+    HAS_Q_SCALE: gl.constexpr,
+    HAS_KV_SCALE: gl.constexpr,
+    PER_HEAD: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
+    WINDOW: gl.constexpr,
+    Q_LEN: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    UNROLL: gl.constexpr,
+    PERMUTE: gl.constexpr,
+):
+    dtype: gl.constexpr = k_smem.dtype
+    bits: gl.constexpr = dtype.primitive_bitwidth
+    SHIFT: gl.constexpr = 8.0 if bits == 8 else 0.0
+    LIVE: gl.constexpr = Q_LEN * GROUP
+    vec: gl.constexpr = 128 // bits
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 256 // bits])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 256 // bits])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 32 // bits)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout(min(128, D * bits // 8), bits, 2)
+    q_layout: gl.constexpr = gl.BlockedLayout([1, vec], [32 * vec // D, D // vec], [4, 1], [1, 0])
+    v_fix: gl.constexpr = gl.BlockedLayout([1, vec], [32 * vec // 64, 64 // vec], [4, 1], [1, 0])
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    o_row: gl.constexpr = gl.SliceLayout(1, o_layout)
+
+    heads = kv_heads * GROUP
+    n = gl.arange(0, ROWS, row_layout)
+    qn = gl.arange(0, ROWS, gl.SliceLayout(1, q_layout))
+    qd = gl.arange(0, D, gl.SliceLayout(0, q_layout))
+    row, head, first, last, index, count, left, interval, length = first_piece(plan_ptr, lens_ptr, batch)
+    gdc_wait()
+    step = 0
+    while row < batch:
+        q_row = ((row * Q_LEN + qn // GROUP) * heads + head * GROUP + qn % GROUP).to(gl.int64)
+        q_smem.store(gl.load(q_ptr + q_row[:, None] * D + qd[None, :], mask=(qn < LIVE)[:, None], other=0.0))
+        fence_async_shared()
+        gl.thread_barrier()
+        factor = gl.full([ROWS], scale, gl.float32, row_layout)
+        if HAS_Q_SCALE:
+            scale_row = (row * Q_LEN + n // GROUP) * heads + head * GROUP + n % GROUP
+            factor *= gl.load(q_scale_ptr + scale_row, mask=n < LIVE, other=0.0)
+        if HAS_KV_SCALE:
+            factor *= gl.load(k_scale_ptr + head * PER_HEAD)
+        factor = gl.maximum(factor, 1e-30)
+        if SOFT_CAP:
+            unit = gl.full([ROWS], 1.0, gl.float32, row_layout)
+        else:
+            unit = factor * LOG2E
+        position = gl.where(n < LIVE, length - Q_LEN + n // GROUP, -1)
+        maximum = gl.full([ROWS], -1e30, gl.float32, row_layout)
+        p = gl.zeros([ROWS, 64], gl.float32, s_layout)
+        total = gl.sum(p.reshape([ROWS, 8, 8]), 1)
+        acc = gl.zeros([ROWS, D], gl.float32, o_layout)
+        for tile in range(first, last):
+            stage = step % STAGES
+            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+            k = k_smem.index(stage)._reinterpret(dtype, [64, D], k_layout)
+            s = warpgroup_mma(q_smem, k.permute((1, 0)), p, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, deps=[s])
+            if SOFT_CAP:
+                s = cap_scores(s * factor[:, None], soft_cap)
+            if (tile * 64 + 64 > length - Q_LEN) | WINDOW:
+                s = mask_scores(s, tile, position, window, WINDOW, 64, PERMUTE)
+                if tile * 64 + 64 > length:
+                    _clear_unwritten(v_smem.index(stage), length - tile * 64, v_fix)
+            new_maximum = gl.maximum(maximum, gl.max(s, 1) * unit)
+            p = gl.exp2(s * unit[:, None] - (new_maximum - SHIFT)[:, None])
+            shrink = gl.exp2(maximum - new_maximum)
+            maximum = new_maximum
+            o = warpgroup_mma(
+                probability_operand(p, dtype, 64, p_layout, PERMUTE),
+                v_smem.index(stage).permute((1, 0)),
+                gl.zeros([ROWS, D], gl.float32, o_layout),
+                use_acc=False,
+                is_async=True,
+            )
+            total = add_columns(total, p, shrink, 64)
+            acc = acc * gl.convert_layout(shrink, o_row)[:, None]
+            o = warpgroup_mma_wait(0, deps=[o])
+            mbarrier.arrive(empty.index(stage))
+            acc = acc + o
+            step += 1
+
+        turned = acc.permute((1, 0))
+        layout: gl.constexpr = turned.type.layout
+        n_layout: gl.constexpr = gl.SliceLayout(0, layout)
+        row_sum = gl.convert_layout(gl.sum(total, 1), n_layout)
+        row_maximum = gl.convert_layout(maximum, n_layout)
+        done = count == 1
+        if count > 1:
+            done, row_maximum, row_sum, turned = combine_pieces(
+                partial_ptr,
+                stats_ptr,
+                counter_ptr,
+                index,
+                count,
+                row_maximum,
+                row_sum,
+                turned,
+                D,
+                ROWS,
+                LIVE,
+                layout,
+                UNROLL,
+            )
+        if done:
+            scale_v = 1.0
+            if HAS_KV_SCALE:
+                scale_v = gl.load(v_scale_ptr + head * PER_HEAD)
+            on = gl.arange(0, ROWS, n_layout)
+            out_row = ((row * Q_LEN + on // GROUP) * heads + head * GROUP + on % GROUP).to(gl.int64)
+            write_rows(out_ptr, lse_ptr, out_row, row_maximum, row_sum, turned, scale_v, D, ROWS, LIVE, layout, SHIFT)
+        row, head, first, last, count, left, length = next_piece(
+            row, head, left, interval, batch, kv_heads, lens_ptr, window, piece_cost, Q_LEN
+        )
+        index = 0
+
+
+@gluon.jit(
+    do_not_specialize=["batch", "kv_heads", "window", "piece_cost", "table_stride"],
+    do_not_specialize_on_alignment=["table_ptr", "lens_ptr", "lse_ptr"],
+)
+def decode_wide_kernel(
+    q_ptr,
+    q_scale_ptr,
+    k_desc,
+    v_desc,
+    k_scale_ptr,
+    v_scale_ptr,
+    table_ptr,
+    lens_ptr,
+    plan_ptr,
+    partial_ptr,
+    stats_ptr,
+    counter_ptr,
+    out_ptr,
+    lse_ptr,
+    batch,
+    kv_heads,
+    scale,
+    soft_cap,
+    window,
+    piece_cost,
+    table_stride,
+    HAS_Q_SCALE: gl.constexpr,
+    HAS_KV_SCALE: gl.constexpr,
+    PER_HEAD: gl.constexpr,
+    SOFT_CAP: gl.constexpr,
+    WINDOW: gl.constexpr,
+    Q_LEN: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    BOX: gl.constexpr,
+    STAGES: gl.constexpr,
+    UNROLL: gl.constexpr,
+    PERMUTE: gl.constexpr,
+):
+    dtype: gl.constexpr = k_desc.dtype
+    bits: gl.constexpr = dtype.primitive_bitwidth
+    k_layout: gl.constexpr = gl.NVMMASharedLayout(BOX * bits // 8, bits, 2)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout(64 * bits // 8, bits, 2)
+    q_smem = gl.allocate_shared_memory(dtype, [ROWS, D], k_layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, (D // BOX) * 64, BOX], k_layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, D, 64], v_layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (
+                _attend,
+                (
+                    q_ptr,
+                    q_scale_ptr,
+                    k_scale_ptr,
+                    v_scale_ptr,
+                    q_smem,
+                    k_smem,
+                    v_smem,
+                    full,
+                    empty,
+                    lens_ptr,
+                    plan_ptr,
+                    partial_ptr,
+                    stats_ptr,
+                    counter_ptr,
+                    out_ptr,
+                    lse_ptr,
+                    batch,
+                    kv_heads,
+                    scale,
+                    soft_cap,
+                    window,
+                    piece_cost,
+                    HAS_Q_SCALE,
+                    HAS_KV_SCALE,
+                    PER_HEAD,
+                    SOFT_CAP,
+                    WINDOW,
+                    Q_LEN,
+                    GROUP,
+                    D,
+                    STAGES,
+                    UNROLL,
+                    PERMUTE,
+                ),
+            ),
+            (
+                stream_pages,
+                (
+                    k_desc,
+                    v_desc,
+                    k_smem,
+                    v_smem,
+                    full,
+                    empty,
+                    table_ptr,
+                    lens_ptr,
+                    plan_ptr,
+                    batch,
+                    kv_heads,
+                    table_stride,
+                    window,
+                    piece_cost,
+                    Q_LEN,
+                    D,
+                    BOX,
+                    1,
+                    STAGES,
+                    PERMUTE,
+                ),
+            ),
+        ],
+        [1],
+        [40],
+    )
