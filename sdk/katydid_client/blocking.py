@@ -18,6 +18,7 @@ from katydid_client.types import (
     RequestArguments,
     RouteExplanation,
     Tokens,
+    ToolLike,
 )
 
 __all__ = ["BlockingStream", "Katydid"]
@@ -61,8 +62,15 @@ class Katydid:
     def generate_stream(self, prompt: str | Sequence[int], **arguments: Unpack[RequestArguments]) -> BlockingStream:
         return BlockingStream(self._client.generate_stream(prompt, **arguments), self._run)
 
-    def tokenize(self, text: str = "", *, messages: Iterable[MessageLike] = (), model: str = "") -> Tokens:
-        return self._run(self._client.tokenize(text, messages=messages, model=model))
+    def tokenize(
+        self,
+        text: str = "",
+        *,
+        messages: Iterable[MessageLike] = (),
+        tools: Iterable[ToolLike] = (),
+        model: str = "",
+    ) -> Tokens:
+        return self._run(self._client.tokenize(text, messages=messages, tools=tools, model=model))
 
     def detokenize(self, ids: Sequence[int], *, model: str = "") -> str:
         return self._run(self._client.detokenize(ids, model=model))
@@ -71,9 +79,23 @@ class Katydid:
         return self._run(self._client.models())
 
     def explain_route(
-        self, prompt: str | Sequence[int] = "", *, messages: Iterable[MessageLike] = (), model: str = ""
+        self,
+        prompt: str | Sequence[int] = "",
+        *,
+        messages: Iterable[MessageLike] = (),
+        model: str = "",
+        without_engine: str = "",
+        prompt_cache_key: str = "",
     ) -> RouteExplanation:
-        return self._run(self._client.explain_route(prompt, messages=messages, model=model))
+        return self._run(
+            self._client.explain_route(
+                prompt,
+                messages=messages,
+                model=model,
+                without_engine=without_engine,
+                prompt_cache_key=prompt_cache_key,
+            )
+        )
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -147,7 +147,7 @@ class DescribeResponse(_message.Message):
     boot_id: _builtins.str
     """Random id of this process; changes at every start."""
     max_choices: _builtins.int
-    """Largest `n` and largest `logprobs` a request may ask for."""
+    """Largest `n` a request may ask for."""
     max_logprobs: _builtins.int
     """Largest number of top log probabilities a request may ask for."""
     kv_cache_attached: _builtins.bool
@@ -347,7 +347,7 @@ class SubmitRequest(_message.Message):
     public_blocks: _builtins.int
     """Number of leading blocks hashed without salt."""
     adapter: _builtins.str
-    """Adapter name; empty for the base model."""
+    """Adapter name; empty for the base model. An engine without adapters refuses any other."""
     allow_sparse_prefill: _builtins.bool
     """May be served from, and computed with, sparse prefill."""
     tenant: _builtins.bytes
@@ -516,7 +516,7 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):
-    """A constraint on the output."""
+    """A constraint on the output. A kind that is not in DescribeResponse.grammar_kinds is refused."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -881,9 +881,9 @@ class Finish(_message.Message):
     output_tokens: _builtins.int
     """Output tokens of the choice, generated_ids not counted."""
     draft_tokens: _builtins.int
-    """Draft tokens proposed and accepted for this choice."""
+    """Draft tokens proposed for this choice; 0 from an engine that drafts none."""
     accepted_tokens: _builtins.int
-    """Draft tokens accepted."""
+    """Draft tokens accepted for this choice."""
     preemptions: _builtins.int
     """How often the request was preempted."""
     @_builtins.property

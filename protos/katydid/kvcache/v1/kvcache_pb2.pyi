@@ -33,7 +33,7 @@ class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType],
     TIER_DISK: _Tier.ValueType  # 2
     """Disk of the service."""
     TIER_SHARED: _Tier.ValueType  # 3
-    """The shared store."""
+    """The shared store; reserved until the service has one."""
 
 class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
     """Where a block is."""
@@ -45,7 +45,7 @@ TIER_MEMORY: Tier.ValueType  # 1
 TIER_DISK: Tier.ValueType  # 2
 """Disk of the service."""
 TIER_SHARED: Tier.ValueType  # 3
-"""The shared store."""
+"""The shared store; reserved until the service has one."""
 Global___Tier: _TypeAlias = Tier  # noqa: Y015
 
 class _Durability:
@@ -508,7 +508,9 @@ class GetStart(_message.Message):
     attachment: _builtins.int
     """From Attached."""
     lease: _builtins.int
-    """Lease that covers the blocks; 0 reads without one."""
+    """Lease that covers the blocks; 0 reads without one. Not checked: blocks are pinned while they are read, and those
+    that went before are misses.
+    """
     hashes: _builtins.bytes
     """Blocks, 32 bytes a hash. Each is answered by data or by a miss."""
     first_layer: _builtins.int
@@ -813,7 +815,7 @@ class PutStart(_message.Message):
     attachment: _builtins.int
     """From Attached."""
     tenant: _builtins.bytes
-    """Opaque 16-byte tenant id."""
+    """Opaque 16-byte tenant id, or empty; reserved for quotas."""
     durability: Global___Durability.ValueType
     """When a block counts as done."""
     @_builtins.property
@@ -960,7 +962,7 @@ class ReserveRequest(_message.Message):
     parents: _builtins.bytes
     """Hashes of the blocks before each; 32 zero bytes for a first block."""
     tenant: _builtins.bytes
-    """Opaque 16-byte tenant id."""
+    """Opaque 16-byte tenant id, or empty; reserved for quotas."""
     @_builtins.property
     def heads(self) -> Global___HeadRange:
         """Heads that this client writes; zero heads: all."""
@@ -1033,7 +1035,9 @@ class CommitRequest(_message.Message):
     durability: Global___Durability.ValueType
     """When the commit counts as done."""
     linear_checksums: _builtins.bytes
-    """64-bit linear checksums of the same slots, little-endian, when written by the GPU; then `checksums` is empty."""
+    """64-bit linear checksums of the same slots, little-endian, when written by the GPU; then `checksums` is empty.
+    Reserved: refused until the service can check them.
+    """
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
         """Time to live; unset: the service's policy."""
