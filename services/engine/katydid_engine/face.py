@@ -43,7 +43,7 @@ _LAST_FRAMES_S = 2.0
 
 @dataclass(slots=True)
 class _Live:
-    """An accepted request; ``open`` are its choices that have not ended, ``delivered`` counts output tokens by choice."""
+    """An accepted request; ``open`` are its choices that have not ended, ``delivered`` its output tokens by choice."""
 
     session: Session
     number: int

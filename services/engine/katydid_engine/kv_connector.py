@@ -140,9 +140,7 @@ class KvConnector:
                     hashes = ask.hashes[HASH_BYTES * first : HASH_BYTES * (first + len(slots))]
                     into = [self._staging.slot(slot) for slot in slots]
                     trace = spans.fetch(run_start)
-                    got = await self._client.get(
-                        found.lease, hashes, into=into, trace=trace, timeout_s=_READ_TIMEOUT_S
-                    )
+                    got = await self._client.get(found.lease, hashes, into=into, trace=trace, timeout_s=_READ_TIMEOUT_S)
                     valid = got.prefix
                 finally:
                     self._give_back(slots[valid:])
