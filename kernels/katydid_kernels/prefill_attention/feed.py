@@ -12,14 +12,18 @@ BLOCK_M = gl.constexpr(128)
 
 
 @gluon.jit
-def plan_item(plan_ptr, turn, items, heads, window, N: gl.constexpr):
-    """Row, first query, head and KV tile range of this CTA's `turn`-th tile, dealt back and forth over the sorted
-    plan."""
+def plan_item(plan_ptr, turn, items, heads, together, window, N: gl.constexpr):
+    """Row, first query, head and KV tile range of this CTA's `turn`-th tile, dealt back and forth over the sorted plan.
+
+    The plan is gone through once for every `together` heads.
+    """
     ctas = gl.num_programs(0)
     cta = gl.program_id(0)
     place = turn * ctas + gl.where(turn % 2 == 0, cta, ctas - 1 - cta)
     valid = place < items * heads
-    record = plan_ptr + 8 + (place // heads) * 8
+    batch = place // (items * together)
+    within = place - batch * items * together
+    record = plan_ptr + 8 + (within // together) * 8
     row = gl.load(record, mask=valid, other=0)
     q_first = gl.load(record + 1, mask=valid, other=0)
     q_end = gl.load(record + 2, mask=valid, other=0)
@@ -27,7 +31,7 @@ def plan_item(plan_ptr, turn, items, heads, window, N: gl.constexpr):
     length = gl.load(record + 4, mask=valid, other=0)
     first = gl.where(window > 0, gl.maximum(position - window + 1, 0) // N, 0)
     last = gl.maximum((gl.minimum(position + BLOCK_M, length) + N - 1) // N, first + 1)
-    return valid, row, place % heads, q_first, q_end, position, first, last, length
+    return valid, row, batch * together + within % together, q_first, q_end, position, first, last, length
 
 
 @gluon.jit
@@ -44,6 +48,7 @@ def load_tiles(
     table_stride,
     heads,
     kv_heads,
+    together,
     window,
     STAGES: gl.constexpr,
     D: gl.constexpr,
@@ -59,7 +64,7 @@ def load_tiles(
     turn = 0
     i = 0
     valid, row, head, q_first, _q_end, _position, first, last, length = plan_item(
-        plan_ptr, turn, items, heads, window, N
+        plan_ptr, turn, items, heads, together, window, N
     )
     while valid:
         table = table_ptr + row.to(gl.int64) * table_stride
@@ -106,5 +111,5 @@ def load_tiles(
             i += 1
         turn += 1
         valid, row, head, q_first, _q_end, _position, first, last, length = plan_item(
-            plan_ptr, turn, items, heads, window, N
+            plan_ptr, turn, items, heads, together, window, N
         )

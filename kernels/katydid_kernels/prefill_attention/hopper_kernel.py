@@ -60,6 +60,7 @@ def _attend(
     v_scale_ptr,
     heads,
     kv_heads,
+    together,
     scale,
     soft_cap,
     window,
@@ -98,7 +99,7 @@ def _attend(
     turn = 0
     i = 0
     valid, _row, head, q_first, q_end, position, first, last, length = plan_item(
-        plan_ptr, turn, items, heads, window, N
+        plan_ptr, turn, items, heads, together, window, N
     )
     while valid:
         at = position + rows
@@ -182,7 +183,7 @@ def _attend(
                 acc = acc * gl.convert_layout(shrink, o_row)[:, None]
             i += 1
         turn += 1
-        upcoming = plan_item(plan_ptr, turn, items, heads, window, N)
+        upcoming = plan_item(plan_ptr, turn, items, heads, together, window, N)
         before = (i - 1) % STAGES
         mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
         v = v_smem.index(before)._reinterpret(dtype, [D, N], v_layout).permute((1, 0))
@@ -212,7 +213,7 @@ def _attend(
 
 
 @gluon.jit(
-    do_not_specialize=["heads", "kv_heads", "table_stride", "window"],
+    do_not_specialize=["heads", "kv_heads", "together", "table_stride", "window"],
     do_not_specialize_on_alignment=["table_ptr", "lse_ptr"],
 )
 def prefill_hopper_kernel(
@@ -228,6 +229,7 @@ def prefill_hopper_kernel(
     v_scale_ptr,
     heads,
     kv_heads,
+    together,
     table_stride,
     scale,
     soft_cap,
@@ -290,6 +292,7 @@ def prefill_hopper_kernel(
                     v_scale_ptr,
                     heads,
                     kv_heads,
+                    together,
                     scale,
                     soft_cap,
                     window,
@@ -322,6 +325,7 @@ def prefill_hopper_kernel(
                     v_scale_ptr,
                     heads,
                     kv_heads,
+                    together,
                     scale,
                     soft_cap,
                     window,
@@ -352,6 +356,7 @@ def prefill_hopper_kernel(
                     table_stride,
                     heads,
                     kv_heads,
+                    together,
                     window,
                     STAGES,
                     D,

@@ -19,6 +19,8 @@ __all__ = ["PrefillProblem", "key_descriptor", "launch_hopper", "launch_tile"]
 PING_PONG = (16,)
 # Stages of the ring of K and V tiles, by operand width; head_dim 256 has room for two.
 STAGES = {8: 4, 16: 2}
+# From so many new tokens on, one kv head's queries come after the other's, so that L2 holds the keys they share.
+GROUP_BY_GROUP_TOKENS = 16384
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ def launch_hopper(problem: PrefillProblem, plan: Tensor) -> None:
         problem.v_scale,
         heads,
         kv_heads,
+        heads if tokens < GROUP_BY_GROUP_TOKENS else heads // kv_heads,
         problem.block_table.stride(0),
         problem.scale,
         problem.soft_cap or 0.0,
