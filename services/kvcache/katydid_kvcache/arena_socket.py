@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -14,6 +15,9 @@ __all__ = ["TOKEN_BYTES", "ArenaSocket"]
 
 TOKEN_BYTES = 16
 _TIMEOUT_S = 5.0
+_RETRY_S = 0.5
+
+logger = logging.getLogger(__name__)
 
 
 class ArenaSocket:
@@ -69,7 +73,13 @@ class ArenaSocket:
         async with asyncio.TaskGroup() as clients:
             with listener:
                 while True:
-                    connection, _ = await loop.sock_accept(listener)
+                    try:
+                        connection, _ = await loop.sock_accept(listener)
+                    except OSError as error:
+                        # Mostly a process out of descriptors: whoever waits is served once there are some again.
+                        logger.error("cannot take a client of the arena: %s", error)
+                        await asyncio.sleep(_RETRY_S)
+                        continue
                     clients.create_task(self._serve(connection))
 
     async def _serve(self, connection: socket.socket) -> None:

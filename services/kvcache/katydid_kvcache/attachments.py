@@ -15,12 +15,11 @@ __all__ = ["Attachment", "Attachments"]
 class Attachment:
     """One client in one namespace; `arena` when it may read and write the shared memory."""
 
-    __slots__ = ("arena", "client", "id", "namespace")
+    __slots__ = ("arena", "id", "namespace")
 
-    def __init__(self, attachment_id: int, namespace: Namespace, client: str, arena: bool) -> None:
+    def __init__(self, attachment_id: int, namespace: Namespace, arena: bool) -> None:
         self.id = attachment_id
         self.namespace = namespace
-        self.client = client
         self.arena = arena
 
 
@@ -34,8 +33,8 @@ class Attachments:
     def __len__(self) -> int:
         return len(self._attachments)
 
-    def join(self, namespace: Namespace, client: str, *, arena: bool) -> Attachment:
-        attachment = Attachment(secrets.randbits(63) or 1, namespace, client, arena)
+    def join(self, namespace: Namespace, *, arena: bool) -> Attachment:
+        attachment = Attachment(secrets.randbits(63) or 1, namespace, arena)
         self._attachments[attachment.id] = attachment
         return attachment
 

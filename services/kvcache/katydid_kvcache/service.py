@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import struct
 import time
 from collections.abc import AsyncIterator
@@ -43,6 +44,8 @@ _NO_SLOT = _SLOT.pack(2**64 - 1, 0)
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
+logger = logging.getLogger(__name__)
+
 
 class KvCacheService:
     """The RPCs of KvCacheService; see the protocol for what each one means."""
@@ -59,7 +62,9 @@ class KvCacheService:
         identity = requests.exact_bytes(request.identity, (_IDENTITY_BYTES,), "identity")
         namespace = cache.store.namespace(identity, requests.layout(request.layout))
         granted = request.want_arena and self._arena is not None and context.peer().startswith("unix")
-        attachment = cache.attachments.join(namespace, request.client, arena=granted)
+        attachment = cache.attachments.join(namespace, arena=granted)
+        who = {"client": request.client, "identity": identity.hex()[:16], "arena": granted}
+        logger.info("client attached", extra=who)
         attached = pb.Attached(attachment=attachment.id, boot_epoch=cache.boot_epoch, frame_bytes=requests.FRAME_BYTES)
         try:
             if granted and self._arena is not None:
@@ -77,6 +82,7 @@ class KvCacheService:
             await asyncio.Event().wait()
         finally:
             cache.detach(attachment)
+            logger.info("client gone", extra=who)
             if self._arena is not None:
                 self._arena.revoke(attached.arena.token)
 

@@ -111,7 +111,7 @@ class AttachRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     WANT_ARENA_FIELD_NUMBER: _builtins.int
     client: _builtins.str
-    """Name of the client, for logs and listings."""
+    """Name of the client, for logs."""
     identity: _builtins.bytes
     """Model identity, 32 bytes. A namespace is exactly one identity."""
     want_arena: _builtins.bool
