@@ -29,6 +29,7 @@ __all__ = [
     "row_layout",
     "scaled_swiglu",
     "store_columns",
+    "tokens_of",
 ]
 
 
@@ -44,6 +45,13 @@ def row_layout(block_k, bits):
 def accumulator_layout(tokens, bits):
     """A warpgroup's accumulator: 16 weight rows a warp, all the tokens, operands of `bits` bits."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tokens, 256 // bits])
+
+
+@gluon.jit
+def tokens_of(rows, end, rows_ptr, TOP_K: gl.constexpr):
+    """The tokens of sorted rows, or of pairs in their own order where rows_ptr is None; past `end` the last one's."""
+    rows = gl.minimum(rows, gl.maximum(end - 1, 0))
+    return rows // TOP_K if rows_ptr is None else gl.load(rows_ptr + rows)
 
 
 @gluon.jit
@@ -120,7 +128,7 @@ def multiply_pair(ring, stage, phase, steps, ROWS: gl.constexpr, TOKENS: gl.cons
 
 
 @gluon.jit
-def scaled_swiglu(acc, gate_scale, up_scale, row, end, token_scale_ptr, rows_ptr):
+def scaled_swiglu(acc, gate_scale, up_scale, row, end, token_scale_ptr, rows_ptr, TOP_K: gl.constexpr):
     """``silu(gate) * up`` of an interleaved accumulator, each scaled, as ``[ROWS / 2, TOKENS]``.
 
     token_scale_ptr: fp32 ``[T]`` or None.
@@ -129,7 +137,7 @@ def scaled_swiglu(acc, gate_scale, up_scale, row, end, token_scale_ptr, rows_ptr
     TOKENS: gl.constexpr = acc.shape[1]
     if token_scale_ptr is not None:
         columns: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
-        token = gl.load(rows_ptr + gl.minimum(row + gl.arange(0, TOKENS, columns), end - 1))
+        token = tokens_of(row + gl.arange(0, TOKENS, columns), end, rows_ptr, TOP_K)
         acc *= gl.load(token_scale_ptr + token)[None, :]
     gate, up = acc.reshape([GROUPS, 2, 8, TOKENS]).permute((0, 2, 3, 1)).split()
     gate *= gate_scale

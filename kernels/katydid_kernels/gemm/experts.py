@@ -24,6 +24,8 @@ from katydid_kernels.gemm.tuning import DecodeTile, UpTile, WideTile, decode_til
 __all__ = ["ExpertWorkspace", "run_experts"]
 
 _K_BYTES = 128
+# Up to here every pair is a tile of its own: making a plan would take longer than reading an expert twice.
+UNPLANNED_PAIRS = 48
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,12 @@ def run_experts(
 ) -> Tensor:
     """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``; arguments as `fused_moe`'s."""
     tile = tile or choose_tile(ids.numel(), len(w2), w2.shape[2], w2.dtype)
+    if ids.numel() <= min(UNPLANNED_PAIRS, len(w2)) and isinstance(tile, DecodeTile):
+        _launch_decode(x, w13, w2, weights, ids, first_expert, shared, out, scales, workspace, tile, planned=False)
+        return out
     plan = plan_routes(ids, workspace.plan, len(w2), tile.tokens, first_expert=first_expert)
     if isinstance(tile, DecodeTile):
-        _launch_decode(x, w13, w2, weights, shared, out, scales, workspace, tile)
+        _launch_decode(x, w13, w2, weights, ids, first_expert, shared, out, scales, workspace, tile, planned=True)
     else:
         _launch_up(x, w13, scales, workspace, tile)
         launch_wide(
@@ -122,22 +127,27 @@ def _launch_decode(
     w13: Tensor,
     w2: Tensor,
     weights: Tensor,
+    ids: Tensor,
+    first_expert: int,
     shared: Tensor | None,
     out: Tensor,
     scales: ExpertScales,
     workspace: ExpertWorkspace,
     tile: DecodeTile,
+    *,
+    planned: bool,
 ) -> None:
     plan, h, y = workspace.plan, workspace.h, workspace.y
+    sorted_pairs = (plan.rows, plan.slots, plan.tiles, plan.tile_count) if planned else (None, None, None, None)
     experts, hidden, intermediate = w2.shape
     down = _weight_descriptor(
         w2.view(experts, hidden // 8, 8, intermediate), [1, tile.rows // 8, 8, _K_BYTES // w2.element_size()]
     )
     experts_decode_kernel[(sm_count(x.device),)](
-        x, x.stride(0), _interleaved(w13, tile.rows), down, h, h.stride(0), y,
-        plan.rows, plan.slots, weights, shared, out, plan.tiles, plan.tile_count, workspace.ready, workspace.sync,
+        x, x.stride(0), _interleaved(w13, tile.rows), down, h, h.stride(0), y, weights, shared, out,
+        ids, first_expert, experts, *sorted_pairs, workspace.ready, workspace.sync,
         scales.up, scales.inverse_h, scales.down, scales.token, x.shape[0],
-        H=hidden, WIDTH=intermediate, TOP_K=plan.slots.shape[1], TOKENS=tile.tokens, STAGES=tile.stages,
+        H=hidden, WIDTH=intermediate, TOP_K=ids.shape[1], TOKENS=tile.tokens, STAGES=tile.stages,
         WGS=tile.warpgroups, PROMOTE=tile.promote, X_LAYOUT=_rows_layout(tile.tokens, x.dtype),
         num_warps=4, maxnreg=128 if tile.warpgroups == 1 else 168, launch_pdl=True,
     )  # fmt: skip

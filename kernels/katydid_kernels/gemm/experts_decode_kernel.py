@@ -20,6 +20,7 @@ from katydid_kernels.gemm.expert_tiles import (
     row_layout,
     scaled_swiglu,
     store_columns,
+    tokens_of,
 )
 from katydid_kernels.gemm.ring import advance, make_barriers, skip, wait_for_last
 
@@ -44,10 +45,30 @@ def _count(counter_ptr):
 
 
 @gluon.jit
+def _tile_rows(tile, plan):
+    """Expert, first row and end of the rows of a tile. Without a plan every pair is a tile of one row, or of none where
+    its expert is not local."""
+    _, tiles_ptr, _, ids_ptr, first_expert, experts = plan
+    if tiles_ptr is None:
+        expert = gl.load(ids_ptr + tile) - first_expert
+        local = (expert >= 0) & (expert < experts)
+        expert = gl.where(local, expert, 0)
+        row = tile
+        end = gl.where(local, tile + 1, tile)
+    else:
+        expert = gl.load(tiles_ptr + tile * 4)
+        row = gl.load(tiles_ptr + tile * 4 + 1)
+        end = gl.load(tiles_ptr + tile * 4 + 2)
+    return expert, row, end
+
+
+@gluon.jit
 def _down_share(up_items, down_items, exchange):
     """The down tiles of this CTA, first and end. Gate-up tiles are dealt round robin; a CTA that got one fewer takes
-    `exchange` more down tiles, which is how many take the time of one."""
+    `exchange` more down tiles, which is how many take the time of one; evenly where none has more than one, because
+    then all down tiles wait for those."""
     ctas = gl.num_programs(0)
+    exchange = gl.where(up_items <= ctas, 0, exchange)
     me = gl.program_id(0)
     longer = up_items % ctas
     shorter = gl.where(longer == 0, 0, ctas - longer)
@@ -60,10 +81,10 @@ def _down_share(up_items, down_items, exchange):
 
 @gluon.jit
 def _produce(
-    x_ptr, x_stride, w13_desc, w2_desc, pairs, hidden, ring, shape,
-    STAGES: gl.constexpr, WGS: gl.constexpr,
+    x_ptr, x_stride, w13_desc, w2_desc, plan, hidden, ring, shape,
+    TOP_K: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr,
 ):  # fmt: skip
-    rows_ptr, tiles_ptr, ready_ptr = pairs
+    rows_ptr, _, ready_ptr, _, _, _ = plan
     h_ptr, h_stride = hidden
     x_bufs, w_bufs, full, empty = ring
     tiles, up_n, down_n, up_k, down_k = shape
@@ -76,13 +97,9 @@ def _produce(
     stage = 0
     phase = 1
     for item in range(gl.program_id(0), tiles * up_n, gl.num_programs(0)):
-        entry = tiles_ptr + item // up_n * 4
-        expert = gl.load(entry)
-        end = gl.load(entry + 2)
-        row = gl.load(entry + 1) + lane
-        valid = (row < end)[:, None]
-        token = gl.load(rows_ptr + gl.minimum(row, end - 1))
-        source = gather(x_ptr, token, x_stride, cols)
+        expert, row, end = _tile_rows(item // up_n, plan)
+        valid = (row + lane < end)[:, None]
+        source = gather(x_ptr, tokens_of(row + lane, end, rows_ptr, TOP_K), x_stride, cols)
         for k in range(up_k):
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
@@ -99,11 +116,9 @@ def _produce(
     known = -1
     for item in range(begin, finish):
         tile = item // down_n
-        entry = tiles_ptr + tile * 4
-        expert = gl.load(entry)
-        row = gl.load(entry + 1) + lane
-        valid = (row < gl.load(entry + 2))[:, None]
-        source = gather(h_ptr, row, h_stride, cols)
+        expert, row, end = _tile_rows(tile, plan)
+        valid = (row + lane < end)[:, None]
+        source = gather(h_ptr, row + lane, h_stride, cols)
         for k in range(down_k):
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
@@ -123,10 +138,10 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    WHO: gl.constexpr, pairs, hidden, result, scales, ring, shape, H: gl.constexpr, TOP_K: gl.constexpr,
+    WHO: gl.constexpr, plan, hidden, result, scales, ring, shape, H: gl.constexpr, TOP_K: gl.constexpr,
     STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr, ALTERNATE: gl.constexpr,
 ):  # fmt: skip
-    rows_ptr, tiles_ptr, ready_ptr = pairs
+    rows_ptr, _, ready_ptr, _, _, _ = plan
     h_ptr, h_stride = hidden
     y_ptr, _, _, _, _, sync_ptr, _ = result
     x_bufs, w_bufs, _, _ = ring
@@ -140,14 +155,12 @@ def _consume(
     phase = 0
     for item in range(gl.program_id(0), tiles * up_n, gl.num_programs(0)):
         # Loaded here, the tile's numbers arrive while it multiplies.
-        entry = tiles_ptr + item // up_n * 4
-        row = gl.load(entry + 1)
-        end = gl.load(entry + 2)
-        scale = up_scale_ptr + gl.load(entry) * 2
+        expert, row, end = _tile_rows(item // up_n, plan)
+        scale = up_scale_ptr + expert * 2
         gate_scale = gl.load(scale)
         up_scale = gl.load(scale + 1) * inverse_scale
         acc, stage, phase = multiply(WHO, ring, stage, phase, up_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, True)
-        h = scaled_swiglu(acc, gate_scale, up_scale, row, end, token_scale_ptr, rows_ptr)
+        h = scaled_swiglu(acc, gate_scale, up_scale, row, end, token_scale_ptr, rows_ptr, TOP_K)
         store_columns(h, h_ptr, h_stride, row, end, (item % up_n * WGS + WHO) * (ROWS // 2), h_layout)
         _count(ready_ptr + item // up_n)
 
@@ -156,10 +169,8 @@ def _consume(
         if ALTERNATE and (item - begin) % WGS != WHO:
             stage, phase = skip(stage, phase, down_k, STAGES)
         else:
-            entry = tiles_ptr + item // down_n * 4
-            row = gl.load(entry + 1)
-            end = gl.load(entry + 2)
-            scale = gl.load(down_scale_ptr + gl.load(entry))
+            expert, row, end = _tile_rows(item // down_n, plan)
+            scale = gl.load(down_scale_ptr + expert)
             if ALTERNATE:
                 # A short tile: one warpgroup multiplies all of it, while the other stores its last.
                 upper, lower, stage, phase = multiply_pair(ring, stage, phase, down_k, ROWS, TOKENS, STAGES)
@@ -173,7 +184,7 @@ def _consume(
 
     _count(sync_ptr)
     _wait_for(sync_ptr, gl.num_programs(0) * WGS)
-    _combine(WHO, result, H, TOP_K, WGS)
+    _combine(WHO, plan, result, H, TOP_K, WGS)
     gl.thread_barrier()
     if gl.atomic_add(sync_ptr + 1, 1, sem="acq_rel") == gl.num_programs(0) * WGS - 1:
         lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -185,9 +196,10 @@ def _consume(
 
 
 @gluon.jit
-def _combine(WHO: gl.constexpr, result, H: gl.constexpr, TOP_K: gl.constexpr, WGS: gl.constexpr):
+def _combine(WHO: gl.constexpr, plan, result, H: gl.constexpr, TOP_K: gl.constexpr, WGS: gl.constexpr):
     """The weighted sum of `combine.combine`, in pieces of a row over all warpgroups of the GPU."""
     y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, _, tokens = result
+    _, _, _, ids_ptr, first_expert, experts = plan
     PIECE: gl.constexpr = 512 if H % 512 == 0 else 128
     PIECES: gl.constexpr = H // PIECE
     line: gl.constexpr = gl.BlockedLayout([PIECE // 128], [32], [4], [0])
@@ -197,7 +209,11 @@ def _combine(WHO: gl.constexpr, result, H: gl.constexpr, TOP_K: gl.constexpr, WG
         col = item % PIECES * PIECE + lane
         total = gl.zeros([PIECE], gl.float32, line)
         for j in gl.static_range(TOP_K):
-            slot = gl.load(slots_ptr + token * TOP_K + j)
+            if slots_ptr is None:
+                expert = gl.load(ids_ptr + token * TOP_K + j) - first_expert
+                slot = gl.where((expert >= 0) & (expert < experts), token * TOP_K + j, -1)
+            else:
+                slot = gl.load(slots_ptr + token * TOP_K + j)
             weight = gl.load(weights_ptr + token * TOP_K + j)
             # A row nobody wrote may hold NaN: it is left out, not multiplied by zero.
             part = gl.load(y_ptr + gl.maximum(slot, 0).to(gl.int64) * H + col)
@@ -207,10 +223,10 @@ def _combine(WHO: gl.constexpr, result, H: gl.constexpr, TOP_K: gl.constexpr, WG
         gl.store(out_ptr + token.to(gl.int64) * H + col, total.to(out_ptr.dtype.element_ty))
 
 
-@gluon.jit(do_not_specialize=["tokens"])
+@gluon.jit(do_not_specialize=["tokens", "first_expert", "experts"])
 def experts_decode_kernel(
-    x_ptr, x_stride, w13_desc, w2_desc, h_ptr, h_stride, y_ptr, rows_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr,
-    tiles_ptr, tile_count_ptr, ready_ptr, sync_ptr,
+    x_ptr, x_stride, w13_desc, w2_desc, h_ptr, h_stride, y_ptr, weights_ptr, shared_ptr, out_ptr,
+    ids_ptr, first_expert, experts, rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr, ready_ptr, sync_ptr,
     up_scale_ptr, inverse_scale_ptr, down_scale_ptr, token_scale_ptr, tokens,
     H: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
     WGS: gl.constexpr, PROMOTE: gl.constexpr, X_LAYOUT: gl.constexpr,
@@ -220,8 +236,8 @@ def experts_decode_kernel(
     w13_desc: boxes ``[1, ROWS / 16, 2, 8, BLOCK_K]`` of w13 seen as ``[E, WIDTH / 8, 2, 8, H]``; w2_desc: boxes
     ``[1, ROWS / 8, 8, BLOCK_K]`` of w2 seen as ``[E, H / 8, 8, WIDTH]``. h: ``[pairs, WIDTH]``, rows padded with zeros
     to a multiple of BLOCK_K; y: ``[pairs, H]``; ready: zeros, an int32 a tile; sync: two zeros. Rows, slots and tiles
-    are a `RoutePlan`'s. Scales in fp32: up ``[E, 2]``, down ``[E]``, inverse ``[1]`` (what h is multiplied by), token
-    ``[T]`` or None.
+    are a `RoutePlan`'s, or None where few pairs share an expert: then every pair is a tile. Scales in fp32: up
+    ``[E, 2]``, down ``[E]``, inverse ``[1]`` (what h is multiplied by), token ``[T]`` or None.
     """
     GROUPS: gl.constexpr = w13_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = w13_desc.block_type.shape[4]
@@ -236,9 +252,9 @@ def experts_decode_kernel(
     ALTERNATE: gl.constexpr = WGS == 2 and 2 * ((WIDTH + BLOCK_K - 1) // BLOCK_K) <= STAGES
     # Launched while the plan is still being made: everything it wrote is read after this.
     wait_for_last()
-    tiles = gl.load(tile_count_ptr)
+    tiles = tokens * TOP_K if tile_count_ptr is None else gl.load(tile_count_ptr)
     scales = (up_scale_ptr, gl.load(inverse_scale_ptr), down_scale_ptr, token_scale_ptr)
-    pairs = (rows_ptr, tiles_ptr, ready_ptr)
+    plan = (rows_ptr, tiles_ptr, ready_ptr, ids_ptr, first_expert, experts)
     hidden = (h_ptr, h_stride)
     result = (y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, sync_ptr, tokens)
     ring = (x_bufs, w_bufs, full, empty)
@@ -246,8 +262,8 @@ def experts_decode_kernel(
     if WGS == 1:
         gl.warp_specialize(
             [
-                (_consume, (0, pairs, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE, ALTERNATE)),
-                (_produce, (x_ptr, x_stride, w13_desc, w2_desc, pairs, hidden, ring, shape, STAGES, WGS)),
+                (_consume, (0, plan, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE, ALTERNATE)),
+                (_produce, (x_ptr, x_stride, w13_desc, w2_desc, plan, hidden, ring, shape, TOP_K, STAGES, WGS)),
             ],
             [4],
             [104],
@@ -255,9 +271,9 @@ def experts_decode_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, pairs, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE, ALTERNATE)),
-                (_consume, (1, pairs, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE, ALTERNATE)),
-                (_produce, (x_ptr, x_stride, w13_desc, w2_desc, pairs, hidden, ring, shape, STAGES, WGS)),
+                (_consume, (0, plan, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE, ALTERNATE)),
+                (_consume, (1, plan, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE, ALTERNATE)),
+                (_produce, (x_ptr, x_stride, w13_desc, w2_desc, plan, hidden, ring, shape, TOP_K, STAGES, WGS)),
             ],
             [4, 4],
             [200, 104],

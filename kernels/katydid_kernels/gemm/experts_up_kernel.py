@@ -16,6 +16,7 @@ from katydid_kernels.gemm.expert_tiles import (
     row_layout,
     scaled_swiglu,
     store_columns,
+    tokens_of,
 )
 from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_for_last
 
@@ -42,7 +43,7 @@ def _produce(
         end = gl.load(entry + 2)
         row = gl.load(entry + 1) + lane
         valid = (row < end)[:, None]
-        token = gl.load(rows_ptr + gl.minimum(row, end - 1))
+        token = tokens_of(row, end, rows_ptr, 1)
         source = gather(x_ptr, token, x_stride, cols)
         for k in range(tiles_k):
             ready = full.index(stage)
@@ -90,7 +91,7 @@ def _consume(
             acc = _widen(half, accumulator_layout(TOKENS, x_bufs.dtype.primitive_bitwidth))
         scale = up_scale_ptr + gl.load(entry) * 2
         up_scale = gl.load(scale + 1) * inverse_scale
-        h = scaled_swiglu(acc, gl.load(scale), up_scale, row, end, token_scale_ptr, rows_ptr)
+        h = scaled_swiglu(acc, gl.load(scale), up_scale, row, end, token_scale_ptr, rows_ptr, 1)
         col = (item % tiles_n * WGS + WHO) * (ROWS // 2)
         store_columns(h, h_ptr, h_stride, row, end, col, out_layout)
 
