@@ -129,18 +129,21 @@ class Engine:
             group.on_report = functools.partial(self.face.on_report, rank)
 
     async def attend(self, server: RpcServer) -> None:
-        """Until a signal ends the engine, or a worker's failure does. Raises what the worker failed with."""
+        """Until a signal ends the engine, or the failure of a worker or of a part does. Raises that failure."""
         tasks = [asyncio.create_task(connector.run()) for connector in self._connectors]
         tasks.append(asyncio.create_task(self.face.share_loads(_LOAD_INTERVAL_S)))
         tasks.append(asyncio.create_task(self._report_health(server)))
         signalled = asyncio.create_task(server.run_until_signal(self._drain))
         failures = [group.failure for group in self.groups]
         try:
-            waiting: list[asyncio.Future[Any]] = [signalled, *failures]
+            waiting: list[asyncio.Future[Any]] = [signalled, *failures, *tasks]
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for failure in failures:
                 if failure.done():
                     await self._fail(server, failure.result())
+            for task in tasks:
+                if task.done():
+                    await task  # none of them ends by itself: this raises the defect that ended it
             await signalled
         finally:
             for task in (signalled, *tasks):

@@ -116,7 +116,7 @@ def _sampling(message: pb.SamplingParams, limits: EngineLimits, num_generated: i
         top_k=message.top_k if message.top_k < limits.vocab_size else 0,
         min_p=_number("sampling.min_p", message.min_p, 0.0, 1.0),
         repetition_penalty=_number(
-            "sampling.repetition_penalty", message.repetition_penalty, 0.0, 10.0, above_low=True
+            "sampling.repetition_penalty", message.repetition_penalty, 0.0, _REPETITION_LIMIT, above_low=True
         ),
         presence_penalty=_number(
             "sampling.presence_penalty", message.presence_penalty, -_PENALTY_LIMIT, _PENALTY_LIMIT

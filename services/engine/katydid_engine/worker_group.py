@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from katydid_runtime.errors import EngineLostError, InternalError, KatydidError, UnavailableError, error_from_details
+from katydid_runtime.rpc_errors import internal_error
 
 from katydid_engine.channel import ChannelClosed, FaceChannel
 from katydid_engine.messages import Alive, Failed, Flush, Profile, Ready, Reply, StepReport, Stop, ToWorker
@@ -156,6 +157,7 @@ class WorkerGroup:
         self._readers.append(asyncio.create_task(self._read(channel, config.tp_rank)))
 
     async def _read(self, channel: FaceChannel, rank: int) -> None:
+        where = f"worker {self._config.dp_rank}.{rank}"
         try:
             while True:
                 message = await channel.receive()
@@ -173,8 +175,10 @@ class WorkerGroup:
                     case Failed(reason, text):
                         self._fail(error_from_details(reason, text, {}))
         except ChannelClosed:
-            where = f"worker {self._config.dp_rank}.{rank}"
             self._fail(EngineLostError(f"{where} ended unexpectedly"))
+        except Exception as error:
+            # A defect in whoever takes the reports; without its reader the group would only fall silent.
+            self._fail(internal_error(error, f"reports of {where}"))
 
     def _fail(self, error: KatydidError) -> None:
         if self._stopping or self.failure.done():
