@@ -80,6 +80,7 @@ def main() -> None:
         "gemm fp8 promoted, vectors": lambda: run_gemm(E4M3, True, row_scale=vector, col_scale=vector.repeat(2)),
         "gemm fp8 few rows": lambda: run_narrow(E4M3, NarrowTile(16, 2, 10)),
         "gemm bf16 few rows, one warpgroup": lambda: run_narrow(BF16, NarrowTile(64, 1, 8)),
+        "experts fp8, one token, no plan": lambda: run_experts(E4M3, 1),
         "experts fp8 decode": lambda: run_experts(E4M3, 4),
         "experts fp8 decode, scale a token": lambda: run_experts(E4M3, 16, token=torch.ones(16)),
         "experts fp8 prefill": lambda: run_experts(E4M3, 1024),
