@@ -29,20 +29,24 @@ EXPECTED_ERRORS = {
 
 
 class Faults:
-    """Breaks one process after the other, at most two at a time, and makes it good again."""
+    """Breaks one process after the other and makes it good again."""
 
     def __init__(self, fleet: Fleet, dice: random.Random) -> None:
         self.done: Counter[str] = Counter()
         self._fleet = fleet
         self._dice = dice
 
-    async def run(self, until: float) -> None:
+    async def run(self, until: float, *groups: list[str]) -> None:
+        """In each group of names, one process at a time; the next when the gateway has the engines again."""
+
         async def breaker(names: list[str]) -> None:
             while time.monotonic() < until:
                 await asyncio.sleep(self._dice.uniform(0.5, 4))
                 await self._break(self._dice.choice(names))
+                if len(groups) == 1:
+                    await self._fleet.whole()
 
-        await asyncio.gather(breaker(["engine-a", "engine-b"]), breaker(["kvcache", "kvcache", "gateway"]))
+        await asyncio.gather(*map(breaker, groups))
 
     async def _break(self, name: str) -> None:
         process = self._process(name)
@@ -102,6 +106,7 @@ async def client(load: Load, asks: list[Ask], right: list[Outcome], dice: random
             continue
         if isinstance(outcome, Failure):
             assert outcome.code in TYPED | CUT, (asks[number], outcome)
+            assert outcome.delivered or outcome.code != "engine_lost", "a request not begun goes to the other engine"
             seen[outcome.code] += 1
             await asyncio.sleep(0.5)
         else:
@@ -136,7 +141,9 @@ def test_random_faults_under_load(fleet: Fleet, seed: int) -> None:
         async with Load(fleet) as load:
             right = await load.one_at_a_time(asks)
             until = time.monotonic() + CHAOS_S
-            breaking = asyncio.create_task(faults.run(until))
+            breaking = asyncio.create_task(
+                faults.run(until, ["engine-a", "engine-b"], ["kvcache", "kvcache", "gateway"])
+            )
             clients = [client(load, asks, right, random.Random(seed * 100 + n), until) for n in range(CLIENTS)]
             seen: Counter[str] = sum(await asyncio.gather(*clients), Counter())
             await breaking
@@ -148,6 +155,25 @@ def test_random_faults_under_load(fleet: Fleet, seed: int) -> None:
 
     asyncio.run(scenario())
     assert zombies() == []
+
+
+def test_while_one_engine_lives_only_begun_streams_are_lost(fleet: Fleet) -> None:
+    fleet.expected_errors.update(EXPECTED_ERRORS)
+    asks = mixed_asks(32, seed=9)
+    faults = Faults(fleet, random.Random(9))
+
+    async def scenario() -> None:
+        async with Load(fleet) as load:
+            right = await load.one_at_a_time(asks)
+            until = time.monotonic() + CHAOS_S
+            breaking = asyncio.create_task(faults.run(until, ["engine-a", "engine-b", "kvcache"]))
+            clients = [client(load, asks, right, random.Random(n), until) for n in range(CLIENTS)]
+            seen: Counter[str] = sum(await asyncio.gather(*clients), Counter())
+            await breaking
+            print(f"\noutcomes {dict(seen)}; faults {dict(faults.done)}")
+            assert seen.keys() <= {"right", "left", "engine_lost"}
+
+    asyncio.run(scenario())
 
 
 def test_memory_stays_flat_under_load(fleet: Fleet) -> None:

@@ -128,6 +128,18 @@ def test_a_request_lost_with_its_stream_is_sent_again(chatml: Path) -> None:
     run(chatml, scenario)
 
 
+def test_a_stream_that_ends_leaves_no_task_behind(chatml: Path) -> None:
+    def writers() -> list[object]:
+        return [task for task in asyncio.all_tasks() if "_consume_request_iterator" in repr(task)]
+
+    async def scenario(built: Rig) -> None:
+        assert len(writers()) == 1
+        await built.engines[0].stop()
+        await until(lambda: not writers())
+
+    run(chatml, scenario)
+
+
 def test_an_abort_lost_with_its_stream_is_made_up_for(chatml: Path) -> None:
     async def scenario(built: Rig) -> None:
         engine = built.engines[0]

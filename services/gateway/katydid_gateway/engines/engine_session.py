@@ -83,7 +83,7 @@ class EngineSession:
         self._delay_s = transport_delay_s
         self._listeners: dict[int, EngineListener] = {}
         self._numbers = itertools.count(1)
-        self._outbound: asyncio.Queue[pb.SessionRequest] | None = None
+        self._outbound: asyncio.Queue[pb.SessionRequest | None] | None = None
         self._session_id = ""
         self._last_frame = 0
         self._acked = 0
@@ -132,7 +132,7 @@ class EngineSession:
 
     async def _attend(self) -> None:
         """One stream, from its opening to its end."""
-        outbound: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
+        outbound: asyncio.Queue[pb.SessionRequest | None] = asyncio.Queue()
         opening = pb.SessionOpen(client=self._client, session_id=self._session_id, last_frame=self._last_frame)
         outbound.put_nowait(pb.SessionRequest(open=opening))
         call = self._stub.Session(self._written(outbound))
@@ -155,14 +155,18 @@ class EngineSession:
                 self._on_frame(frame)
         finally:
             call.cancel()
+            # A call that has ended by itself does not cancel the task that asks for what to write next.
+            outbound.put_nowait(None)
             if self._outbound is outbound:
                 self._outbound = None
                 self._broken_at = time.monotonic()
                 self._observer.on_disconnected()
 
-    async def _written(self, outbound: asyncio.Queue[pb.SessionRequest]) -> AsyncIterator[pb.SessionRequest]:
+    async def _written(self, outbound: asyncio.Queue[pb.SessionRequest | None]) -> AsyncIterator[pb.SessionRequest]:
         while True:
             message = await outbound.get()
+            if message is None:
+                return
             if self._delay_s and message.HasField("submit"):
                 await asyncio.sleep(self._delay_s)
             yield message
