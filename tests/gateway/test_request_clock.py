@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from katydid_gateway.engines.frames import EnginePhase, EngineTrace
+from katydid_gateway.request_clock import RequestClock
+from katydid_runtime.telemetry import Telemetry
 
 from tests.gateway.mock_engine import MockOptions
 from tests.gateway.rig import Rig, rig
@@ -109,6 +113,24 @@ def test_the_unexplained_rest_is_small(chatml: Path) -> None:
     rests = asyncio.run(body())
     assert min(rests) > -0.5
     assert sorted(rests)[147] <= 2.0
+
+
+def test_time_that_no_phase_measures_is_rest() -> None:
+    telemetry = Telemetry("gateway")
+    clock = RequestClock(telemetry, telemetry.start("gateway.request"), time.time_ns())
+    clock.received()
+    time.sleep(0.03)
+    clock.submitted("engine-0")
+    phases = (EnginePhase("engine.prefill", b"", 0.02, ""),)
+    time.sleep(0.05)
+    clock.first_frame(time.monotonic_ns(), EngineTrace(phases, residence_s=0.04, handover_s=0.005))
+    assert clock.delivered()
+    milliseconds = {name: 1e3 * seconds for name, seconds in clock.phases_s.items()}
+    assert milliseconds["prefill"] == pytest.approx(20)
+    assert milliseconds["handover"] == pytest.approx(5)
+    assert milliseconds["transport"] >= 10
+    assert milliseconds["rest"] >= 30 + 15, "between two marks, and within the engine"
+    assert sum(milliseconds.values()) == pytest.approx(1e3 * clock.ttft_s)
 
 
 def test_without_tracing_timing_is_still_measured(chatml: Path) -> None:
