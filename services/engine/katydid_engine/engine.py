@@ -20,6 +20,7 @@ from katydid.engine.v1.engine_pb2_grpc import (
 )
 from katydid_cache import BlockLayout, CacheClient, keep_buffers_mapped
 from katydid_runtime.block_hash import BLOCK_TOKENS, fingerprint
+from katydid_runtime.duration import to_duration
 from katydid_runtime.errors import KatydidError
 from katydid_runtime.exposition import Exposition
 from katydid_runtime.server import RpcServer
@@ -30,7 +31,6 @@ from katydid_engine.admin_service import ROLES, AdminService
 from katydid_engine.block_watch import BlockWatch
 from katydid_engine.engine_metrics import EngineMetrics
 from katydid_engine.face import Face
-from katydid_engine.frames import duration
 from katydid_engine.identity import model_identity
 from katydid_engine.kv_connector import KvConnector
 from katydid_engine.messages import Load, Ready
@@ -164,7 +164,7 @@ class Engine:
             role=role,
             eos_token_ids=self._model.config.eos_token_ids,
             boot_id=self._boot_id,
-            reattach_window=duration(settings.reattach_window_s),
+            reattach_window=to_duration(settings.reattach_window_s),
             max_choices=limits.max_choices,
             max_logprobs=limits.max_logprobs,
             kv_cache_attached=any(connector.attached for connector in self._connectors),

@@ -10,15 +10,15 @@ import time
 from array import array
 from collections.abc import Iterable, Sequence
 
-from google.protobuf import duration_pb2
 from katydid.engine.v1 import engine_pb2 as pb
+from katydid_runtime.duration import to_duration
 from katydid_runtime.errors import KatydidError
 
 from katydid_engine.messages import ChoiceEnd, ChoiceTokens, FirstToken, Load
 from katydid_engine.plan import Logprobs
 from katydid_engine.request import CachedTokens, FinishReason, Interval
 
-__all__ = ["FrameDraft", "duration", "rank_load"]
+__all__ = ["FrameDraft", "rank_load"]
 
 _REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -99,16 +99,10 @@ class FrameDraft:
             frame.tokens.tokens = _packed(self._tokens)
         now = time.monotonic()
         for summary, received_at, intervals in self._accounts:
-            summary.residence.CopyFrom(duration(now - received_at))
+            summary.residence.CopyFrom(to_duration(now - received_at))
             if intervals:
-                summary.handover.CopyFrom(duration(now - intervals[-1].end))
+                summary.handover.CopyFrom(to_duration(now - intervals[-1].end))
         return frame
-
-
-def duration(seconds: float) -> duration_pb2.Duration:
-    message = duration_pb2.Duration()
-    message.FromNanoseconds(int(seconds * 1e9))
-    return message
 
 
 def rank_load(dp_rank: int, load: Load) -> pb.RankLoad:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from katydid.engine.v1 import engine_pb2 as pb
+from katydid_runtime.duration import to_duration
 from katydid_runtime.telemetry import Telemetry
 from katydid_runtime.trace_context import TraceContext
 
-from katydid_engine.frames import duration
 from katydid_engine.request import Interval, fetch_span_id
 
 __all__ = ["CacheSpans", "PhaseSpans"]
@@ -57,7 +57,7 @@ class PhaseSpans:
         return parent is not None and parent.sampled and self._telemetry.enabled
 
     def _phase(self, parent: TraceContext | None, interval: Interval, attributes: dict[str, str]) -> pb.TracePhase:
-        phase = pb.TracePhase(name=interval.phase, duration=duration(interval.end - interval.start))
+        phase = pb.TracePhase(name=interval.phase, duration=to_duration(interval.end - interval.start))
         if interval.tier is not None:
             phase.tier = interval.tier
             attributes = attributes | {"katydid.tier": interval.tier}

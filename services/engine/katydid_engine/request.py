@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from katydid_runtime.block_hash import BLOCK_TOKENS, HASH_BYTES, ChainKey
+from katydid_runtime.block_hash import BLOCK_TOKENS, ChainKey, split_hashes
 
 __all__ = [
     "CachedTokens",
@@ -268,7 +268,7 @@ class Sequence:
                 first_block=known,
                 previous=self._hashes[-1] if known else b"",
             )
-            self._hashes.extend(packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES))
+            self._hashes += split_hashes(packed)
         return self._hashes
 
     def fork(self, id: int, choice: int) -> Sequence:

@@ -9,6 +9,7 @@ from typing import TypeVar
 import grpc
 from katydid.engine.v1 import engine_pb2 as pb
 from katydid.engine.v1 import engine_pb2_grpc
+from katydid_runtime.duration import to_seconds
 from katydid_runtime.errors import InvalidRequestError, UnavailableError
 
 from katydid_engine.block_watch import BlockWatch
@@ -85,8 +86,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         request: pb.DrainRequest,
         context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainResponse],  # noqa: ARG002
     ) -> pb.DrainResponse:
-        timeout = request.timeout
-        timeout_s = timeout.seconds + timeout.nanos / 1e9 if request.HasField("timeout") else None
+        timeout_s = to_seconds(request.timeout) if request.HasField("timeout") else None
         return pb.DrainResponse(aborted=await _ready(self._drain)(timeout_s))
 
 

@@ -6,13 +6,14 @@ A refusal names the field as the protocol spells it, the value and what is allow
 from __future__ import annotations
 
 import math
-import sys
 import time
 from array import array
 from dataclasses import dataclass
 
+from google.protobuf.duration_pb2 import Duration
 from katydid.engine.v1 import engine_pb2 as pb
-from katydid_runtime.block_hash import ChainKey
+from katydid_runtime.block_hash import ChainKey, unpack_ids
+from katydid_runtime.duration import to_seconds
 from katydid_runtime.errors import InvalidRequestError, PromptTooLongError, UnsupportedError
 
 from katydid_engine.request import Request, Sampling
@@ -145,9 +146,7 @@ def _token_ids(field: str, packed: bytes, vocab_size: int) -> array[int]:
         raise InvalidRequestError(
             f"{field} has {len(packed)} bytes", field=field, value=len(packed), allowed="4 bytes a token"
         )
-    ids = array("I", packed)
-    if sys.byteorder == "big":
-        ids.byteswap()
+    ids = unpack_ids(packed)
     if ids and (largest := max(ids)) >= vocab_size:
         raise InvalidRequestError(
             f"{field} holds the id {largest}", field=field, value=largest, allowed=f"ids below {vocab_size}"
@@ -175,8 +174,8 @@ def _top(field: str, value: int, limits: EngineLimits) -> int:
     return _integer(field, value, 0, min(limits.max_logprobs, limits.vocab_size))
 
 
-def _duration(field: str, value: object) -> float:
-    seconds: float = value.seconds + value.nanos / 1e9  # type: ignore[attr-defined]
+def _duration(field: str, value: Duration) -> float:
+    seconds = to_seconds(value)
     if seconds <= 0:
         raise InvalidRequestError(
             f"{field} is {seconds:g} s", field=field, value=f"{seconds:g}", allowed="more than 0 s"
