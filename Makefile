@@ -39,6 +39,7 @@ bench: install ## benchmarks that need no GPU
 	$(BIN)/python bench/block_hash.py
 	$(BIN)/python bench/kvcache.py
 	$(BIN)/python bench/serve.py
+	$(BIN)/python bench/trace_rest.py
 
 chart: install ## renders and checks the Helm chart
 	$(BIN)/python scripts/chart.py
