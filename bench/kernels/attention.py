@@ -88,7 +88,7 @@ class Setup:
 def run_decode(args: tuple[Tensor, ...], scale: dict[str, Tensor]) -> Tensor:
     """The output of one call, launched as the timed ones are."""
     q, k_pages, lens = args[0], args[1], args[4]
-    plan = decode_plan(lens, k_pages.shape[1], ctas=decode_ctas(q, k_pages), q_len=q.shape[1])
+    plan = decode_plan(lens, k_pages.shape[1], ctas=decode_ctas(q.device), q_len=q.shape[1])
     torch.cuda.synchronize()
     return decode_attention(*args, plan=plan, overlap=True, **scale)[0]
 
@@ -126,7 +126,7 @@ def correctness(setup: Setup, report: Report) -> None:
 
 def decode_bars(setup: Setup, report: Report) -> None:
     lens = torch.randint(1, 100_000, (256,), device="cuda", dtype=torch.int32)
-    plan = torch.empty(264, 8, dtype=torch.int32, device="cuda")
+    plan = torch.empty(decode_ctas(lens.device), 8, dtype=torch.int32, device="cuda")
     report.add(
         "planner", "batch 256", time_graph([lambda: decode_plan(lens, 1, ctas=len(plan), out=plan)] * 20), "us", 4
     )

@@ -122,7 +122,7 @@ class Decode:
         q, scale = self.query()
         lens = torch.tensor(self.lens, dtype=torch.int32, device="cuda")
         if splits is None:
-            plan = decode_plan(lens, self.pool.kv_heads, ctas=decode_ctas(q, self.pool.k), q_len=self.q_len)
+            plan = decode_plan(lens, self.pool.kv_heads, ctas=decode_ctas(q.device), q_len=self.q_len)
         else:
             plan = decode_plan_static(lens, self.pool.kv_heads, splits, q_len=self.q_len)
         group = self.heads // self.pool.kv_heads

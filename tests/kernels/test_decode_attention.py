@@ -114,7 +114,7 @@ def test_the_hopper_kernel_equals_the_reference(dtype, lens, kv_heads, group, he
     pages = make_pages(lens, kv_heads, head_dim, dtype, "cuda")
     q = queries(len(lens), q_len, kv_heads * group, head_dim, dtype, "cuda")
     scale = scales(q.shape[:3], kv_heads, per_head=True, device="cuda") if dtype == FP8 else {}
-    ctas = decode_ctas(q, pages.k)
+    ctas = decode_ctas(q.device)
     scratch = DecodeScratch.allocate(ctas, q_len, group, head_dim, q.device)
     plan = decode_plan(pages.lens, kv_heads, ctas=ctas, q_len=q_len, window=window)
     runs = [

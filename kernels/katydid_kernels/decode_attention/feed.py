@@ -8,7 +8,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 __all__ = ["first_piece", "next_piece", "stream_pages"]
 
@@ -114,7 +114,3 @@ def stream_pages(
         row, head, first, last, _count, left, length = next_piece(
             row, head, left, interval, batch, kv_heads, lens_ptr, window, piece_cost, Q_LEN
         )
-    # The next kernel may start now: by the time it can stream, the loads issued here have left the memory free.
-    if not waited:
-        gdc_wait()
-    gdc_launch_dependents()

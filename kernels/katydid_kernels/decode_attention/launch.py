@@ -19,25 +19,12 @@ from katydid_kernels.prefill_attention.launch import key_descriptor
 __all__ = ["DecodeProblem", "DecodeScratch", "decode_ctas", "launch_hopper", "launch_split"]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """CTAs an SM that a plan deals to, bytes and number of the ring's stages, registers a thread at the kernel's entry.
-
-    A CTA is launched with 256 threads.  Twice the CTAs fit an SM: while one launch finishes, the next one's loading
-    warps already stream.
-    """
-
-    ctas_per_sm: int
-    stage_bytes: int
-    stages: int
-    registers: int
-
-
-FP8_ONE_TOKEN = Shape(ctas_per_sm=2, stage_bytes=16384, stages=3, registers=64)
-ONE_TOKEN = Shape(ctas_per_sm=1, stage_bytes=32768, stages=3, registers=128)
-SEVERAL_TOKENS = Shape(ctas_per_sm=2, stage_bytes=32768, stages=3, registers=128)
+# Two CTAs of 256 threads with 128 registers fill an SM's registers, three stages of 32 KB each its shared memory.
+CTAS_PER_SM = 2
+STAGE_BYTES = 32768
+REGISTERS = 128
 # Query rows of a kv head, at least and at most, with which the wide kernel is the faster one (head_dim up to 128).
-WIDE_ROWS = (9, 64)
+WIDE_ROWS = (17, 64)
 
 
 @dataclass(frozen=True)
@@ -54,7 +41,7 @@ class DecodeScratch:
     @staticmethod
     def allocate(ctas: int, q_len: int, group: int, head_dim: int, device: torch.device) -> DecodeScratch:
         """Scratch for plans of `ctas` CTAs and up to `q_len` new tokens of `group` query heads per kv head."""
-        rows = padded_rows(q_len, group, 16 if q_len * group < WIDE_ROWS[0] else 64)
+        rows = padded_rows(q_len, group, 16 if q_len * group < WIDE_ROWS[0] else WIDE_ROWS[1])
         return DecodeScratch(
             torch.empty(2 * ctas * rows * head_dim, device=device),
             torch.empty(2 * ctas * 2 * rows, device=device),
@@ -81,18 +68,9 @@ class DecodeProblem:
     v_scale: Tensor | None = None
 
 
-def decode_ctas(q: Tensor, k_pages: Tensor) -> int:
-    """CTAs that a plan for these queries `[batch, q_len, heads, head_dim]` and pages should deal to."""
-    return _shape(q, k_pages).ctas_per_sm * torch.cuda.get_device_properties(q.device).multi_processor_count
-
-
-def _shape(q: Tensor, k_pages: Tensor) -> Shape:
-    page_bytes = 128 * q.shape[3] * k_pages.element_size()
-    if padded_rows(q.shape[1], q.shape[2] // k_pages.shape[1], 8) == 8:
-        for shape in (FP8_ONE_TOKEN, ONE_TOKEN):
-            if page_bytes <= shape.stage_bytes:
-                return shape
-    return SEVERAL_TOKENS
+def decode_ctas(device: torch.device) -> int:
+    """CTAs that a plan for this device should deal to."""
+    return CTAS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def padded_rows(q_len: int, group: int, least: int) -> int:
@@ -116,7 +94,7 @@ def launch_hopper(
     bits = 8 * k_pages.element_size()
     page_bytes = 16 * head_dim * bits
     wide = head_dim <= 128 and WIDE_ROWS[0] <= q_len * group <= WIDE_ROWS[1]
-    rows = 64 if wide else padded_rows(q_len, group, 8)
+    rows = WIDE_ROWS[1] if wide else padded_rows(q_len, group, 8)
     needed = 2 * len(plan) * rows
     if scratch.partial.numel() < needed * head_dim or scratch.counters.numel() < 4 * len(plan):
         raise ValueError(f"scratch must hold {needed} rows of {head_dim} and {4 * len(plan)} counters")
@@ -168,13 +146,12 @@ def launch_hopper(
             *sizes,
             **options,
             WINDOW=problem.window is not None,
-            STAGES=min(5, 98304 // page_bytes),
+            STAGES=min(5, 3 * STAGE_BYTES // page_bytes),
             UNROLL=2,
             PERMUTE=bits == 8,
-            maxnreg=128,
+            maxnreg=REGISTERS,
         )
         return
-    shape = _shape(q, k_pages)
     decode_hopper_kernel[(len(plan),)](
         q,
         problem.q_scale,
@@ -186,10 +163,10 @@ def launch_hopper(
         *sizes,
         **options,
         ROWS=rows,
-        PAGES=max(1, min(shape.stage_bytes // page_bytes, 64 // rows)),
-        STAGES=shape.stages if page_bytes <= shape.stage_bytes else 2,
-        UNROLL=max(1, 64 * shape.registers // (rows * head_dim)),
-        maxnreg=shape.registers if rows * head_dim <= 8192 else 255,
+        PAGES=max(1, min(STAGE_BYTES // page_bytes, 64 // rows)),
+        STAGES=3 if page_bytes <= STAGE_BYTES else 2,
+        UNROLL=max(1, 8192 // (rows * head_dim)),
+        maxnreg=REGISTERS if rows * head_dim <= 8192 else 255,
     )
 
 

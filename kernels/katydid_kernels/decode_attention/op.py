@@ -97,7 +97,7 @@ def decode_attention(
     if overlap and plan is None:
         raise ValueError("overlap needs a plan that is older than the preceding kernel, got none")
     if plan is None:
-        plan = decode_plan(context_lens, kv_heads, ctas=decode_ctas(q, k_pages), q_len=q_len, window=window)
+        plan = decode_plan(context_lens, kv_heads, ctas=decode_ctas(q.device), q_len=q_len, window=window)
     if scratch is None:
         scratch = DecodeScratch.allocate(len(plan), q_len, heads // kv_heads, head_dim, q.device)
     if runs_on_hopper(q, k_pages):

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from katydid_kernels.decode_attention.feed import first_piece, next_piece, stream_pages
 from katydid_kernels.decode_attention.partials import combine_pieces, write_rows
@@ -98,6 +98,7 @@ def _attend(
     qd = gl.arange(0, D, gl.SliceLayout(0, q_layout))
     row, head, first, last, index, count, left, interval, length = first_piece(plan_ptr, lens_ptr, batch)
     gdc_wait()
+    gdc_launch_dependents()
     step = 0
     while row < batch:
         q_row = ((row * Q_LEN + qn // GROUP) * heads + head * GROUP + qn % GROUP).to(gl.int64)

@@ -18,7 +18,7 @@ __all__ = ["PrefillProblem", "key_descriptor", "launch_hopper", "launch_tile"]
 # Operand widths, in bits, for which the two consumers take turns at issuing their products.
 PING_PONG = (16,)
 # Stages of the ring of K and V tiles, by operand width; head_dim 256 has room for two.
-STAGES = {8: 4, 16: 2}
+STAGES = {8: 4, 16: 3}
 # From so many new tokens on, one kv head's queries come after the other's, so that L2 holds the keys they share.
 GROUP_BY_GROUP_TOKENS = 16384
 
