@@ -25,7 +25,6 @@ __all__ = [
     "copy_rows",
     "gather",
     "multiply",
-    "multiply_pair",
     "row_layout",
     "scaled_swiglu",
     "store_columns",
@@ -103,28 +102,6 @@ def multiply(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
     return acc, stage, phase
-
-
-@gluon.jit
-def multiply_pair(ring, stage, phase, steps, ROWS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr):
-    """The product of `steps` stages by one warpgroup alone, both halves of their weight rows; not promoted."""
-    x_bufs, w_bufs, full, empty = ring
-    BLOCK_K: gl.constexpr = x_bufs.type.shape[2]
-    layout: gl.constexpr = accumulator_layout(TOKENS, x_bufs.dtype.primitive_bitwidth)
-    upper = gl.zeros([ROWS, TOKENS], gl.float32, layout)
-    lower = gl.zeros([ROWS, TOKENS], gl.float32, layout)
-    for k in range(steps):
-        mbarrier.wait(full.index(stage), phase)
-        fence_async_shared()
-        x = x_bufs.index(stage).slice(0, TOKENS).permute((1, 0))
-        upper_w = w_bufs.index(stage * 2).reshape([ROWS, BLOCK_K])
-        lower_w = w_bufs.index(stage * 2 + 1).reshape([ROWS, BLOCK_K])
-        upper = warpgroup_mma(upper_w, x, upper, use_acc=k > 0, is_async=True)
-        lower = warpgroup_mma(lower_w, x, lower, use_acc=k > 0, is_async=True)
-        upper, lower = warpgroup_mma_wait(0, deps=(upper, lower))
-        mbarrier.arrive(empty.index(stage), count=2)
-        stage, phase = advance(stage, phase, STAGES)
-    return upper, lower, stage, phase
 
 
 @gluon.jit

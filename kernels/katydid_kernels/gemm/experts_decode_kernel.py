@@ -16,13 +16,12 @@ from katydid_kernels.gemm.expert_tiles import (
     copy_rows,
     gather,
     multiply,
-    multiply_pair,
     row_layout,
     scaled_swiglu,
     store_columns,
     tokens_of,
 )
-from katydid_kernels.gemm.ring import advance, make_barriers, skip, wait_for_last
+from katydid_kernels.gemm.ring import advance, make_barriers, wait_for_last
 
 __all__ = ["experts_decode_kernel"]
 
@@ -139,7 +138,7 @@ def _produce(
 @gluon.jit
 def _consume(
     WHO: gl.constexpr, plan, hidden, result, scales, ring, shape, H: gl.constexpr, TOP_K: gl.constexpr,
-    STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr, ALTERNATE: gl.constexpr,
+    STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
     rows_ptr, _, ready_ptr, _, _, _ = plan
     h_ptr, h_stride = hidden
@@ -166,21 +165,11 @@ def _consume(
 
     begin, finish = _down_share(tiles * up_n, tiles * down_n, up_k // down_k)
     for item in range(begin, finish):
-        if ALTERNATE and (item - begin) % WGS != WHO:
-            stage, phase = skip(stage, phase, down_k, STAGES)
-        else:
-            expert, row, end = _tile_rows(item // down_n, plan)
-            scale = gl.load(down_scale_ptr + expert)
-            if ALTERNATE:
-                # A short tile: one warpgroup multiplies all of it, while the other stores its last.
-                upper, lower, stage, phase = multiply_pair(ring, stage, phase, down_k, ROWS, TOKENS, STAGES)
-                col = item % down_n * (WGS * ROWS)
-                store_columns(upper * scale, y_ptr, H, row, end, col, y_layout)
-                store_columns(lower * scale, y_ptr, H, row, end, col + ROWS, y_layout)
-            else:
-                acc, stage, phase = multiply(WHO, ring, stage, phase, down_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, True)
-                col = (item % down_n * WGS + WHO) * ROWS
-                store_columns(acc * scale, y_ptr, H, row, end, col, y_layout)
+        expert, row, end = _tile_rows(item // down_n, plan)
+        scale = gl.load(down_scale_ptr + expert)
+        acc, stage, phase = multiply(WHO, ring, stage, phase, down_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, True)
+        col = (item % down_n * WGS + WHO) * ROWS
+        store_columns(acc * scale, y_ptr, H, row, end, col, y_layout)
 
     _count(sync_ptr)
     _wait_for(sync_ptr, gl.num_programs(0) * WGS)
@@ -248,8 +237,6 @@ def experts_decode_kernel(
     down_n = H // (GROUPS * 16 * WGS)
     up_k = H // BLOCK_K
     down_k = (WIDTH + BLOCK_K - 1) // BLOCK_K
-    # Down tiles of a few stages are taken in turns by the two warpgroups, as far as the ring holds one of each.
-    ALTERNATE: gl.constexpr = WGS == 2 and 2 * ((WIDTH + BLOCK_K - 1) // BLOCK_K) <= STAGES
     # Launched while the plan is still being made: everything it wrote is read after this.
     wait_for_last()
     tiles = tokens * TOP_K if tile_count_ptr is None else gl.load(tile_count_ptr)
@@ -262,7 +249,7 @@ def experts_decode_kernel(
     if WGS == 1:
         gl.warp_specialize(
             [
-                (_consume, (0, plan, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE, ALTERNATE)),
+                (_consume, (0, plan, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE)),
                 (_produce, (x_ptr, x_stride, w13_desc, w2_desc, plan, hidden, ring, shape, TOP_K, STAGES, WGS)),
             ],
             [4],
@@ -271,8 +258,8 @@ def experts_decode_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, plan, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE, ALTERNATE)),
-                (_consume, (1, plan, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE, ALTERNATE)),
+                (_consume, (0, plan, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE)),
+                (_consume, (1, plan, hidden, result, scales, ring, shape, H, TOP_K, STAGES, WGS, PROMOTE)),
                 (_produce, (x_ptr, x_stride, w13_desc, w2_desc, plan, hidden, ring, shape, TOP_K, STAGES, WGS)),
             ],
             [4, 4],

@@ -123,8 +123,8 @@ def narrow_gemm_kernel(
     full, empty = make_barriers(STAGES, 1, WGS)
     tiles_k = gl.cdiv(K, BLOCK_K)
     steps = gl.cdiv(N, WGS * ROWS) * tiles_k
-    # Six stages or more a CTA: less would cost more in summing than it saves in reading.
-    share = gl.maximum(gl.cdiv(steps, gl.num_programs(0)), 6)
+    # Not much more than five pieces a tile: they cost more to sum than they save in reading.
+    share = gl.maximum(gl.cdiv(steps, gl.num_programs(0)), tiles_k // 5)
     begin = gl.program_id(0) * share
     end = gl.minimum(begin + share, steps)
     hooks = (row_scale_ptr, row_step, col_scale_ptr, col_step, bias_ptr, residual_ptr, residual_stride)

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-__all__ = ["advance", "banded_tile", "before", "launch_next", "make_barriers", "skip", "wait_for_last"]
+__all__ = ["advance", "banded_tile", "before", "launch_next", "make_barriers", "wait_for_last"]
 
 
 @gluon.jit
@@ -50,16 +50,6 @@ def advance(stage, phase, STAGES: gl.constexpr):
 def before(stage, STAGES: gl.constexpr):
     """The stage ahead of this one. (Triton 3.6 mistakes a loop variable that trails another for a constant.)"""
     return gl.where(stage == 0, STAGES - 1, stage - 1)
-
-
-@gluon.jit
-def skip(stage, phase, steps, STAGES: gl.constexpr):
-    """The place `steps` further on, past stages another warpgroup takes.
-
-    Never more than a lap ahead of the last stage waited for: the parity of a barrier would then be an older lap's.
-    """
-    stage += steps
-    return stage % STAGES, (phase + stage // STAGES) & 1
 
 
 @gluon.jit
