@@ -82,7 +82,7 @@ class _RecordedSource:
         self.tensors: dict[str, Tensor] = {}
         self._seed = seed
 
-    def has(self, name: str) -> bool:  # noqa: ARG002
+    def has(self, name: str) -> bool:
         return False
 
     def read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...]) -> Tensor:

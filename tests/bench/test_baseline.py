@@ -3,8 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from bench.quality.baseline import stream_text, token_bytes
 from tokenizers import Tokenizer
+
+from bench.quality.baseline import stream_text, token_bytes
 
 
 def test_a_stream_gives_back_the_bytes_of_its_text() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -68,10 +67,6 @@ async def get(cache: Cache, space: Namespace, name: int, mask: int = 3) -> bytes
         return bytes(reading.view)
     finally:
         cache.reader.close(reading)
-
-
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 def flip(folder: Path, slab: int, index: int, at: int) -> None:

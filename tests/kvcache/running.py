@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from katydid_cache import BlockLayout
+from katydid_cache import BlockLayout, PutBlock
 
 LAYOUT = BlockLayout(layers=4, kv_heads=2, head_dim=16, dtype="bfloat16")
 """32 KiB a block: a few hundred take no time."""
 
 IDENTITY = bytes(range(32))
 MIB = 1 << 20
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    """Run a test's coroutine, for a minute at most."""
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def make(count: int) -> list[PutBlock]:
+    """Blocks of random content under random hashes."""
+    return [PutBlock(os.urandom(32), b"", os.urandom(LAYOUT.block_bytes)) for _ in range(count)]
+
+
+def chain(blocks: list[PutBlock]) -> bytes:
+    """Their hashes, packed."""
+    return b"".join(block.hash for block in blocks)
 
 
 class ServiceProcess:

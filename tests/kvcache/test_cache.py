@@ -12,7 +12,8 @@ from katydid_kvcache.reading import Reading
 from katydid_kvcache.store import Write
 from xxhash import xxh3_128_digest
 
-from tests.kvcache.inside import BLOCK, durably, get, key, opened, payload, put, run
+from tests.kvcache.inside import BLOCK, durably, get, key, opened, payload, put
+from tests.kvcache.running import run
 
 
 def test_blocks_come_back_from_disk_after_eviction(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from katydid_kvcache.disk.segments import SegmentFiles
 from katydid_kvcache.settings import KvCacheSettings
 from katydid_runtime.errors import OverloadedError, SettingsError
 
-from tests.kvcache.inside import BLOCK, durably, flip, get, key, opened, payload, put, run
-from tests.kvcache.running import IDENTITY, MIB
+from tests.kvcache.inside import BLOCK, durably, flip, get, key, opened, payload, put
+from tests.kvcache.running import IDENTITY, MIB, run
 
 
 def test_the_disk_follows_when_it_was_behind(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from katydid_cache import (
     CacheAdmin,
     CacheClient,
     Durability,
-    PutBlock,
     PutOutcome,
     PutStatus,
     Snapshot,
@@ -34,7 +33,7 @@ from katydid_runtime.errors import (
 )
 from katydid_runtime.trace_context import TraceContext
 
-from tests.kvcache.running import IDENTITY, LAYOUT, MIB, ServiceProcess
+from tests.kvcache.running import IDENTITY, LAYOUT, MIB, ServiceProcess, chain, make, run
 
 pytestmark = pytest.mark.e2e
 
@@ -47,18 +46,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
     folder = tmp_path_factory.mktemp("disk")
     with ServiceProcess(folder, stream_stall_timeout_s=0.5, memory_bytes=2 * MIB) as running:
         yield running
-
-
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 60))
-
-
-def make(count: int) -> list[PutBlock]:
-    return [PutBlock(os.urandom(32), b"", os.urandom(LAYOUT.block_bytes)) for _ in range(count)]
-
-
-def chain(blocks: list[PutBlock]) -> bytes:
-    return b"".join(block.hash for block in blocks)
 
 
 def test_watch_gives_a_snapshot_and_every_change(service: ServiceProcess) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -14,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
-from katydid_cache import CacheClient, PutBlock, PutOutcome, PutStatus
+from katydid_cache import CacheClient, PutOutcome, PutStatus
 from katydid_runtime.errors import ConflictError, DeadlineExceededError, InternalError, KatydidError, UnsupportedError
 from katydid_runtime.rpc_errors import from_rpc_error
 
-from tests.kvcache.running import IDENTITY, LAYOUT, MIB, ServiceProcess
+from tests.kvcache.running import IDENTITY, LAYOUT, MIB, ServiceProcess, chain, make, run
 
 pytestmark = pytest.mark.e2e
 
@@ -31,18 +30,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess
     folder = tmp_path_factory.mktemp("disk")
     with ServiceProcess(folder, stream_stall_timeout_s=0.5, memory_bytes=2 * MIB) as running:
         yield running
-
-
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 60))
-
-
-def make(count: int) -> list[PutBlock]:
-    return [PutBlock(os.urandom(32), b"", os.urandom(LAYOUT.block_bytes)) for _ in range(count)]
-
-
-def chain(blocks: list[PutBlock]) -> bytes:
-    return b"".join(block.hash for block in blocks)
 
 
 async def attached(channel: grpc.aio.Channel) -> tuple[int, Any]:
