@@ -207,9 +207,7 @@ def _ids(given: threading.local) -> IdGenerator:
     return GivenOrRandom()
 
 
-def _provider(
-    service: str, exporters: Sequence[SpanExporter], sample_ratio: float, ids: IdGenerator
-) -> TracerProvider:
+def _provider(service: str, exporters: Sequence[SpanExporter], sample_ratio: float, ids: IdGenerator) -> TracerProvider:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
