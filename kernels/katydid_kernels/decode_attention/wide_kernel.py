@@ -1,8 +1,8 @@
 """Decode on Hopper for several new tokens: the query rows of a kv head take the tensor cores' 64-row side.
 
-With 16 rows and more the swapped products of `hopper_kernel` spend their time on turning probabilities around: maxima
-across warps, byte stores, fences.  Here a row lies within four lanes, probabilities go from registers into the output
-product as in prefill, and 9 rows cost what 64 do.  The plan, the page feed and the combine are the same.
+With 32 rows the swapped products of `hopper_kernel` spend their time on turning probabilities around: maxima across
+warps, byte stores, fences.  Here a row lies within four lanes, probabilities go from registers into the output product
+as in prefill, and one row costs what 64 do.  The plan, the page feed and the combine are the same.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Persistent: a CTA walks its share of the plan, heaviest tiles first, and the loading warp runs ahead across tile
 borders. A consumer issues the scores of the next KV tile and the output product of the current one together and does
-the softmax of the next while the output product still runs; the two consumers take turns at issuing (ping-pong), so
-one's softmax falls into the other's products.
+the softmax of the next while the output product still runs.  With PING_PONG the two consumers take turns at issuing,
+so that one's softmax falls into the other's products.
 
 fp8: each output product goes to a fresh tile that is then added to the output in fp32 (the tensor cores keep about 22
 bits of their accumulators, and `output * keep + tile` costs what the rescaling alone would).  The probabilities must
