@@ -67,7 +67,8 @@ def swiglu_quantize(gate_up: Tensor, *, scale: Tensor | None = None) -> tuple[Te
     scales = torch.empty(tokens, dtype=torch.float32, device=gate_up.device) if scale is None else scale
     if tokens:
         block = triton.next_power_of_2(n)
-        rows = max(1, 4096 // block)
+        # A program of few bytes does not pay for its start: narrow rows share one.
+        rows = 1 if block >= 2048 else 4096 // block
         _swiglu_quantize_kernel[(triton.cdiv(tokens, rows),)](
             gate_up, scales, q, tokens, n, gate_up.stride(0),
             STATIC=scale is not None, ROWS=rows, BLOCK=block, num_warps=4,
