@@ -1,4 +1,4 @@
-"""Client of the cache's AdminService: what `katydid cache` and tests ask of a running service."""
+"""Client of the cache's AdminService: what operators' scripts and tests ask of a running service."""
 
 from __future__ import annotations
 

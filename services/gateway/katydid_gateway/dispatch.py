@@ -91,11 +91,13 @@ class Dispatcher:
         expected = dispatch.candidate.prediction.device_blocks + dispatch.candidate.prediction.cached_blocks
         self._metrics.drift.observe(abs(expected * BLOCK_TOKENS - cached.total))
         block_bytes = self._router.engines[dispatch.engine].block_bytes
+        # Blocks of two tiers may alternate: a tier's tokens took all the phases of that tier together.
+        fetch_s = dict.fromkeys(_TIERS, 0.0)
         for phase in trace.phases:
-            tier = _TIERS.get(phase.tier)
-            if phase.name == "kvcache.fetch" and tier is not None:
-                size = getattr(cached, phase.tier) // BLOCK_TOKENS * block_bytes
-                self._router.speeds.measured(tier, size, phase.duration_s)
+            if phase.name == "kvcache.fetch" and phase.tier in fetch_s:
+                fetch_s[phase.tier] += phase.duration_s
+        for name, tier in _TIERS.items():
+            self._router.speeds.measured(tier, getattr(cached, name) // BLOCK_TOKENS * block_bytes, fetch_s[name])
 
     def failed(self, dispatch: Dispatch) -> None:
         """The engine gave the request up."""

@@ -34,7 +34,7 @@ class Exposition:
             self._server = await asyncio.start_server(self._handle, host, port, limit=_HEADER_LIMIT)
         except OSError as error:
             raise AddressInUseError(
-                f"cannot listen on http address {address}: {error.strerror}", value=address
+                f"cannot listen on http address {address}: {error.strerror}", field="http_listen", value=address
             ) from error
         return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 

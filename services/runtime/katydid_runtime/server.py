@@ -63,7 +63,6 @@ class RpcServer:
         services: Sequence[str],
         long_lived: Iterable[str] = (),
         drain_timeout_s: float = 30.0,
-        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         credentials: grpc.ServerCredentials | None = None,
     ) -> None:
         self.address = listen
@@ -82,7 +81,6 @@ class RpcServer:
                 AroundInterceptor(_bind_request_id),
                 error_interceptor(),
                 AroundInterceptor(self._count, lambda method: not method.startswith(_INFRASTRUCTURE)),
-                *interceptors,
             ),
             options=_SERVER_OPTIONS,
         )
