@@ -42,8 +42,8 @@ _SLOW = {
     "route": ("gateway", f"route:{DELAY_MS}"),
     "transport": ("gateway", f"transport:{DELAY_MS}"),
     "queue": ("engine", f"queue:{DELAY_MS}"),
-    "lookup": ("kvcache", f"lookup={DELAY_MS / 1e3}"),
-    "fetch": ("kvcache", f"get={DELAY_MS / 1e3}"),
+    "lookup": ("kvcache", f"lookup:{DELAY_MS}"),
+    "fetch": ("kvcache", f"get:{DELAY_MS}"),
     "prefill": ("engine", f"prefill:{DELAY_MS}"),
     "decode": ("engine", f"decode:{DELAY_MS}"),
 }

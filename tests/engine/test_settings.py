@@ -35,5 +35,6 @@ def test_defaults_follow_the_device() -> None:
 
 
 def test_fault_delays() -> None:
-    assert FaultDelays.parse("queue:50, decode:2.5") == FaultDelays(queue=50, decode=2.5)
-    assert FaultDelays.parse("") == FaultDelays()
+    slow = EngineSettings.load(("--model", "m", "--fault-delays", "queue:50, decode:2.5"))
+    assert slow.faults == FaultDelays(queue=0.05, decode=0.0025)
+    assert EngineSettings.load(("--model", "m")).faults == FaultDelays()

@@ -12,8 +12,8 @@ REQUIRED = ("--model", "folder", "--engines", "a=host:1,unix:/run/b")
 def test_engines_have_names_and_delays_points() -> None:
     settings = GatewaySettings.load([*REQUIRED, "--fault-delays", "route:50, tokenise:2.5"])
     assert settings.engine_addresses() == (EngineAddress("a", "host:1"), EngineAddress("unix:/run/b", "unix:/run/b"))
-    assert settings.delays_s() == {"route": 0.05, "tokenise": 0.0025}
-    assert GatewaySettings.load(REQUIRED).delays_s() == {}
+    assert settings.fault_delays == {"route": 0.05, "tokenise": 0.0025}
+    assert GatewaySettings.load(REQUIRED).fault_delays == {}
 
 
 def test_the_secret_is_not_printed() -> None:

@@ -146,7 +146,7 @@ def test_spans_hang_under_the_caller_and_delays_show_in_them(tmp_path: Path) -> 
     lookup, get = TraceContext("1" * 32, "2" * 16), TraceContext("3" * 32, "4" * 16)
 
     async def scenario() -> None:
-        with ServiceProcess(trace_file=trace_file, fault_delays="lookup=0.15,get=0.25") as running:
+        with ServiceProcess(trace_file=trace_file, fault_delays="lookup:150,get:250") as running:
             async with CacheClient(running.address) as cache:
                 await cache.attach(IDENTITY, LAYOUT)
                 blocks = make(2)
@@ -220,7 +220,7 @@ def test_a_second_service_on_the_folder_exits_with_one_line(tmp_path: Path) -> N
     ("option", "told"),
     [
         ("--memory-bytes=5", "memory_bytes"),
-        ("--fault-delays=sing=1", "points are lookup, get"),
+        ("--fault-delays=sing:1", "one of lookup, get"),
         ("--disk-path=/proc/katydid", "/proc/katydid"),
         ("--slab-bytes=100000", "multiple of 4096"),
     ],

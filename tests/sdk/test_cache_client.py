@@ -318,7 +318,7 @@ def test_death_costs_nothing_once_known_and_restart_reattaches(tmp_path: Path) -
 
 def test_death_in_mid_get_ends_the_call(tmp_path: Path) -> None:
     async def scenario() -> None:
-        victim = ServiceProcess(tmp_path, fault_delays="get=5").start()
+        victim = ServiceProcess(tmp_path, fault_delays="get:5000").start()
         async with CacheClient(victim.address, degrade=True) as cache:
             await cache.attach(identity(), LAYOUT)
             blocks = make(2)
@@ -335,7 +335,7 @@ def test_death_in_mid_get_ends_the_call(tmp_path: Path) -> None:
 
 def test_closing_ends_calls_with_an_error_and_cancelling_cancels() -> None:
     async def scenario() -> None:
-        with ServiceProcess(fault_delays="get=5,lookup=5") as slow:
+        with ServiceProcess(fault_delays="get:5000,lookup:5000") as slow:
             for degrade in (False, True):
                 cache = CacheClient(slow.address, degrade=degrade)
                 await cache.attach(identity(), LAYOUT)

@@ -111,7 +111,7 @@ class KvConnector:
         found = LookupResult()
         announced = ended = False
         try:
-            await asyncio.sleep(self._faults.lookup / 1000)
+            await asyncio.sleep(self._faults.lookup)
             found = await self._client.lookup(ask.hashes[: HASH_BYTES * _LOOKUP_HASHES], trace=spans.lookup())
             self._send(KvFound(ask.ticket, tuple((_TIERS[run.tier], run.blocks) for run in found.runs if run.blocks)))
             announced = True
@@ -136,7 +136,7 @@ class KvConnector:
                 slots = await self._take_slots(min(_WINDOW_BLOCKS, run_end - first))
                 valid = 0
                 try:
-                    await asyncio.sleep(self._faults.fetch / 1000)
+                    await asyncio.sleep(self._faults.fetch)
                     hashes = ask.hashes[HASH_BYTES * first : HASH_BYTES * (first + len(slots))]
                     into = [self._staging.slot(slot) for slot in slots]
                     trace = spans.fetch(run_start)

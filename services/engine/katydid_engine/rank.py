@@ -79,7 +79,7 @@ def _lead(config: WorkerConfig, channel: BlockingChannel, runner: Runner, model:
             max_sequences=config.max_sequences,
             eos_token_ids=frozenset(model.config.eos_token_ids),
             watermark_pages=ready.num_pages // 100,
-            queue_delay_s=config.faults.queue / 1000,
+            queue_delay_s=config.faults.queue,
         ),
         pool,
         time.monotonic,

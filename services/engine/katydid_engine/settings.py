@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
+from katydid_runtime.fault_delays import delays_at
 from katydid_runtime.settings import ServiceSettings
-from pydantic import Field, field_validator, model_validator
-from pydantic_settings import SettingsConfigDict
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from katydid_engine.faults import FaultDelays
 
 __all__ = ["EngineSettings"]
+
+_PHASES = tuple(field.name for field in dataclasses.fields(FaultDelays))
 
 
 class EngineSettings(ServiceSettings):
@@ -46,15 +50,9 @@ class EngineSettings(ServiceSettings):
     kvcache_address: str | None = Field(None, description="KV-cache service of this host, host:port or unix:/path")
     staging_mib: int = Field(128, ge=1, description="shared memory of a rank for blocks on their way to and from it")
     profile_folder: Path = Field(Path(tempfile.gettempdir()), description="where AdminService.Profile writes its files")
-    fault_delays: str = Field(
-        "", description="for tests: delays in ms, phase:ms,... with queue, lookup, fetch, prefill, decode"
+    fault_delays: Annotated[dict[str, float], NoDecode, BeforeValidator(delays_at(*_PHASES))] = Field(
+        {}, description=f"for tests: delays, point:milliseconds,... at {', '.join(_PHASES)}"
     )
-
-    @field_validator("fault_delays")
-    @classmethod
-    def _check_fault_delays(cls, value: str) -> str:
-        FaultDelays.parse(value)
-        return value
 
     @model_validator(mode="after")
     def _check_batch(self) -> Self:
@@ -70,7 +68,7 @@ class EngineSettings(ServiceSettings):
 
     @property
     def faults(self) -> FaultDelays:
-        return FaultDelays.parse(self.fault_delays)
+        return FaultDelays(**self.fault_delays)
 
     @property
     def batch_tokens(self) -> int:

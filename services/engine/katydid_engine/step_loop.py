@@ -101,7 +101,7 @@ class StepLoop:
         output = self._run(plan)
         prefill_tokens = plan.num_prefill_tokens
         if plan.runs:
-            time.sleep((self._faults.prefill if prefill_tokens else self._faults.decode) / 1000)
+            time.sleep(self._faults.prefill if prefill_tokens else self._faults.decode)
         self._scheduler.commit(plan, output)
         elapsed = time.monotonic() - started
         self._speed.note(prefill_tokens, plan.num_decodes, elapsed)

@@ -78,7 +78,7 @@ class Generator:
         self.idle = asyncio.Event()
         self.idle.set()
         self._settings = settings
-        self._delays_s = settings.delays_s()
+        self._delays_s = settings.fault_delays
         self._secret = settings.cache_salt_secret
         self._telemetry = telemetry
         self._metrics = metrics

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from katydid_runtime.fault_delays import delays_at
 from katydid_runtime.settings import CommaSeparated, ServiceSettings
-from pydantic import AfterValidator, Field, SecretStr
-from pydantic_settings import SettingsConfigDict
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
+from pydantic_settings import NoDecode, SettingsConfigDict
 
-__all__ = ["DELAY_POINTS", "EngineAddress", "GatewaySettings"]
-
-DELAY_POINTS = ("tokenise", "route", "transport")
-_DELAY = re.compile(rf"({'|'.join(DELAY_POINTS)}):(\d+(?:\.\d+)?)")
+__all__ = ["EngineAddress", "GatewaySettings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +27,6 @@ def _some_engine(value: tuple[str, ...]) -> tuple[str, ...]:
     names = [_engine(item).name for item in value]
     if len(set(names)) != len(names):
         raise ValueError("two engines have one name")
-    return value
-
-
-def _known_delays(value: tuple[str, ...]) -> tuple[str, ...]:
-    for item in value:
-        if not _DELAY.fullmatch(item):
-            raise ValueError(
-                f"{item!r} is no delay; write POINT:MILLISECONDS with a point of {', '.join(DELAY_POINTS)}"
-            )
     return value
 
 
@@ -74,15 +62,10 @@ class GatewaySettings(ServiceSettings):
     token_cache_bytes: int = Field(256 * 2**20, ge=0, description="memory for ids of text segments seen before")
     request_timeout_s: float = Field(7200.0, gt=0, description="longest run of a request whose caller set no deadline")
     sse_keepalive_s: float = Field(15.0, gt=0, description="comment line into a silent event stream this often")
-    fault_delays: Annotated[CommaSeparated, AfterValidator(_known_delays)] = Field(
-        (), description="for tests of the trace: POINT:MILLISECONDS, comma separated, points tokenise, route, transport"
-    )
+    fault_delays: Annotated[
+        dict[str, float], NoDecode, BeforeValidator(delays_at("tokenise", "route", "transport"))
+    ] = Field({}, description="for tests: delays, point:milliseconds,... at tokenise, route, transport")
 
     def engine_addresses(self) -> tuple[EngineAddress, ...]:
         """The fleet in the order given."""
         return tuple(_engine(item) for item in self.engines)
-
-    def delays_s(self) -> dict[str, float]:
-        """Injected delay in seconds by point; empty outside tests."""
-        pairs = (item.partition(":") for item in self.fault_delays)
-        return {point: float(milliseconds) / 1e3 for point, _, milliseconds in pairs}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Self
 
+from katydid_runtime.fault_delays import delays_at
 from katydid_runtime.settings import ServiceSettings
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
@@ -12,23 +12,6 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 __all__ = ["KvCacheSettings"]
 
 _MIB = 1024 * 1024
-_FAULT_POINTS = ("lookup", "get")
-
-
-def _delays(value: object) -> object:
-    """`lookup=0.05,get=0.2` as a mapping."""
-    if not isinstance(value, str):
-        return value
-    delays: dict[str, float] = {}
-    for part in filter(None, (part.strip() for part in value.split(","))):
-        point, _, seconds = part.partition("=")
-        try:
-            delays[point] = float(seconds)
-        except ValueError:
-            raise ValueError(f"{part!r} is not of the form point=seconds") from None
-        if point not in _FAULT_POINTS or not 0 <= delays[point] < math.inf:
-            raise ValueError(f"points are {', '.join(_FAULT_POINTS)}, delays at least 0 seconds")
-    return delays
 
 
 class KvCacheSettings(ServiceSettings):
@@ -58,8 +41,8 @@ class KvCacheSettings(ServiceSettings):
         16 * _MIB, ge=_MIB, description="payload bytes a Put stream may have on the way before they are stored"
     )
     stream_stall_timeout_s: float = Field(30.0, gt=0, description="a stream whose client does nothing so long is ended")
-    fault_delays: Annotated[dict[str, float], NoDecode, BeforeValidator(_delays)] = Field(
-        {}, description="for tests: seconds added to every lookup and get, written lookup=0.05,get=0.2"
+    fault_delays: Annotated[dict[str, float], NoDecode, BeforeValidator(delays_at("lookup", "get"))] = Field(
+        {}, description="for tests: delays, point:milliseconds,... at lookup, get"
     )
 
     @model_validator(mode="after")

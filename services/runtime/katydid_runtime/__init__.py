@@ -8,6 +8,7 @@ trace_context     W3C trace context as a value                      (no third-pa
 log               JSON lines with request and trace id              (no third-party import)
 telemetry         spans, exported to a file or over OTLP            (OpenTelemetry only when tracing is on)
 metrics           Prometheus names and bounds
+fault_delays      delays that tests inject                          (no third-party import)
 settings          one frozen settings class a service
 channel           options of the gRPC channels between processes
 interceptors      one context manager around every RPC

@@ -46,7 +46,7 @@ class Fleet:
                 client=client,
                 tokenizer_digest=tokenizer_digest,
                 admit=self._admit,
-                transport_delay_s=settings.delays_s().get("transport", 0.0),
+                transport_delay_s=settings.fault_delays.get("transport", 0.0),
             )
             for where in settings.engine_addresses()
         }
