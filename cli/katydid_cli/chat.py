@@ -76,7 +76,9 @@ def cost_line(completion: Completion) -> str:
     """`TTFT 84 ms · TPOT 31.2 ms · 41 prompt tokens, 0 cached · 12 output tokens · engine-0`."""
     usage, timing = completion.usage, completion.timing
     tiers = {
-        name: tokens for name in ("device", "host", "disk", "shared") if (tokens := getattr(usage.cached_by_tier, name))
+        name: tokens
+        for name in ("device", "memory", "disk", "shared")
+        if (tokens := getattr(usage.cached_by_tier, name))
     }
     cached = f"{usage.cached_tokens} cached"
     if tiers:

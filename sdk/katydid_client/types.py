@@ -145,7 +145,7 @@ class CachedTokens:
     """Prompt tokens that needed no computing, by where they were found."""
 
     device: int = 0
-    host: int = 0
+    memory: int = 0
     disk: int = 0
     shared: int = 0
 

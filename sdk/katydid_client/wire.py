@@ -249,7 +249,7 @@ def _usage(usage: pb.Usage) -> Usage:
         completion_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
         reasoning_tokens=usage.reasoning_tokens,
-        cached_by_tier=CachedTokens(tier.device, tier.host, tier.disk, tier.shared),
+        cached_by_tier=CachedTokens(tier.device, tier.memory, tier.disk, tier.shared),
     )
 
 

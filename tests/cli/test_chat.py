@@ -23,7 +23,7 @@ def answer(text: str):
             content=text[2:],
             finish_reason=pb.FINISH_REASON_STOP,
             usage=pb.Usage(
-                prompt_tokens=70, completion_tokens=5, cached_tokens=64, cached_by_tier=pb.CachedTokens(host=64)
+                prompt_tokens=70, completion_tokens=5, cached_tokens=64, cached_by_tier=pb.CachedTokens(memory=64)
             ),
             timing=pb.Timing(ttft=Duration(nanos=84_000_000), tpot=Duration(nanos=31_200_000), engine="engine-0"),
         ),
@@ -48,7 +48,7 @@ def test_answers_costs_and_memory_of_the_conversation(monkeypatch):
     code, text, (first, second) = talk(monkeypatch, "Hi\n\nAgain\n/quit\nnever\n", respond)
     assert code == 0
     assert text.count("Hello!") == 2
-    assert "TTFT 84 ms · TPOT 31.2 ms · 70 prompt tokens, 64 cached (host 64) · 5 output tokens · engine-0" in text
+    assert "TTFT 84 ms · TPOT 31.2 ms · 70 prompt tokens, 64 cached (memory 64) · 5 output tokens · engine-0" in text
     assert [m.content for m in first.messages] == ["Be brief.", "Hi"]
     assert [m.content for m in second.messages] == ["Be brief.", "Hi", "Hello!", "Again"]
     assert (first.sampling.max_tokens, first.sampling.temperature, first.sampling.seed) == (16, 0.0, 7)

@@ -42,7 +42,7 @@ def test_a_prefix_stored_by_one_engine_is_served_to_the_other(fleet: Fleet) -> N
             computed = await ask(client, prompt, bypass_cache=True)
             served = await ask(client, prompt, prompt_cache_key=await key_for(client, prompt, other))
             assert served.timing.engine == other
-            assert served.usage.cached_by_tier == CachedTokens(host=128)
+            assert served.usage.cached_by_tier == CachedTokens(memory=128)
             assert served.usage.cached_tokens == 128
             assert served.choices == computed.choices
 
@@ -60,7 +60,7 @@ def test_evicted_blocks_come_back_from_the_cache_service(fleet: Fleet) -> None:
             again = [await ask(client, prompt) for prompt in prompts]
             assert [one.choices for one in again] == [one.choices for one in first]
             assert all(one.usage.cached_tokens >= 64 * (one.usage.prompt_tokens // 64) - 1 for one in again)
-            below = sum(one.usage.cached_by_tier.host + one.usage.cached_by_tier.disk for one in again)
+            below = sum(one.usage.cached_by_tier.memory + one.usage.cached_by_tier.disk for one in again)
             assert below > 2048
 
     asyncio.run(scenario())

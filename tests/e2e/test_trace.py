@@ -55,7 +55,7 @@ def spans(lab: Lab) -> list[Span]:
     answer = line.complete(prompt(6), max_tokens=5, headers={"traceparent": CALLER, "tracestate": "vendor=1"})
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens_by_tier"] == {
         "device": 0,
-        "host": 128,
+        "memory": 128,
         "disk": 256,
         "shared": 0,
     }
@@ -102,7 +102,7 @@ def test_links(spans: list[Span]) -> None:
 def test_one_fetch_a_tier_and_each_read_what_it_says(spans: list[Span]) -> None:
     tiers = {span.attributes["katydid.tier"]: span.span_id for span in spans if span.name == "kvcache.fetch"}
     sent = {span.parent: span.attributes["kvcache.blocks.sent"] for span in spans if span.name == "kvcache.service.get"}
-    assert sent == {tiers["host"]: 2, tiers["disk"]: 4}
+    assert sent == {tiers["memory"]: 2, tiers["disk"]: 4}
 
 
 def test_engine_phases_follow_each_other_within_the_request(spans: list[Span]) -> None:
@@ -123,7 +123,7 @@ def test_the_command_prints_the_tree(lab: Lab, spans: list[Span]) -> None:
     for phase, served in (("kvcache.lookup", "kvcache.service.lookup"), ("kvcache.fetch", "kvcache.service.get")):
         assert f"\n├─ {phase} " in text, text
         assert f"\n│  └─ {served} " in text, text
-    assert "→ kvcache.fetch host, kvcache.fetch disk, engine.prefill" in text
+    assert "→ kvcache.fetch memory, kvcache.fetch disk, engine.prefill" in text
     assert "→ engine.decode" in text
 
 

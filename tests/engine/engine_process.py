@@ -114,7 +114,7 @@ class Answer:
 
     def cached(self) -> tuple[int, int, int, int]:
         cached = self.end.cached
-        return cached.device, cached.host, cached.disk, cached.shared
+        return cached.device, cached.memory, cached.disk, cached.shared
 
     def phases(self) -> list[str]:
         assert self.first is not None

@@ -154,7 +154,7 @@ def test_delays_show_each_in_its_phase_alone(tiny: Path, tmp_path: Path) -> None
                     for phase in phases:
                         over_ms = phase.duration.ToNanoseconds() / 1e6 - DELAYS_MS[phase.name]
                         assert -5 < over_ms < 100, (phase.name, over_ms)
-                    assert [phase.tier for phase in phases] == ["", "", "host", "", ""]
+                    assert [phase.tier for phase in phases] == ["", "", "memory", "", ""]
                     summary = answer.first.trace
                     known = sum(phase.duration.ToNanoseconds() for phase in summary.phases)
                     handover = summary.handover.ToNanoseconds()

@@ -175,7 +175,7 @@ def test_tiers_are_told_in_order_and_the_lease_is_given_back() -> None:
             await asyncio.sleep(0.001)
 
     worker = drive(cache, scenario)
-    assert worker.messages[:2] == [SetKv(True), KvFound(1, ((Tier.HOST, 2), (Tier.DISK, 3)))]
+    assert worker.messages[:2] == [SetKv(True), KvFound(1, ((Tier.MEMORY, 2), (Tier.DISK, 3)))]
     assert cache.released == [7]
 
 
@@ -190,9 +190,9 @@ def test_every_call_is_traced_under_its_own_phase() -> None:
                 await asyncio.sleep(0.001)
 
     drive(cache, scenario)
-    host, disk = (parent.span(fetch_span_id(lookup_id, block)) for block in (0, 4))
+    memory, disk = (parent.span(fetch_span_id(lookup_id, block)) for block in (0, 4))
     # Four blocks of one tier, then five of the other; no window holds blocks of both.
-    assert [trace for trace, _ in groupby(cache.traces)] == [parent.span(lookup_id), host, disk, parent]
+    assert [trace for trace, _ in groupby(cache.traces)] == [parent.span(lookup_id), memory, disk, parent]
 
 
 def test_a_cancelled_ticket_gives_its_slots_back() -> None:

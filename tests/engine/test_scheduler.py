@@ -148,7 +148,7 @@ def test_abort_while_blocks_are_on_their_way(answered: bool) -> None:
     rig.step()
     lookup = rig.outcomes[-1].kv[0]
     if answered:
-        rig.scheduler.kv_found(KvFound(lookup.ticket, ((Tier.HOST, 3),)))
+        rig.scheduler.kv_found(KvFound(lookup.ticket, ((Tier.MEMORY, 3),)))
         rig.scheduler.kv_arrived(KvArrived(lookup.ticket, (2,), False))
     rig.scheduler.abort(request.handle)
     asks = rig.collect().kv
@@ -166,7 +166,7 @@ def test_phases_follow_each_other_without_a_gap() -> None:
     rig.step()
     lookup = rig.outcomes[-1].kv[0]
     rig.now += 0.5
-    rig.scheduler.kv_found(KvFound(lookup.ticket, ((Tier.HOST, 1), (Tier.DISK, 1))))
+    rig.scheduler.kv_found(KvFound(lookup.ticket, ((Tier.MEMORY, 1), (Tier.DISK, 1))))
     for slot, last in ((2, False), (3, True)):
         block = slot - 2
         rig.runner.slots[slot] = digests(STREAMS[0])[PAGE * block : PAGE * (block + 1)]
@@ -179,14 +179,14 @@ def test_phases_follow_each_other_without_a_gap() -> None:
     assert [(interval.phase, interval.tier) for interval in intervals] == [
         (Phase.QUEUE, None),
         (Phase.LOOKUP, None),
-        (Phase.FETCH, Tier.HOST),
+        (Phase.FETCH, Tier.MEMORY),
         (Phase.FETCH, Tier.DISK),
         (Phase.PREFILL, None),
         (Phase.DECODE, None),
     ]
     assert intervals[0].start == 0.0
     assert all(before.end == after.start for before, after in pairwise(intervals))
-    assert (first.cached.host, first.cached.disk) == (64, 64)
+    assert (first.cached.memory, first.cached.disk) == (64, 64)
     ids = [interval.span_id for interval in intervals]
     assert ids == [b"", lookup.span_id, *(fetch_span_id(lookup.span_id, block) for block in (0, 1)), b"", b""]
     assert len(set(ids[1:4])) == 3
@@ -274,7 +274,7 @@ def test_load_counts_only_what_is_to_be_computed() -> None:
     lookup = rig.outcomes[-1].kv[0]
     assert isinstance(lookup, KvLookup)
     assert rig.scheduler.load().waiting_uncached_tokens == 200
-    rig.scheduler.kv_found(KvFound(lookup.ticket, ((Tier.HOST, 2),)))
+    rig.scheduler.kv_found(KvFound(lookup.ticket, ((Tier.MEMORY, 2),)))
     assert rig.scheduler.load().waiting_uncached_tokens == 72
     rig.scheduler.kv_arrived(KvArrived(lookup.ticket, (), True))
     rig.step()

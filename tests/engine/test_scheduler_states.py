@@ -128,7 +128,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         hashes = [ask.hashes[i : i + 32] for i in range(0, len(ask.hashes), 32)]
         found = next((i for i, h in enumerate(hashes) if h not in self.store), len(hashes))
         found = round(found * fraction)
-        runs = [(Tier.HOST, found // 2), (Tier.DISK, found - found // 2)]
+        runs = [(Tier.MEMORY, found // 2), (Tier.DISK, found - found // 2)]
         self.rig.scheduler.kv_found(KvFound(ask.ticket, tuple(run for run in runs if run[1])))
         if found:
             self.fetches[ask.ticket] = hashes[:found]

@@ -309,7 +309,7 @@ class MockEngine(EngineServiceServicer):
             # Waiting for the step is prefill too: the mock computes nothing in it.
             phases["engine.prefill"] += max(0.0, now - running.ready_at)
         for name, seconds in phases.items():
-            phase = summary.phases.add(name=name, tier="host" if name == "kvcache.fetch" else "")
+            phase = summary.phases.add(name=name, tier="memory" if name == "kvcache.fetch" else "")
             phase.duration.FromNanoseconds(int(seconds * 1e9))
             if sampled is not None and sampled.sampled:
                 phase.span_id = options.span_ids.get(name, hashlib.sha256(name.encode()).digest()[:8])

@@ -38,8 +38,8 @@ def measured(tier: CacheTier, size: int, seconds: float) -> float:
 
 
 def test_a_tiers_phases_count_together() -> None:
-    cached = CachedTokens(device=128, host=64 * 8, disk=64 * 4)
-    found = speeds_after(cached, ("host", 0.001), ("disk", 0.004), ("host", 0.003))
+    cached = CachedTokens(device=128, memory=64 * 8, disk=64 * 4)
+    found = speeds_after(cached, ("memory", 0.001), ("disk", 0.004), ("memory", 0.003))
     assert found[CacheTier.MEMORY] == pytest.approx(measured(CacheTier.MEMORY, 8 * MIB, 0.004))
     assert found[CacheTier.DISK] == pytest.approx(measured(CacheTier.DISK, 4 * MIB, 0.004))
     assert found[CacheTier.SHARED] == TierSpeeds().bytes_per_s[CacheTier.SHARED]

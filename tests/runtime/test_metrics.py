@@ -8,11 +8,11 @@ from katydid_runtime.metrics import TPOT_SECONDS, TTFT_SECONDS, Metrics
 
 def test_names_carry_service_and_unit():
     metrics = Metrics("engine")
-    metrics.counter("evicted_blocks", "Blocks evicted.", ["tier"]).labels("host").inc(3)
+    metrics.counter("evicted_blocks", "Blocks evicted.", ["tier"]).labels("memory").inc(3)
     metrics.gauge("waiting_requests", "Requests waiting.").set(2)
     metrics.histogram("ttft_seconds", "Time to first token.", bounds=TTFT_SECONDS).observe(3.9)
     text = metrics.render().decode()
-    assert 'katydid_engine_evicted_blocks_total{tier="host"} 3.0' in text
+    assert 'katydid_engine_evicted_blocks_total{tier="memory"} 3.0' in text
     assert "katydid_engine_waiting_requests 2.0" in text
     assert 'katydid_engine_ttft_seconds_bucket{le="4.0"} 1.0' in text
     assert 'katydid_engine_ttft_seconds_bucket{le="3.0"} 0.0' in text

@@ -31,7 +31,7 @@ def last_of_request(response_class=pb.ChatResponse, **fields):
             prompt_tokens=130,
             completion_tokens=2,
             cached_tokens=128,
-            cached_by_tier=pb.CachedTokens(device=64, host=64),
+            cached_by_tier=pb.CachedTokens(device=64, memory=64),
         ),
         timing=pb.Timing(
             ttft=seconds(0.25), tpot=seconds(0.03), phases={"prefill": seconds(0.2)}, engine="e0", trace_id="ab" * 16
@@ -62,7 +62,7 @@ def test_chat_gathers_the_whole_answer():
     (choice,) = completion.choices
     assert (completion.text, choice.token_ids, choice.finish_reason) == ("Hi there", (5, 6), FinishReason.STOP)
     assert completion.usage.cached_tokens == 128
-    assert (completion.usage.cached_by_tier.device, completion.usage.cached_by_tier.host) == (64, 64)
+    assert (completion.usage.cached_by_tier.device, completion.usage.cached_by_tier.memory) == (64, 64)
     assert (completion.timing.ttft_s, completion.timing.tpot_s) == (0.25, 0.03)
     assert (completion.timing.phases_s, completion.timing.engine) == ({"prefill": 0.2}, "e0")
     assert completion.message() == Message("assistant", "Hi there")

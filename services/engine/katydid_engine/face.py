@@ -256,7 +256,7 @@ class Face:
     def _first_token(self, live: _Live, first: FirstToken) -> None:
         phases = self._phases(live, first.intervals)
         live.session.draft.add_first_token(live.number, first, phases, live.received_at)
-        for tier in ("device", "host", "disk", "shared"):
+        for tier in ("device", "memory", "disk", "shared"):
             self._metrics.cached.labels(tier).inc(getattr(first.cached, tier))
 
     def _end(self, live: _Live, end: ChoiceEnd, error: KatydidError | None) -> None:

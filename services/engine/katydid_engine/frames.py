@@ -131,7 +131,7 @@ def _logprobs(number: int, choice: int, logprobs: Logprobs, prompt: bool) -> pb.
 
 
 def _cached(cached: CachedTokens) -> pb.CachedTokens:
-    return pb.CachedTokens(device=cached.device, host=cached.host, disk=cached.disk, shared=cached.shared)
+    return pb.CachedTokens(device=cached.device, memory=cached.memory, disk=cached.disk, shared=cached.shared)
 
 
 def _error(error: KatydidError) -> pb.RequestError:

@@ -43,7 +43,7 @@ _LOOKUP_HASHES = 4096
 # A window that takes longer than this is better computed.
 _READ_TIMEOUT_S = 5.0
 _ATTACHED_POLL_S = 0.2
-_TIERS = {CacheTier.MEMORY: Tier.HOST, CacheTier.DISK: Tier.DISK, CacheTier.SHARED: Tier.SHARED}
+_TIERS = {CacheTier.MEMORY: Tier.MEMORY, CacheTier.DISK: Tier.DISK, CacheTier.SHARED: Tier.SHARED}
 
 logger = logging.getLogger(__name__)
 

@@ -58,7 +58,7 @@ class Ticket:
         for tier in self.tiers[: self.arrived]:
             counts[tier] += min(BLOCK_TOKENS, left)
             left -= min(BLOCK_TOKENS, left)
-        return CachedTokens(device, counts[Tier.HOST], counts[Tier.DISK], counts[Tier.SHARED])
+        return CachedTokens(device, counts[Tier.MEMORY], counts[Tier.DISK], counts[Tier.SHARED])
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class FinishReason(StrEnum):
 class Tier(StrEnum):
     """Where a prompt block was found outside the engine's own pages."""
 
-    HOST = "host"
+    MEMORY = "memory"
     DISK = "disk"
     SHARED = "shared"
 
@@ -107,7 +107,7 @@ class CachedTokens:
     """Prompt tokens that needed no computing, by where they were found."""
 
     device: int = 0
-    host: int = 0
+    memory: int = 0
     disk: int = 0
     shared: int = 0
 

@@ -23,7 +23,7 @@ from katydid_gateway.routing.router import Candidate, Decision, RoutedPrompt
 
 __all__ = ["Dispatch", "Dispatcher"]
 
-_TIERS = {"host": CacheTier.MEMORY, "disk": CacheTier.DISK, "shared": CacheTier.SHARED}
+_TIERS = {"memory": CacheTier.MEMORY, "disk": CacheTier.DISK, "shared": CacheTier.SHARED}
 
 logger = logging.getLogger(__name__)
 

@@ -243,17 +243,17 @@ class CachedTokens:
     """Prompt tokens that needed no computing, by where they were found."""
 
     device: int = 0
-    host: int = 0
+    memory: int = 0
     disk: int = 0
     shared: int = 0
 
     @property
     def total(self) -> int:
-        return self.device + self.host + self.disk + self.shared
+        return self.device + self.memory + self.disk + self.shared
 
     def __add__(self, other: CachedTokens) -> CachedTokens:
         return CachedTokens(
-            self.device + other.device, self.host + other.host, self.disk + other.disk, self.shared + other.shared
+            self.device + other.device, self.memory + other.memory, self.disk + other.disk, self.shared + other.shared
         )
 
 

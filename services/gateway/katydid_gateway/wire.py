@@ -144,7 +144,7 @@ def chat_event(request_id: str, delta: Delta) -> pb.ChatResponse:
 def usage_and_timing(result: FinishedRequest) -> tuple[pb.Usage, pb.Timing]:
     usage, timing = result.usage, result.timing
     cached = usage.cached
-    tiers = pb.CachedTokens(device=cached.device, host=cached.host, disk=cached.disk, shared=cached.shared)
+    tiers = pb.CachedTokens(device=cached.device, memory=cached.memory, disk=cached.disk, shared=cached.shared)
     account = pb.Timing(engine=timing.engine, trace_id=timing.trace_id)
     account.ttft.CopyFrom(to_duration(timing.ttft_s))
     account.tpot.CopyFrom(to_duration(timing.tpot_s))

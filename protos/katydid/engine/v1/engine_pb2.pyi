@@ -821,12 +821,12 @@ class CachedTokens(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DEVICE_FIELD_NUMBER: _builtins.int
-    HOST_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
     DISK_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
     device: _builtins.int
     """In the engine's own pages."""
-    host: _builtins.int
+    memory: _builtins.int
     """In the cache service's memory."""
     disk: _builtins.int
     """On the cache service's disk."""
@@ -836,13 +836,13 @@ class CachedTokens(_message.Message):
         self,
         *,
         device: _builtins.int = ...,
-        host: _builtins.int = ...,
+        memory: _builtins.int = ...,
         disk: _builtins.int = ...,
         shared: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "disk", b"disk", "host", b"host", "shared", b"shared"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "disk", b"disk", "memory", b"memory", "shared", b"shared"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1021,7 +1021,7 @@ class TracePhase(_message.Message):
     span_id: _builtins.bytes
     """Span id, 8 bytes; empty when the trace is not sampled."""
     tier: _builtins.str
-    """Tier, for kvcache.fetch: host, disk or shared."""
+    """Tier, for kvcache.fetch: memory, disk or shared."""
     @_builtins.property
     def duration(self) -> _duration_pb2.Duration:
         """How long it took."""

@@ -165,7 +165,7 @@ def _finish(message: pb.Finish) -> Finish:
 
 
 def _cached(message: pb.CachedTokens) -> CachedTokens:
-    return CachedTokens(message.device, message.host, message.disk, message.shared)
+    return CachedTokens(message.device, message.memory, message.disk, message.shared)
 
 
 def _trace(message: pb.TraceSummary) -> EngineTrace:

@@ -12,7 +12,7 @@ __all__ = ["timing_fields", "usage_fields"]
 def usage_fields(usage: Usage) -> dict[str, Any]:
     """OpenAI's usage object; the tiers beside cached_tokens are an addition."""
     cached = usage.cached
-    tiers = {"device": cached.device, "host": cached.host, "disk": cached.disk, "shared": cached.shared}
+    tiers = {"device": cached.device, "memory": cached.memory, "disk": cached.disk, "shared": cached.shared}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
