@@ -48,14 +48,16 @@ def up(
     model: Annotated[str | None, typer.Option(help="Model folder or name; by default the embedded model.")] = None,
     engines: Annotated[int, typer.Option(help="Number of engines.")] = 1,
     device: Annotated[Device, typer.Option(help="Where engines compute; auto: cuda where there is one.")] = Device.AUTO,
-    port: Annotated[int, typer.Option(help="Port of the OpenAI HTTP API.")] = 8000,
-    grpc_port: Annotated[int, typer.Option(help="Port of the gateway's gRPC service.")] = 8001,
-    kv_memory_mb: Annotated[int, typer.Option(help="Host memory for KV blocks, MiB.")] = 1024,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the OpenAI HTTP API.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the gateway's gRPC service.")] = 8001,
+    kv_memory_mb: Annotated[int, typer.Option(min=1, help="Host memory for KV blocks, MiB.")] = 1024,
     kv_disk_dir: Annotated[Path | None, typer.Option(help="Folder of the KV disk tier; unset: no disk tier.")] = None,
-    kv_disk_mb: Annotated[int, typer.Option(help="Disk space for KV blocks, MiB.")] = 8192,
+    kv_disk_mb: Annotated[int, typer.Option(min=1, help="Disk space for KV blocks, MiB.")] = 8192,
     trace_file: Annotated[Path | None, typer.Option(help="Write the spans of all processes to this file.")] = None,
     log_level: Annotated[LogLevel, typer.Option(help="Least severe log line shown.")] = LogLevel.WARNING,
-    drain_timeout_s: Annotated[float, typer.Option(help="Longest wait for running requests at shutdown.")] = 10.0,
+    drain_timeout_s: Annotated[
+        float, typer.Option(min=0, help="Longest wait for running requests at shutdown.")
+    ] = 10.0,
     start_timeout_s: Annotated[float, typer.Option(help="Longest wait for a service to become ready.")] = 600.0,
     engine_option: Annotated[
         list[str] | None, typer.Option(help="Passed to every engine, such as --engine-option=--dtype=float32.")
@@ -207,6 +209,12 @@ def evaluate(
         output=output,
     )
     raise typer.Exit(run_evaluation(options))
+
+
+@models_app.callback(invoke_without_command=True)
+def models(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @models_app.command("list")

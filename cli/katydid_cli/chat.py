@@ -48,7 +48,9 @@ def chat(options: ChatOptions, *, console: Console | None = None, client: Katydi
     with client or Katydid(options.address, api_key=options.api_key) as katydid:
         served = ", ".join(model.id for model in katydid.models())
         if interactive:
-            console.print(Text(f"{served} at {options.address}. /reset starts over, /quit ends.", "dim"))
+            console.print(
+                Text(f"{served} at {options.address}. /reset starts over, /quit ends.", "dim"), soft_wrap=True
+            )
         conversation = _beginning(options)
         failed = False
         for line in _lines(console, interactive):
@@ -61,14 +63,14 @@ def chat(options: ChatOptions, *, console: Console | None = None, client: Katydi
             try:
                 completion = _answer(katydid, asked, options, console)
             except KatydidError as error:
-                console.print(Text(str(error), "bold red"))
+                console.print(Text(str(error), "bold red"), soft_wrap=True)
                 failed = True
                 continue
             except KeyboardInterrupt:
                 console.print(Text("\n(interrupted)", "dim"))
                 continue
             conversation = [*asked, completion.message()]
-            console.print(Text(cost_line(completion), "dim"))
+            console.print(Text(cost_line(completion), "dim"), soft_wrap=True)
     return 1 if failed and not interactive else 0
 
 

@@ -54,6 +54,7 @@ class GrpcTransport:
     """A gRPC channel to `address` ("host:port" or "unix:/path")."""
 
     def __init__(self, address: str, tls: Tls | None = None) -> None:
+        self._address = address
         if tls is None:
             self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
@@ -64,7 +65,7 @@ class GrpcTransport:
         try:
             return await getattr(self._stub, method)(request, metadata=metadata, timeout=timeout_s)
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+            raise from_rpc_error(error, self._address) from error
 
     async def stream(
         self, method: str, request: Message, *, metadata: Metadata, timeout_s: float
@@ -74,7 +75,7 @@ class GrpcTransport:
             async for response in call:
                 yield response
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+            raise from_rpc_error(error, self._address) from error
         finally:
             call.cancel()
 

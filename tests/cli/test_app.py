@@ -16,12 +16,18 @@ from katydid_runtime.errors import ModelFolderError, SettingsError, UnknownModel
     [
         (["fly"], "No such command 'fly'"),
         (["up", "--wings", "2"], "No such option: --wings"),
+        (["up", "--port", "70000"], "Invalid value for '--port'"),
+        (["up", "--grpc-port", "0"], "Invalid value for '--grpc-port'"),
+        (["up", "--kv-memory-mb", "0"], "Invalid value for '--kv-memory-mb'"),
         (["up", "--engines", "many"], "Invalid value for '--engines'"),
         (["up", "--model", "gpt-17"], "model 'gpt-17' is neither a folder nor one of"),
         (["models", "prepare", "gpt-17"], "gpt-17"),
         (["models", "verify", FALLBACK, "--cache-dir", "/no/such/folder"], "not a prepared model"),
         (["trace", "/no/such/file"], "cannot read trace file /no/such/file"),
         (["bench", "--rate", "0"], "--rate=0.0: must be more than 0"),
+        (["bench", "--output", "FOLDER"], "is a folder"),
+        (["bench", "--output", "/proc/none/report.json"], "--output: cannot write to /proc/none"),
+        (["eval", "--model", "FOLDER", "--output", "FOLDER"], "is a folder"),
         (["bench", "--workload", "replay"], "--workload=replay needs --replay FILE"),
         (["bench", "--workload", "dance"], "Invalid value for '--workload'"),
         (["eval", "--model", "gpt-17"], "model 'gpt-17' is neither a folder nor one of"),
@@ -41,7 +47,7 @@ def test_what_was_asked_wrongly_is_one_line_and_exit_code_2(argv, complaint, cap
 def test_no_gateway_is_one_line_and_exit_code_1(argv, capsys):
     assert run([*argv, "--address", "127.0.0.1:1"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "failed to connect" in line
+    assert "the connection to 127.0.0.1:1 failed" in line
 
 
 def test_help(capsys):
@@ -51,6 +57,11 @@ def test_help(capsys):
         assert command in commands
     assert run(["up", "--help"]) == 0
     assert "--kv-disk-dir" in capsys.readouterr().out
+
+
+def test_a_group_alone_shows_what_it_has(capsys):
+    assert run(["models"]) == 0
+    assert "prepare" in capsys.readouterr().out
 
 
 def test_help_imports_nothing_heavy():

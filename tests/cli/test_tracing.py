@@ -145,6 +145,18 @@ def test_what_the_services_write_is_what_is_read(tmp_path):
     assert "the first token waited for engine.prefill (1000.0 ms)" in text
 
 
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_bars_leave_room_for_what_spans_say(tmp_path, width):
+    telemetry = Telemetry("gateway", trace_file=str(tmp_path / "gateway.jsonl"))
+    with telemetry.start("gateway.request", attributes={"route.engine": "engine-0"}):
+        pass
+    telemetry.shutdown()
+    out = io.StringIO()
+    trace([tmp_path], None, Console(file=out, width=width))
+    assert "█ route.engin" in " ".join(out.getvalue().split())
+    assert len(next(line for line in out.getvalue().splitlines() if "█" in line)) <= width
+
+
 def test_unreadable_files_are_named(tmp_path):
     with pytest.raises(SettingsError, match=r"cannot read trace file .*none: No such file"):
         trace([tmp_path / "none"], None)

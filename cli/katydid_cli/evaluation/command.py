@@ -15,6 +15,7 @@ from katydid_cli.evaluation.figures import Figure
 from katydid_cli.evaluation.report import Result, as_json, as_table
 from katydid_cli.evaluation.scorer import EvaluationError, Scorer
 from katydid_cli.evaluation.suite import EXTENTS, TASKS, check_tasks, run_suite
+from katydid_cli.writable import check_writable_file
 
 __all__ = ["Configuration", "EvaluationOptions", "evaluate", "parse_configuration"]
 
@@ -68,6 +69,8 @@ def evaluate(options: EvaluationOptions, say: Callable[[str], None] = print) -> 
     names = [c.name for c in options.configurations]
     if len(set(names)) < len(names):
         raise EvaluationError(f"configurations {', '.join(names)} repeat a name", field="configuration")
+    if options.output is not None:
+        check_writable_file("--output", options.output)
     results = []
     for configuration in options.configurations:
         say(f"== {configuration.name} {shlex.join(configuration.options)}".rstrip())

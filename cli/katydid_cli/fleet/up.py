@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from pathlib import Path
 
 from katydid_client import AsyncKatydid
 from katydid_runtime.errors import KatydidError, SettingsError, UnavailableError
@@ -15,6 +14,7 @@ from katydid_cli.fleet.child import ChildExitError
 from katydid_cli.fleet.display import TerminalDisplay
 from katydid_cli.fleet.plan import HOST, FleetOptions, check_free, free_ports, plan_fleet
 from katydid_cli.fleet.supervisor import Supervisor
+from katydid_cli.writable import check_writable_file, check_writable_folder
 
 __all__ = ["check_options", "up"]
 
@@ -29,9 +29,10 @@ def check_options(options: FleetOptions) -> None:
         raise SettingsError(f"--port and --grpc-port are both {options.port}", field="grpc_port", value=options.port)
     check_free(options.port)
     check_free(options.grpc_port)
-    for name, path in (("--kv-disk-dir", options.kv_disk_dir), ("--trace-file", options.trace_file)):
-        if path is not None:
-            _check_writable(name, path if name == "--kv-disk-dir" else path.parent)
+    if options.kv_disk_dir is not None:
+        check_writable_folder("--kv-disk-dir", options.kv_disk_dir)
+    if options.trace_file is not None:
+        check_writable_file("--trace-file", options.trace_file)
 
 
 def up(options: FleetOptions, *, log_level: str = "warning", start_timeout_s: float = 600.0) -> int:
@@ -63,7 +64,8 @@ async def _up(options: FleetOptions, log_level: str, start_timeout_s: float) -> 
     try:
         await life
     except asyncio.CancelledError:
-        pass
+        display.settle()
+        console.print(f"Stopping: running requests get {options.drain_timeout_s:g} s to end. Ctrl-C again kills.")
     except KatydidError as error:
         code = 2 if isinstance(error, ChildExitError) and error.code == 2 else 1
         display.settle()
@@ -99,14 +101,3 @@ async def _engines_connected(options: FleetOptions) -> None:
             if time.monotonic() > deadline:
                 raise UnavailableError(f"the gateway reached {connected} of {options.engines} engines")
             await asyncio.sleep(0.1)
-
-
-def _check_writable(option: str, folder: Path) -> None:
-    """Make the folder and a file in it, because permissions alone do not tell (read-only mounts, a file in the way)."""
-    probe = folder / ".katydid-write-test"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise SettingsError(f"{option}: cannot write to {folder}: {error.strerror}", value=str(folder)) from error

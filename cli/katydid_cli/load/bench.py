@@ -26,6 +26,7 @@ from katydid_cli.load.workload import (
     random_prompts,
     shared_prefix,
 )
+from katydid_cli.writable import check_writable_file
 
 __all__ = ["BenchOptions", "bench", "make_sessions"]
 
@@ -100,6 +101,8 @@ def bench(options: BenchOptions, console: Console | None = None) -> Report:
     """Run the load, print the report, and write it to `options.output` as JSON, one record a request included."""
     console = console or Console(highlight=False)
     sessions = make_sessions(options)
+    if options.output is not None:
+        check_writable_file("--output", options.output)
     targets = Targets(options.ttft_target_s, options.tpot_target_s)
     outcomes = asyncio.run(_run(options, sessions, console))
     report = summarize(outcomes, targets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -16,7 +17,10 @@ from katydid_cli.tracing.spans import Node, Span, choose_trace, read_spans, tree
 __all__ = ["trace"]
 
 _BAR_WIDTH = 32
+_NARROWEST_BAR = 10
+_PIPE_WIDTH = 160  # a file or a pager takes whole lines
 _MS_WIDTH = 9
+_PHASE_COLUMNS = 32  # phase, ms and share, with the gaps between
 _COLOURS = {"gateway": "cyan", "engine": "green", "kvcache": "magenta"}
 _SHOWN_ATTRIBUTES = 4
 
@@ -26,7 +30,7 @@ def trace(paths: Sequence[Path], wanted: str | None, console: Console | None = N
 
     Raises SettingsError for unreadable paths, NotFoundError when the trace is not among them.
     """
-    console = console or Console(highlight=False)
+    console = console or _console()
     spans, broken = read_spans(_files(paths))
     chosen = choose_trace(spans, wanted)
     services = sorted({span.service for span in chosen})
@@ -39,12 +43,20 @@ def trace(paths: Sequence[Path], wanted: str | None, console: Console | None = N
     except NotFoundError as error:
         console.print(str(error), style="yellow", soft_wrap=True)
         return
-    console.print(_attribution_table(attribution))
+    console.print(_attribution_table(attribution, console.width))
     if attribution.waited_for:
         names = ", ".join(f"{_full_name(span)} ({span.duration_s * 1e3:.1f} ms)" for span in attribution.waited_for)
         console.print(f"the first token waited for {names}", soft_wrap=True)
     if attribution.tpot_s is not None:
         console.print(f"TPOT {attribution.tpot_s * 1e3:.1f} ms")
+
+
+def _console() -> Console:
+    """As wide as the terminal, or as COLUMNS says; without either wide enough for the attributes."""
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _PIPE_WIDTH
+    return console
 
 
 def _files(paths: Sequence[Path]) -> list[Path]:
@@ -64,15 +76,17 @@ def _tree_table(spans: Sequence[Span], width: int) -> Table:
     rows = [row for root in tree(spans) for row in _rows(root, "", "")]
     name_width = max(name.cell_len for name, _ in rows)
     names = {span.span_id: _full_name(span) for span in spans}
-    note_width = max(0, width - name_width - _MS_WIDTH - _BAR_WIDTH - 4)
+    left = max(0, width - name_width - _MS_WIDTH - 4)
+    bar_width = min(_BAR_WIDTH, max(_NARROWEST_BAR, left // 2))
+    note_width = max(0, left - bar_width)
 
     table = Table(box=None, pad_edge=False)
     table.add_column("span", no_wrap=True, min_width=name_width)
     table.add_column("ms", no_wrap=True, min_width=_MS_WIDTH, justify="right")
-    table.add_column("", no_wrap=True, min_width=_BAR_WIDTH)
+    table.add_column("", no_wrap=True, min_width=bar_width)
     table.add_column("", no_wrap=True)
     for name, span in rows:
-        bar = Text(_bar(span, begin, length), _COLOURS.get(span.service, "white"))
+        bar = Text(_bar(span, begin, length, bar_width), _COLOURS.get(span.service, "white"))
         table.add_row(name, f"{span.duration_s * 1e3:.1f}", bar, Text(_note(span, names)[:note_width], "dim"))
     return table
 
@@ -88,10 +102,10 @@ def _rows(node: Node, indent: str, branch: str) -> Iterator[tuple[Text, Span]]:
         yield from _rows(child, below, "└─ " if child is node.children[-1] else "├─ ")
 
 
-def _bar(span: Span, begin: int, length: int) -> str:
-    left = int((span.start_ns - begin) / length * _BAR_WIDTH)
-    width = max(1, round((span.end_ns - span.start_ns) / length * _BAR_WIDTH))
-    return (" " * min(left, _BAR_WIDTH - 1) + "█" * width)[:_BAR_WIDTH].ljust(_BAR_WIDTH)
+def _bar(span: Span, begin: int, length: int, columns: int) -> str:
+    left = int((span.start_ns - begin) / length * columns)
+    width = max(1, round((span.end_ns - span.start_ns) / length * columns))
+    return (" " * min(left, columns - 1) + "█" * width)[:columns].ljust(columns)
 
 
 def _full_name(span: Span) -> str:
@@ -110,11 +124,12 @@ def _note(span: Span, names: Mapping[str, str]) -> str:
     return " ".join((*((f"→ {links}",) if links else ()), *attributes))
 
 
-def _attribution_table(attribution: Attribution) -> Table:
+def _attribution_table(attribution: Attribution, width: int) -> Table:
+    bar_width = min(_BAR_WIDTH, max(_NARROWEST_BAR, width - _PHASE_COLUMNS))
     table = Table(f"TTFT {attribution.ttft_s * 1e3:.1f} ms", "ms", "share", "", box=None, pad_edge=False)
     table.columns[1].justify = table.columns[2].justify = "right"
     for name, seconds in attribution.phases_s.items():
         share = seconds / attribution.ttft_s if attribution.ttft_s > 0 else 0.0
-        bar = "█" * max(0, round(share * _BAR_WIDTH))
+        bar = "█" * max(0, round(share * bar_width))
         table.add_row(name, f"{seconds * 1e3:.2f}", f"{share:.1%}", Text(bar, "blue"))
     return table

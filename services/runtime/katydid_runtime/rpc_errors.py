@@ -111,8 +111,11 @@ def from_status(status: status_pb2.Status) -> KatydidError:
     return _by_code(_CODES.get(status.code, grpc.StatusCode.UNKNOWN), status.message)
 
 
-def from_rpc_error(error: grpc.RpcError) -> KatydidError:
-    """The error behind a failed call; chain it: `raise from_rpc_error(error) from error`."""
+def from_rpc_error(error: grpc.RpcError, peer: str | None = None) -> KatydidError:
+    """The error behind a failed call; chain it: `raise from_rpc_error(error) from error`.
+
+    `peer` is the address that was called: named where the connection failed, of which gRPC alone knows.
+    """
     call: Any = error
     for key, value in call.trailing_metadata() or ():
         if key == _DETAILS_KEY:
@@ -120,7 +123,10 @@ def from_rpc_error(error: grpc.RpcError) -> KatydidError:
                 return from_status(status_pb2.Status.FromString(value))
             except DecodeError:
                 break
-    return _by_code(call.code(), call.details() or "")
+    message = call.details() or ""
+    if peer is not None and call.code() is grpc.StatusCode.UNAVAILABLE:
+        message = f"the connection to {peer} failed: {message}"
+    return _by_code(call.code(), message)
 
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
