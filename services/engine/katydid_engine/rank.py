@@ -45,7 +45,7 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
     collectives = _join_group(config)
     device = torch.device(config.device)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        _choose_gpu(device)
     model = load_model(
         Path(config.folder),
         device=device,
@@ -108,6 +108,16 @@ def _follow(config: WorkerConfig, channel: BlockingChannel, runner: Runner) -> N
             runner.run(pickle.loads(body))
         elif any(isinstance(message, Stop) for message in channel.receive(0)):
             return
+
+
+def _choose_gpu(device: torch.device) -> None:
+    """Raises SettingsError where torch sees no such GPU."""
+    index, seen = device.index or 0, torch.cuda.device_count()
+    if index >= seen:
+        raise SettingsError(
+            f"there is no GPU {index}: torch {torch.__version__} sees {seen}", field="device", value=str(device)
+        )
+    torch.cuda.set_device(device)
 
 
 def _join_group(config: WorkerConfig) -> Collectives:
