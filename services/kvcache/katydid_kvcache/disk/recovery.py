@@ -119,7 +119,8 @@ def _rebuilt(segments: SegmentFiles, catalog: Catalog, slot_bytes: dict[int, int
     rows = _newest([Row.of(header, slot) for header, slot in headers], namespaces, slot_bytes, slab_bytes)
     boot = catalog.begin_boot(newest)
     catalog.rebuild(namespaces.items(), rows)
-    logger.warning("index of the disk tier rebuilt from slot headers", extra={"blocks": len(rows)})
+    if slot_bytes:  # a new folder has nothing to rebuild
+        logger.warning("index of the disk tier rebuilt from slot headers", extra={"blocks": len(rows)})
     return DiskFolder(segments, catalog, boot, namespaces, slot_bytes, rows)
 
 
