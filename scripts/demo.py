@@ -7,9 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 from katydid_cli.fleet.plan import free_ports
@@ -24,25 +21,20 @@ SYSTEM = (
     "they like to hear one surprising detail, but only when you are sure that it is true."
 )
 QUESTIONS = ("What is the capital of France?", "Which river flows through that city?")
-START_TIMEOUT_S = 300
 
 
-def wait_ready(fleet: subprocess.Popen[bytes], http_port: int) -> None:
-    """Returns once the gateway has an engine.
+def show_start(fleet: subprocess.Popen[str]) -> None:
+    """Shows what `katydid up` says until its last line about where it listens: then it has met every engine.
 
     Raises:
-        SystemExit: the fleet ended, or is not ready after START_TIMEOUT_S.
+        SystemExit: the fleet ended before.
     """
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if fleet.poll() is not None:
-            raise SystemExit(f"katydid up ended with {fleet.returncode}")
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/readyz", timeout=1):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
-    raise SystemExit(f"no engine is ready after {START_TIMEOUT_S} s")
+    assert fleet.stdout is not None
+    for line in fleet.stdout:
+        print(line, end="", flush=True)
+        if line.startswith("  try "):
+            return
+    raise SystemExit(f"katydid up ended with {fleet.wait()}")
 
 
 def heading(text: str) -> None:
@@ -89,18 +81,19 @@ def main() -> int:
         heading(f"katydid up --model {MODEL} --engines 1")
         command = [str(BIN / "katydid"), "up", "--model", MODEL, "--trace-file", str(trace)]
         command += ["--port", str(http_port), "--grpc-port", str(grpc_port), "--kv-disk-dir", str(Path(folder) / "kv")]
-        fleet = subprocess.Popen(command)
+        fleet = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
-            wait_ready(fleet, http_port)
+            show_start(fleet)
             chat(grpc_port)
             curl(http_port)
         finally:
             fleet.send_signal(signal.SIGINT)
-            code = fleet.wait(60)
+            heading("Ctrl-C")
+            print(fleet.communicate(timeout=60)[0], end="", flush=True)
         heading("katydid trace: the second turn, across three services")
         second = _trace_of_turn_two(trace)
         subprocess.run([str(BIN / "katydid"), "trace", str(trace), "--id", second], check=True)
-    return code
+    return fleet.returncode
 
 
 def _trace_of_turn_two(trace: Path) -> str:
@@ -111,4 +104,7 @@ def _trace_of_turn_two(trace: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
