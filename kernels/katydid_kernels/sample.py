@@ -69,23 +69,23 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties and the tokens they count, those of all rows one after the other.
+    """What the P rows with penalties ask for, and the tokens that these count.
 
     Attributes:
-        repetition: fp32 ``[R]``, over prompt and output; 1 is off.
-        presence: fp32 ``[R]``, over the output; 0 is off.
-        frequency: fp32 ``[R]``, over the output; 0 is off.
-        rows: int64 ``[N]``, the row a token belongs to.
-        token_ids: int64 ``[N]``.
-        is_output: bool ``[N]``: generated rather than given.
+        rows: int64 ``[P]``, rows of the batch, none twice.
+        repetition: fp32 ``[P]``, over prompt and output; 1 is off.
+        presence: fp32 ``[P]``, over the output; 0 is off.
+        frequency: fp32 ``[P]``, over the output; 0 is off.
+        in_prompt: bool ``[P, V]``, whether the prompt has the token.
+        output_counts: int32 ``[P, V]``, how often the token was generated.
     """
 
+    rows: Tensor
     repetition: Tensor
     presence: Tensor
     frequency: Tensor
-    rows: Tensor
-    token_ids: Tensor
-    is_output: Tensor
+    in_prompt: Tensor
+    output_counts: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +158,12 @@ def logprobs_reference(logits: Tensor, token_ids: Tensor, num_top: int) -> Logpr
 
 
 def _penalise(logits: Tensor, penalties: Penalties) -> Tensor:
-    where = (penalties.rows, penalties.token_ids)
-    counts = torch.zeros_like(logits).index_put_(where, penalties.is_output.float(), accumulate=True)
-    seen = torch.zeros_like(logits, dtype=torch.bool)
-    seen[where] = True
+    own, counts = logits[penalties.rows], penalties.output_counts
     repetition = penalties.repetition.unsqueeze(1)
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits = torch.where(seen, repeated, logits)
-    return logits - penalties.frequency.unsqueeze(1) * counts - penalties.presence.unsqueeze(1) * (counts > 0)
+    repeated = torch.where(own > 0, own / repetition, own * repetition)
+    own = torch.where(penalties.in_prompt | (counts > 0), repeated, own)
+    own = own - penalties.frequency.unsqueeze(1) * counts - penalties.presence.unsqueeze(1) * (counts > 0)
+    return logits.index_copy(0, penalties.rows, own)
 
 
 def _unpack_bits(words: Tensor, size: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from array import array
 from collections import defaultdict
@@ -19,7 +18,6 @@ from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.plan import Run, SampleRow, Start, StepPlan
 from katydid_engine.request import Request, Sampling
 from katydid_engine.runner import Runner
-from katydid_engine.sampler import Row, SequenceSampler, sample_rows
 from katydid_engine.scheduler import Scheduler, SchedulerConfig
 from katydid_runtime.block_hash import ChainKey
 
@@ -91,39 +89,6 @@ def test_tokens_depend_on_the_request_alone(model: DecoderLM) -> None:
     assert {key: [*request.generated, *rest[key]] for request in resumed for key in [(request.handle, 0)]} == {
         (request.handle, 0): alone[request.handle, 0] for request in resumed
     }
-
-
-def start(prompt: list[int], output: list[int], sampling: Sampling) -> SequenceSampler:
-    tokens = array("I", prompt + output)
-    return SequenceSampler(Start(1, sampling, len(prompt), tokens), eos_token_ids=(5,))
-
-
-def test_penalties_count_what_they_should() -> None:
-    sampler = start([1, 2, 1], [3, 3], Sampling(repetition_penalty=1.2))
-    assert sampler.seen() == ([1, 2, 3, 3], [False, False, True, True])
-    sampler.note(4)
-    assert sampler.seen()[0][-1] == 4
-    assert start([1, 2], [3], Sampling(presence_penalty=1.0)).seen() == ([3], [True])
-    assert not start([1, 2], [3], Sampling()).penalises
-
-
-def test_stop_tokens_are_banned_before_min_tokens() -> None:
-    sampler = start([1, 2], [], Sampling(min_tokens=2, stop_token_ids=(7,), logit_bias=((7, 5.0), (8, 1.0))))
-    banned = {7: -math.inf, 8: 1.0, 5: -math.inf}
-    assert sampler.bias(2) == banned
-    assert sampler.bias(3) == {7: 5.0, 8: 1.0}
-    free = start([1, 2], [], Sampling(min_tokens=2, ignore_eos=True))
-    assert free.bias(2) == {}
-
-
-def test_a_row_is_sampled_by_its_seed_choice_and_position_alone() -> None:
-    logits = torch.randn(1, 50).repeat(3, 1)
-    sampler = start([1], [], Sampling(temperature=1.0, seed=41))
-    same = start([1], [], Sampling(temperature=1.0, seed=42))
-    rows = [Row(sampler, 1, 9), Row(same, 0, 9), Row(same, 0, 9)]
-    assert len(set(sample_rows(logits, rows))) == 1
-    draws = sample_rows(logits[:1].repeat(200, 1), [Row(same, 0, position) for position in range(200)])
-    assert len(set(draws)) > 10
 
 
 def test_runs_whose_logits_are_no_numbers_are_named(model: DecoderLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,12 +180,11 @@ def scalar_choice(
 def test_penalties(seed: int, history: list[tuple[int, bool]], penalties: tuple[float, float, float]) -> None:
     logits = torch.randn(2, 12, generator=torch.Generator().manual_seed(seed % 2**32))
     seeds = torch.tensor([5, seed])
-    record = Penalties(
-        *(torch.tensor([off, value]) for off, value in zip((1.0, 0.0, 0.0), penalties, strict=True)),
-        rows=torch.ones(len(history), dtype=torch.int64),
-        token_ids=torch.tensor([token for token, _ in history], dtype=torch.int64),
-        is_output=torch.tensor([is_output for _, is_output in history], dtype=torch.bool),
-    )
+    in_prompt, output_counts = torch.zeros(1, 12, dtype=torch.bool), torch.zeros(1, 12, dtype=torch.int32)
+    for token, is_output in history:
+        output_counts[0, token] += is_output
+        in_prompt[0, token] |= not is_output
+    record = Penalties(torch.tensor([1]), *(torch.tensor([value]) for value in penalties), in_prompt, output_counts)
     batch = replace(batch_of(2), seeds=seeds, penalties=record)
     noise = gumbel_noise(seeds, batch.positions, 12)
     found = sample(logits, batch).tolist()

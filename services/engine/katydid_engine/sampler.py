@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from katydid_kernels.sample import LogitBias, Penalties, SamplingBatch, logprobs, sample
 from torch import Tensor
@@ -24,38 +24,40 @@ _SEED_MASK = (1 << 64) - 1
 
 
 class SequenceSampler:
-    """What sampling must remember of one sequence: its parameters and, for penalties, the tokens seen."""
+    """What sampling must remember of one sequence: its parameters and, for penalties, the tokens seen.
+
+    The tokens seen are counts on the logits' device, made when the sequence is first sampled and carried on by one
+    token a step: a step costs the same however long the sequence is.
+    """
 
     def __init__(self, start: Start, eos_token_ids: tuple[int, ...]) -> None:
         self.sampling = start.sampling
-        self._num_prompt = start.num_prompt
+        self._start = start
         self._stops = start.sampling.stop_token_ids + (() if start.sampling.ignore_eos else eos_token_ids)
         self._bias = dict(start.sampling.logit_bias)
-        self._prompt_ids = sorted(set(start.tokens[: start.num_prompt])) if self._penalises_prompt else []
-        self._output_counts = Counter(start.tokens[start.num_prompt :])
-
-    @property
-    def _penalises_prompt(self) -> bool:
-        return self.sampling.repetition_penalty != 1.0
+        self._seen: tuple[Tensor, Tensor] | None = None
 
     @property
     def penalises(self) -> bool:
         sampling = self.sampling
-        return self._penalises_prompt or sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0
+        return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    def seen(self, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Which tokens the prompt has, bool ``[vocab_size]``, and how often each was output, int32 ``[vocab_size]``."""
+        if self._seen is None:
+            tokens, end = self._start.tokens, self._start.num_prompt
+            in_prompt = _counts(tokens[:end], vocab_size) > 0
+            self._seen = in_prompt.to(device), _counts(tokens[end:], vocab_size).to(device)
+        return self._seen
 
     def note(self, token: int) -> None:
-        """A token was sampled for the sequence itself (forks of it start on their own)."""
-        if self.penalises:
-            self._output_counts[token] += 1
-
-    def seen(self) -> tuple[list[int], list[bool]]:
-        """Token ids that penalties count, and which of them are output."""
-        output = list(self._output_counts.elements())
-        return self._prompt_ids + output, [False] * len(self._prompt_ids) + [True] * len(output)
+        """The token just sampled is the sequence's own (forks of it start on their own)."""
+        if self._seen is not None:
+            self._seen[1][token] += 1
 
     def bias(self, position: int) -> dict[int, float]:
         """Additions to the logits of the token at ``position``."""
-        if position - self._num_prompt + 1 >= self.sampling.min_tokens:
+        if position - self._start.num_prompt + 1 >= self.sampling.min_tokens:
             return self._bias
         return self._bias | dict.fromkeys(self._stops, -math.inf)
 
@@ -80,7 +82,7 @@ def sample_rows(logits: Tensor, rows: Sequence[Row]) -> list[int]:
         min_p=_floats([sampling.min_p for sampling in samplings], device),
         seeds=_ints([_signed(row.sequence.sampling.seed + row.choice) for row in rows], device, torch.int64),
         positions=_ints([row.position for row in rows], device, torch.int32),
-        penalties=_penalties(rows, device),
+        penalties=_penalties(rows, logits.shape[1], device),
         bias=_bias(rows, device),
         filters=any(s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0) for s in samplings),
         samples=any(sampling.temperature > 0 for sampling in samplings),
@@ -100,30 +102,26 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> Logprobs:
     )
 
 
-def _penalties(rows: Sequence[Row], device: torch.device) -> Penalties | None:
-    if not any(row.sequence.penalises for row in rows):
+def _penalties(rows: Sequence[Row], vocab_size: int, device: torch.device) -> Penalties | None:
+    indices = [index for index, row in enumerate(rows) if row.sequence.penalises]
+    if not indices:
         return None
-    of_row: list[int] = []
-    token_ids: list[int] = []
-    is_output: list[bool] = []
-    for index, row in enumerate(rows):
-        if row.sequence.penalises:
-            ids, output = row.sequence.seen()
-            token_ids += ids
-            is_output += output
-            of_row += [index] * len(ids)
-
-    def column(name: str) -> Tensor:
-        return _floats([getattr(row.sequence.sampling, name) for row in rows], device)
-
+    sequences = [rows[index].sequence for index in indices]
+    in_prompt, output_counts = zip(*(sequence.seen(vocab_size, device) for sequence in sequences), strict=True)
     return Penalties(
-        repetition=column("repetition_penalty"),
-        presence=column("presence_penalty"),
-        frequency=column("frequency_penalty"),
-        rows=_ints(of_row, device, torch.int64),
-        token_ids=_ints(token_ids, device, torch.int64),
-        is_output=torch.tensor(is_output, dtype=torch.bool).to(device, non_blocking=True),
+        rows=_ints(indices, device, torch.int64),
+        repetition=_floats([sequence.sampling.repetition_penalty for sequence in sequences], device),
+        presence=_floats([sequence.sampling.presence_penalty for sequence in sequences], device),
+        frequency=_floats([sequence.sampling.frequency_penalty for sequence in sequences], device),
+        in_prompt=torch.stack(in_prompt),
+        output_counts=torch.stack(output_counts),
     )
+
+
+def _counts(tokens: array[int], vocab_size: int) -> Tensor:
+    """How often each id occurs, int32 ``[vocab_size]``."""
+    ids = np.frombuffer(tokens, dtype=np.uint32)
+    return torch.from_numpy(np.bincount(ids, minlength=vocab_size).astype(np.int32))
 
 
 def _bias(rows: Sequence[Row], device: torch.device) -> LogitBias | None:
