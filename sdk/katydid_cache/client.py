@@ -2,7 +2,7 @@
 
 Every call has a deadline and raises errors of `katydid_runtime.errors`. Built with `degrade=True`, a service that is
 dead, slow or draining costs its bounded time once and then looks like an empty cache: lookups and reads miss, writes
-are refused with reason "store_unavailable", nothing raises but wrong arguments.
+are refused as STORE_UNAVAILABLE, nothing raises but wrong arguments.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from katydid_cache.layout import BlockLayout, Span
 from katydid_cache.put_call import PutCall
 from katydid_cache.records import (
     BlockChange,
+    BlockMissReason,
     CacheStats,
     Durability,
     GetResult,
@@ -42,6 +43,7 @@ from katydid_cache.records import (
     PrefetchResult,
     PutBlock,
     PutOutcome,
+    PutRefusal,
     Snapshot,
     Tier,
     TierRun,
@@ -58,7 +60,6 @@ CHANNEL = (
 )
 """Options of a channel to the cache service: it is looked for again every second at least."""
 
-_UNREACHABLE = "store_unavailable"
 _SERVICE = pb.DESCRIPTOR.services_by_name["KvCacheService"].full_name
 
 T = TypeVar("T")
@@ -187,9 +188,9 @@ class CacheClient:
             )
             with _open(self._get_call(timeout=timeout_s, metadata=_metadata(trace))) as stream:
                 await receiving.run(stream, start)
-            return receiving.result("absent")
+            return receiving.result(BlockMissReason.ABSENT)
 
-        return await self._answer(call, lambda: receiving.result(_UNREACHABLE))
+        return await self._answer(call, lambda: receiving.result(BlockMissReason.STORE_UNAVAILABLE))
 
     async def put(
         self,
@@ -231,9 +232,9 @@ class CacheClient:
                 start.hold.CopyFrom(to_duration(hold_s))
             with _open(self._put_call(timeout=timeout_s, metadata=_metadata(trace))) as stream:
                 await sending.run(stream, start)
-            return sending.outcomes(_UNREACHABLE)
+            return sending.outcomes(PutRefusal.STORE_UNAVAILABLE)
 
-        return await self._answer(call, lambda: sending.outcomes(_UNREACHABLE))
+        return await self._answer(call, lambda: sending.outcomes(PutRefusal.STORE_UNAVAILABLE))
 
     async def release(self, lease: int, *, timeout_s: float = 1.0) -> None:
         """Give a lease back. A lease that ran out, or died with the service, is no error."""

@@ -12,7 +12,7 @@ from katydid_runtime.duration import to_seconds
 from katydid_runtime.errors import DataCorruptError, InvalidRequestError
 from xxhash import xxh3_128_digest
 
-from katydid_cache.records import GetResult, Tier, TierTime
+from katydid_cache.records import BlockMissReason, GetResult, Tier, TierTime
 from katydid_cache.wire import Frame, decode_get_response
 
 __all__ = ["WINDOW_BYTES", "GetCall", "byte_buffers"]
@@ -28,7 +28,7 @@ class GetCall:
         self._headers: dict[int, pb.BlockHeader] = {}
         self._received = [0] * len(into)
         self._found = [False] * len(into)
-        self._misses: dict[int, str] = {}
+        self._misses: dict[int, BlockMissReason] = {}
         self._times: tuple[TierTime, ...] = ()
 
     async def run(self, call: Any, start: pb.GetStart) -> None:
@@ -53,14 +53,14 @@ class GetCall:
                 self._block(response.block)
             elif kind == "miss":
                 self._check_index(response.miss.index)
-                self._misses[response.miss.index] = response.miss.reason
+                self._misses[response.miss.index] = BlockMissReason(response.miss.reason)
             elif kind == "summary":
                 self._times = tuple(_tier_time(time) for time in response.summary.times)
                 await call.done_writing()
                 await call.read()
                 return
 
-    def result(self, unanswered: str) -> GetResult:
+    def result(self, unanswered: BlockMissReason) -> GetResult:
         """What arrived; blocks that were not answered are misses with the reason `unanswered`."""
         missing = {index: unanswered for index, found in enumerate(self._found) if not found}
         return GetResult(tuple(self._found), missing | self._misses, self._times)
@@ -85,7 +85,7 @@ class GetCall:
             if xxh3_128_digest(buffer) == header.checksum:
                 self._found[frame.index] = True
             else:
-                self._misses[frame.index] = "corrupt"
+                self._misses[frame.index] = BlockMissReason.CORRUPT
 
     def _check_index(self, index: int) -> None:
         if index >= len(self._into):

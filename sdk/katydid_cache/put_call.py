@@ -11,7 +11,7 @@ from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid_runtime.errors import UnavailableError
 from xxhash import xxh3_128_digest
 
-from katydid_cache.records import PutBlock, PutOutcome, PutStatus
+from katydid_cache.records import PutBlock, PutOutcome, PutRefusal, PutStatus
 from katydid_cache.wire import encode_put_frame
 
 __all__ = ["PutCall"]
@@ -45,8 +45,8 @@ class PutCall:
         finally:
             receiving.cancel()
 
-    def outcomes(self, unanswered: str) -> list[PutOutcome]:
-        """One outcome a block; those that were not answered are refused with the reason `unanswered`."""
+    def outcomes(self, unanswered: PutRefusal) -> list[PutOutcome]:
+        """One outcome a block; those that were not answered are refused as `unanswered`."""
         refused = PutOutcome(PutStatus.REFUSED, unanswered)
         return [self._outcomes.get(index, refused) for index in range(len(self._blocks))]
 
@@ -75,8 +75,12 @@ class PutCall:
                 if response.WhichOneof("message") == "credit":
                     self._credit += response.credit.bytes
                 else:
-                    result = response.result
-                    self._outcomes[result.index] = PutOutcome(PutStatus(result.status), result.reason)
+                    self._outcomes[response.result.index] = _outcome(response.result)
                 self._news.set()
         finally:
             self._news.set()
+
+
+def _outcome(result: pb.PutResult) -> PutOutcome:
+    status = PutStatus(result.status)
+    return PutOutcome(status, PutRefusal(result.refusal) if status is PutStatus.REFUSED else None)

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeAlias
 __all__ = [
     "ArenaSlot",
     "BlockChange",
+    "BlockMissReason",
     "Buffer",
     "CacheStats",
     "Durability",
@@ -18,6 +19,7 @@ __all__ = [
     "PrefetchResult",
     "PutBlock",
     "PutOutcome",
+    "PutRefusal",
     "PutStatus",
     "Snapshot",
     "Tier",
@@ -46,11 +48,43 @@ class Durability(enum.IntEnum):
 
 
 class PutStatus(enum.IntEnum):
-    """What became of a written block: stored now, there already, or refused (`PutOutcome.reason` says why)."""
+    """What became of a written block: stored now, there already, or refused (`PutOutcome.refusal` says why)."""
 
     STORED = 1
     PRESENT = 2
     REFUSED = 3
+
+
+class PutRefusal(enum.IntEnum):
+    """Why a block was not stored; the protocol explains each. UNSPECIFIED: a reason that this version does not know."""
+
+    UNSPECIFIED = 0
+    CHECKSUM = 1
+    INCOMPLETE = 2
+    BUSY = 3
+    NO_ROOM = 4
+    CORRUPT = 5
+    NO_DISK = 6
+    DISK_FULL = 7
+    DISK_FAILING = 8
+    STORE_UNAVAILABLE = 9
+
+    @classmethod
+    def _missing_(cls, _value: object) -> PutRefusal:
+        return cls.UNSPECIFIED
+
+
+class BlockMissReason(enum.IntEnum):
+    """Why a block was not read; the protocol explains each. UNSPECIFIED: a reason that this version does not know."""
+
+    UNSPECIFIED = 0
+    ABSENT = 1
+    CORRUPT = 2
+    STORE_UNAVAILABLE = 3
+
+    @classmethod
+    def _missing_(cls, _value: object) -> BlockMissReason:
+        return cls.UNSPECIFIED
 
 
 class TierRun(NamedTuple):
@@ -97,11 +131,11 @@ class TierTime(NamedTuple):
 class GetResult:
     """Outcome of a read. A block's buffer is valid if and only if its `found` is True: arrived whole, checksum right.
 
-    `misses` gives the reason of each block not found, by index: "absent", "corrupt" or "store_unavailable".
+    `misses` gives the reason of each block not found, by index.
     """
 
     found: tuple[bool, ...]
-    misses: Mapping[int, str] = field(default_factory=dict)
+    misses: Mapping[int, BlockMissReason] = field(default_factory=dict)
     times: tuple[TierTime, ...] = ()
 
     @property
@@ -123,8 +157,10 @@ class PutBlock(NamedTuple):
 
 
 class PutOutcome(NamedTuple):
+    """`refusal` is set if and only if `status` is REFUSED."""
+
     status: PutStatus
-    reason: str = ""
+    refusal: PutRefusal | None = None
 
 
 class PrefetchResult(NamedTuple):

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from katydid_cache.layout import Span
-from katydid_cache.records import PutOutcome, PutStatus
+from katydid_cache.records import BlockMissReason, PutOutcome, PutStatus
 from katydid_kvcache.blocks import Namespace
 from katydid_kvcache.cache import Cache
 from katydid_kvcache.settings import KvCacheSettings
@@ -45,7 +45,7 @@ def put(
     """Write block `name` the way the service does it, in this process."""
     begun = cache.store.begin_write(space, key(name), b"", heads)
     if isinstance(begun, Refusal):
-        return PutOutcome(PutStatus.PRESENT if begun.present else PutStatus.REFUSED, begun.reason)
+        return PutOutcome(PutStatus.PRESENT if begun.present else PutStatus.REFUSED, begun.refusal)
     view, data = cache.memory.view(begun.block), payload(name)
     sent = b""
     for run in LAYOUT.runs(heads):
@@ -59,9 +59,9 @@ async def durably(cache: Cache, space: Namespace, name: int) -> PutOutcome:
     return await cache.writer.reach_disk(space.blocks[key(name)], outcome)
 
 
-async def get(cache: Cache, space: Namespace, name: int, mask: int = 3) -> bytes | str:
+async def get(cache: Cache, space: Namespace, name: int, mask: int = 3) -> bytes | BlockMissReason:
     reading = await cache.reader.open(space, key(name), mask)
-    if isinstance(reading, str):
+    if isinstance(reading, BlockMissReason):
         return reading
     try:
         return bytes(reading.view)

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 from katydid_cache.layout import Span
-from katydid_cache.records import PutOutcome, PutStatus
+from katydid_cache.records import BlockMissReason, PutOutcome, PutRefusal, PutStatus
 from katydid_kvcache.reading import Reading
 from katydid_kvcache.store import Write
 from xxhash import xxh3_128_digest
@@ -66,8 +66,8 @@ def test_a_flipped_bit_in_memory_is_never_served() -> None:
             for name in range(20):
                 put(cache, space, name)
                 cache.memory.view(space.blocks[key(name)])[dice.randrange(BLOCK)] ^= 1 << dice.randrange(8)
-                assert await get(cache, space, name) == "corrupt"
-                assert await get(cache, space, name) == "absent"
+                assert await get(cache, space, name) == BlockMissReason.CORRUPT
+                assert await get(cache, space, name) == BlockMissReason.ABSENT
             assert cache.quarantined == 20
             assert put(cache, space, 0).status is PutStatus.STORED
             assert await get(cache, space, 0) == payload(0)
@@ -90,7 +90,7 @@ def test_heads_written_by_two_ranks_make_a_block_visible_together() -> None:
     async def scenario() -> None:
         async with opened() as (cache, space):
             assert put(cache, space, 1, heads=Span(0, 1)).status is PutStatus.STORED
-            assert await get(cache, space, 1) == "absent"
+            assert await get(cache, space, 1) == BlockMissReason.ABSENT
             half = await cache.reader.open(space, key(1), 1)
             assert isinstance(half, Reading)
             cache.reader.close(half)
@@ -107,8 +107,8 @@ def test_a_part_that_went_bad_spoils_the_block_not_the_answer() -> None:
         async with opened() as (cache, space):
             put(cache, space, 1, heads=Span(0, 1))
             cache.memory.view(space.blocks[key(1)])[0] ^= 1
-            assert put(cache, space, 1, heads=Span(1, 1)) == PutOutcome(PutStatus.REFUSED, "corrupt")
-            assert await get(cache, space, 1) == "absent"
+            assert put(cache, space, 1, heads=Span(1, 1)) == PutOutcome(PutStatus.REFUSED, PutRefusal.CORRUPT)
+            assert await get(cache, space, 1) == BlockMissReason.ABSENT
 
     run(scenario)
 
@@ -118,7 +118,7 @@ def test_wrong_checksum_is_refused_and_leaves_nothing() -> None:
         async with opened() as (cache, space):
             begun = cache.store.begin_write(space, key(1), b"", Span(0, 2))
             assert isinstance(begun, Write)
-            assert cache.writer.finish(begun, bytes(16), None) == PutOutcome(PutStatus.REFUSED, "checksum")
+            assert cache.writer.finish(begun, bytes(16), None) == PutOutcome(PutStatus.REFUSED, PutRefusal.CHECKSUM)
             assert not space.blocks
 
     run(scenario)
@@ -131,9 +131,9 @@ def test_time_to_live_holds_in_all_tiers(tmp_path: Path) -> None:
             put(cache, space, 2)
             await cache.flush()
             await asyncio.sleep(0.06)
-            assert await get(cache, space, 1) == "absent"
+            assert await get(cache, space, 1) == BlockMissReason.ABSENT
         async with opened(tmp_path) as (cache, space):
-            assert await get(cache, space, 1) == "absent"
+            assert await get(cache, space, 1) == BlockMissReason.ABSENT
             assert await get(cache, space, 2) == payload(2)
 
     run(scenario)

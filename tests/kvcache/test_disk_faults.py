@@ -9,7 +9,7 @@ import random
 from pathlib import Path
 
 import pytest
-from katydid_cache.records import PutOutcome, PutStatus
+from katydid_cache.records import BlockMissReason, PutOutcome, PutRefusal, PutStatus
 from katydid_kvcache.cache import Cache
 from katydid_kvcache.disk.segments import SegmentFiles
 from katydid_kvcache.settings import KvCacheSettings
@@ -62,7 +62,7 @@ def test_flipped_bits_on_disk_are_never_served(tmp_path: Path) -> None:
                     cache.store.leave(cache.store.memory, block)
                 flip(tmp_path, block.disk.slab, block.disk.index, dice.randrange(272 + BLOCK))
             served = [await get(cache, space, name) for name in range(60)]
-            assert set(served) <= {"corrupt", "absent"}
+            assert set(served) <= {BlockMissReason.CORRUPT, BlockMissReason.ABSENT}
             assert not space.blocks
 
     run(scenario)
@@ -83,7 +83,7 @@ def test_restart_finds_blocks_by_index_and_by_scan(tmp_path: Path) -> None:
             async with opened(tmp_path) as (cache, space):
                 assert len(space.blocks) == 29, loss
                 for name in range(30):
-                    assert await get(cache, space, name) == ("absent" if name == 3 else payload(name))
+                    assert await get(cache, space, name) == (BlockMissReason.ABSENT if name == 3 else payload(name))
 
     run(scenario)
 
@@ -105,7 +105,7 @@ def test_a_row_whose_slot_was_rewritten_is_absent(tmp_path: Path) -> None:
                 file.write(other)
             for block in (one, two):
                 cache.store.leave(cache.store.memory, block)
-            assert await get(cache, space, 1) == "absent"
+            assert await get(cache, space, 1) == BlockMissReason.ABSENT
             assert await get(cache, space, 2) == payload(2)
 
     run(scenario)
@@ -122,7 +122,7 @@ def test_a_failing_disk_degrades_to_memory(tmp_path: Path, monkeypatch: pytest.M
             monkeypatch.setattr(SegmentFiles, "write", fail)
             refused = await durably(cache, space, 2)
             assert refused.status is PutStatus.REFUSED
-            assert refused.reason == ("disk_full" if code == errno.ENOSPC else "disk_failing")
+            assert refused.refusal is (PutRefusal.DISK_FULL if code == errno.ENOSPC else PutRefusal.DISK_FAILING)
             assert await get(cache, space, 2) == payload(2)
             assert put(cache, space, 3).status is PutStatus.STORED
             assert cache.store.disk is not None
@@ -131,7 +131,7 @@ def test_a_failing_disk_degrades_to_memory(tmp_path: Path, monkeypatch: pytest.M
                 await cache.flush()
             monkeypatch.setattr(SegmentFiles, "read", fail)
             cache.store.leave(cache.store.memory, space.blocks[key(1)])
-            assert await get(cache, space, 1) == "store_unavailable"
+            assert await get(cache, space, 1) == BlockMissReason.STORE_UNAVAILABLE
             monkeypatch.undo()
             assert await get(cache, space, 1) == payload(1)
 
@@ -145,7 +145,7 @@ def test_a_defect_while_committing_hangs_nobody(tmp_path: Path, monkeypatch: pyt
     async def scenario() -> None:
         async with opened(tmp_path) as (cache, space):
             monkeypatch.setattr("katydid_kvcache.disk.tier.Row.of", defect)
-            assert await durably(cache, space, 1) == PutOutcome(PutStatus.REFUSED, "disk_failing")
+            assert await durably(cache, space, 1) == PutOutcome(PutStatus.REFUSED, PutRefusal.DISK_FAILING)
             monkeypatch.undo()
             assert (await durably(cache, space, 2)).status is PutStatus.STORED
 
@@ -158,7 +158,7 @@ def test_a_full_index_degrades_to_memory(tmp_path: Path) -> None:
             assert cache._disk is not None
             cache._disk._catalog._env.set_mapsize(4096 * 8)
             outcomes = [await durably(cache, space, name) for name in range(40)]
-            assert {outcome.reason for outcome in outcomes} >= {"disk_failing"}
+            assert {outcome.refusal for outcome in outcomes} >= {PutRefusal.DISK_FAILING}
             for name in range(40):
                 assert await get(cache, space, name) == payload(name)
 

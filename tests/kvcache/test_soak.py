@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from katydid_cache import CacheClient, Durability, PutBlock, Tier
+from katydid_cache import BlockMissReason, CacheClient, Durability, PutBlock, Tier
 
 from tests.kvcache.inside import durably, flip, get, key, opened, payload
 from tests.kvcache.running import IDENTITY, LAYOUT, MIB, ServiceProcess
@@ -59,7 +59,7 @@ def test_a_thousand_flipped_and_torn_pieces_serve_nothing_wrong(tmp_path: Path) 
                         injected += 1
                 for name in names:
                     answer = await get(cache, space, name)
-                    wrong += answer not in (payload(name), "absent", "corrupt")
+                    wrong += answer not in (payload(name), BlockMissReason.ABSENT, BlockMissReason.CORRUPT)
             data = tmp_path / "index" / "data.mdb"
             content = bytearray(data.read_bytes())
             for _ in range(dice.choice([0, 0, 1, 20])):

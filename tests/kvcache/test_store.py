@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from katydid_cache.layout import BlockLayout, Span
-from katydid_cache.records import Tier
+from katydid_cache.records import PutRefusal, Tier
 from katydid_kvcache.blocks import Block
 from katydid_kvcache.slabs import SlabAllocator
 from katydid_kvcache.store import Change, Refusal, Store, Write
@@ -55,7 +55,7 @@ class Books(RuleBasedStateMachine):
         begun = self.store.begin_write(space, block_hash, b"", heads)
         if isinstance(begun, Refusal):
             assert (begun.present is not None) == (held & mask == mask)
-            assert begun.present is not None or begun.reason in ("busy", "no_room")
+            assert begun.present is not None or begun.refusal in (PutRefusal.BUSY, PutRefusal.NO_ROOM)
         else:
             assert begun.block.writing & mask == mask
             assert not any(w.block is begun.block and w.mask & mask for w in self.writes)

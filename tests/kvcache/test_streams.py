@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
-from katydid_cache import CacheClient, PutOutcome, PutStatus
+from katydid_cache import CacheClient, PutOutcome, PutRefusal, PutStatus
 from katydid_runtime.errors import ConflictError, DeadlineExceededError, InternalError, KatydidError, UnsupportedError
 from katydid_runtime.rpc_errors import from_rpc_error
 
@@ -138,7 +138,7 @@ def test_a_torn_put_leaves_nothing_behind(service: ServiceProcess) -> None:
             ]
             answers = await stream(channel, "Put", [message.SerializeToString() for message in messages])
             result = pb.PutResponse.FromString(answers[-1]).result
-            assert (result.status, result.reason) == (pb.PUT_STATUS_REFUSED, "incomplete")
+            assert (result.status, result.refusal) == (pb.PUT_STATUS_REFUSED, pb.PUT_REFUSAL_INCOMPLETE)
             assert (await cache.lookup(block.hash)).blocks == 0
             assert await cache.put([block]) == [STORED]
 
@@ -162,7 +162,7 @@ def test_a_client_that_vanishes_in_mid_put_frees_the_block(service: ServiceProce
             await call.read()  # credit: the service has begun
             await asyncio.sleep(0.1)
             await channel.close()
-            while (outcome := (await cache.put([block]))[0]) == PutOutcome(PutStatus.REFUSED, "busy"):
+            while (outcome := (await cache.put([block]))[0]) == PutOutcome(PutStatus.REFUSED, PutRefusal.BUSY):
                 await asyncio.sleep(0.01)
             assert outcome == STORED
 

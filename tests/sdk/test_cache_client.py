@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 from katydid_cache import (
     BlockLayout,
+    BlockMissReason,
     CacheClient,
     Durability,
     PutBlock,
     PutOutcome,
+    PutRefusal,
     PutStatus,
     Span,
     Tier,
@@ -78,7 +80,7 @@ def test_round_trip(service: ServiceProcess) -> None:
             result = await cache.get(found.lease, chain(blocks) + os.urandom(32), into=into)
             assert result.found == (True,) * 5 + (False,)
             assert result.prefix == 5
-            assert result.misses == {5: "absent"}
+            assert result.misses == {5: BlockMissReason.ABSENT}
             assert [(time.tier, time.blocks) for time in result.times] == [(Tier.MEMORY, 5)]
             assert [bytes(buffer) for buffer in into[:5]] == [block.payload for block in blocks]
             assert (await cache.stats()).leases == 1
@@ -293,9 +295,9 @@ def test_death_costs_nothing_once_known_and_restart_reattaches(tmp_path: Path) -
             started = time.monotonic()
             assert (await cache.lookup(chain(blocks))).reachable is False
             assert (await cache.get(found.lease, chain(blocks), into=buffers(3))).misses == dict.fromkeys(
-                range(3), "store_unavailable"
+                range(3), BlockMissReason.STORE_UNAVAILABLE
             )
-            assert await cache.put(make(1)) == [PutOutcome(PutStatus.REFUSED, "store_unavailable")]
+            assert await cache.put(make(1)) == [PutOutcome(PutStatus.REFUSED, PutRefusal.STORE_UNAVAILABLE)]
             await cache.release(found.lease)
             assert (await cache.prefetch(chain(blocks))).blocks == 0
             assert time.monotonic() - started < 0.05

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from katydid_cache import ArenaSlot, CacheClient, Durability, PutStatus, Reservation, Span, Tier
+from katydid_cache import ArenaSlot, BlockMissReason, CacheClient, Durability, PutStatus, Reservation, Span, Tier
 from katydid_runtime.errors import ConflictError, InvalidRequestError, UnavailableError, UnsupportedError
 from xxhash import xxh3_128_digest
 
@@ -123,7 +123,7 @@ def test_a_reader_sees_a_flip_in_the_shared_memory(tmp_path: Path) -> None:
                 cache.in_place.view(slot)[100] ^= 8
                 assert not cache.in_place.intact(slot)
                 result = await cache.get(0, b"".join(blocks), into=[memoryview(bytearray(BLOCK))])
-                assert result.misses == {0: "corrupt"}
+                assert result.misses == {0: BlockMissReason.CORRUPT}
 
     run(scenario)
 

@@ -58,7 +58,7 @@ def test_any_valid_order_of_fields_is_decoded(frame: tuple[int, int, bytes]) -> 
 def test_other_messages_pass() -> None:
     start = pb.PutRequest(start=pb.PutStart(attachment=3))
     assert decode_put_request(start.SerializeToString()) == start
-    miss = pb.GetResponse(miss=pb.BlockMiss(index=1, reason="absent"))
+    miss = pb.GetResponse(miss=pb.BlockMiss(index=1, reason=pb.BLOCK_MISS_REASON_ABSENT))
     assert decode_get_response(miss.SerializeToString()) == miss
 
 

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-from katydid_cache import CacheClient, LookupResult, PutBlock, PutStatus
+from katydid_cache import CacheClient, LookupResult, PutBlock
 from katydid_cache import Tier as CacheTier
 from katydid_runtime.block_hash import HASH_BYTES
 
@@ -163,8 +163,8 @@ class KvConnector:
             blocks = [PutBlock(store.hash, store.parent, self._staging.slot(store.slot)) for store in group]
             outcomes = await self._client.put(blocks, tenant=group[0].tenant, hold_s=group[0].hold_s)
             for outcome in outcomes:
-                refused = outcome.status is PutStatus.REFUSED and outcome.reason
-                self._metrics.kv_stored.labels(refused or outcome.status.name.lower()).inc()
+                what = outcome.status if outcome.refusal is None else outcome.refusal
+                self._metrics.kv_stored.labels(what.name.lower()).inc()
         except Exception:
             logger.exception("write-back failed", extra={"blocks": len(group)})
         finally:

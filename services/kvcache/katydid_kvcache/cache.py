@@ -16,7 +16,7 @@ from pathlib import Path
 
 import lmdb
 from katydid_cache.layout import Span
-from katydid_cache.records import Tier, TierRun
+from katydid_cache.records import PutRefusal, Tier, TierRun
 from katydid_runtime.errors import NotFoundError, OverloadedError
 
 from katydid_kvcache.arena import Arena
@@ -238,15 +238,15 @@ class Cache:
             for block in namespace.blocks.values()
             if block.complete and block.memory is not None and block.disk is None
         ]
-        reasons: Counter[str] = Counter()
+        refusals: Counter[PutRefusal | None] = Counter()
         for start in range(0, len(blocks), _FLUSH_BLOCKS):
             batch = [block for block in blocks[start : start + _FLUSH_BLOCKS] if block.memory is not None]
             writes = [asyncio.shield(self.writer.write_through(block)) for block in batch]
-            reasons.update(await asyncio.gather(*writes))
-        written = reasons.pop("", 0)
-        if reasons:
-            told = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
-            raise OverloadedError(f"{reasons.total()} blocks were not written: {told}")
+            refusals.update(await asyncio.gather(*writes))
+        written = refusals.pop(None, 0)
+        if refusals:
+            told = ", ".join(f"{count} {refusal.name.lower()}" for refusal, count in refusals.items() if refusal)
+            raise OverloadedError(f"{refusals.total()} blocks were not written: {told}")
         return written
 
     async def verify(self) -> Verified:

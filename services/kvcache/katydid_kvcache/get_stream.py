@@ -11,7 +11,7 @@ from itertools import islice
 from google.protobuf.message import DecodeError
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid_cache.layout import Span, cut
-from katydid_cache.records import Tier
+from katydid_cache.records import BlockMissReason, Tier
 from katydid_cache.wire import encode_get_frame
 from katydid_runtime.duration import to_duration
 from katydid_runtime.errors import DeadlineExceededError, InvalidRequestError
@@ -63,14 +63,14 @@ class GetStream:
         mask = namespace.mask(heads)
         self._credit = start.credit
         crediting = asyncio.create_task(self._collect_credit())
-        ahead: deque[asyncio.Task[Reading | str]] = deque()
+        ahead: deque[asyncio.Task[Reading | BlockMissReason]] = deque()
         try:
             remaining = iter(hashes)
             for index in range(len(hashes)):
                 self._open_ahead(ahead, remaining, namespace, mask)
                 started = time.monotonic()
                 reading = await ahead[0]
-                if isinstance(reading, str):
+                if isinstance(reading, BlockMissReason):
                     await self._miss(index, reading)
                 else:
                     await self._block(index, reading, runs)
@@ -96,7 +96,11 @@ class GetStream:
         return request.start
 
     def _open_ahead(
-        self, ahead: deque[asyncio.Task[Reading | str]], remaining: Iterator[bytes], namespace: Namespace, mask: int
+        self,
+        ahead: deque[asyncio.Task[Reading | BlockMissReason]],
+        remaining: Iterator[bytes],
+        namespace: Namespace,
+        mask: int,
     ) -> None:
         """Keep `_AHEAD` blocks on their way besides the one that is sent, so that disk reads overlap with sending."""
         for block_hash in islice(remaining, _AHEAD + 1 - len(ahead)):
@@ -131,9 +135,10 @@ class GetStream:
         self.sent += 1
         self.bytes += size
 
-    async def _miss(self, index: int, reason: str) -> None:
+    async def _miss(self, index: int, reason: BlockMissReason) -> None:
         self.missed += 1
-        await self._send(pb.GetResponse(miss=pb.BlockMiss(index=index, reason=reason)).SerializeToString())
+        miss = pb.BlockMiss(index=index, reason=pb.BlockMissReason.ValueType(reason))
+        await self._send(pb.GetResponse(miss=miss).SerializeToString())
 
     async def _spend(self, size: int) -> None:
         """Wait for credit of `size` bytes and use it."""
@@ -148,7 +153,7 @@ class GetStream:
                 raise DeadlineExceededError(f"the client gave no credit for {self._stall_s:g} s") from None
         self._credit -= size
 
-    async def _abandon(self, task: asyncio.Task[Reading | str]) -> None:
+    async def _abandon(self, task: asyncio.Task[Reading | BlockMissReason]) -> None:
         """Close what was opened ahead and is not needed."""
         task.cancel()
         try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid_cache.layout import Span, cut
-from katydid_cache.records import Durability, PutOutcome, PutStatus
+from katydid_cache.records import Durability, PutOutcome, PutRefusal, PutStatus
 from katydid_cache.wire import Frame, decode_put_request
 from katydid_runtime.block_hash import HASH_BYTES
 from katydid_runtime.errors import DeadlineExceededError, InvalidRequestError
@@ -137,7 +137,7 @@ class PutStream:
         checksum = requests.exact_bytes(block.checksum, (CHECKSUM_BYTES,), "checksum")
         while True:
             begun = self._cache.store.begin_write(terms.namespace, block_hash, parent, terms.heads)
-            if isinstance(begun, Write) or begun.reason != "no_room" or not self._pending:
+            if isinstance(begun, Write) or begun.refusal is not PutRefusal.NO_ROOM or not self._pending:
                 break
             # Slots of this stream's own blocks are held until they are on disk; one of them will come free.
             await asyncio.wait(self._pending, return_when=asyncio.FIRST_COMPLETED)
@@ -147,7 +147,7 @@ class PutStream:
         if begun.present is not None and terms.hold_s:
             self._cache.hold(begun.present, terms.hold_s)
         if begun.present is None:
-            await self._answer(block.index, PutOutcome(PutStatus.REFUSED, begun.reason))
+            await self._answer(block.index, PutOutcome(PutStatus.REFUSED, begun.refusal))
         elif terms.durability is Durability.DISK:
             await self._later(block.index, self._cache.writer.reach_disk(begun.present, _PRESENT))
         else:
@@ -200,7 +200,7 @@ class PutStream:
         if current is not None and current.write is not None:
             write, current.write = current.write, None
             self._cache.store.abort_write(write)
-            await self._answer(current.index, PutOutcome(PutStatus.REFUSED, "incomplete"))
+            await self._answer(current.index, PutOutcome(PutStatus.REFUSED, PutRefusal.INCOMPLETE))
 
     async def _later(self, index: int, reaching: asyncio.Task[PutOutcome]) -> None:
         """Answer when the block has reached the disk or can't, and go on with the next block meanwhile."""
@@ -216,7 +216,9 @@ class PutStream:
 
     async def _answer(self, index: int, outcome: PutOutcome) -> None:
         self.stored += outcome.status is PutStatus.STORED
-        result = pb.PutResult(index=index, status=pb.PutStatus.ValueType(outcome.status), reason=outcome.reason)
+        status = pb.PutStatus.ValueType(outcome.status)
+        refusal = pb.PutRefusal.ValueType(outcome.refusal or PutRefusal.UNSPECIFIED)
+        result = pb.PutResult(index=index, status=status, refusal=refusal)
         await self._send(pb.PutResponse(result=result))
 
     async def _consume(self, size: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from katydid_cache.records import Tier
+from katydid_cache.records import BlockMissReason, Tier
 from katydid_runtime.errors import DataCorruptError, NotFoundError
 
 from katydid_kvcache.blocks import Block, Namespace
@@ -16,8 +16,6 @@ from katydid_kvcache.slabs import Slot
 from katydid_kvcache.store import Store
 
 __all__ = ["Reader", "Reading"]
-
-ABSENT, CORRUPT, STORE_UNAVAILABLE = "absent", "corrupt", "store_unavailable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +34,29 @@ class Reader:
         self._store = store
         self._memory = memory
         self._disk = disk
-        self._promotions: dict[Block, asyncio.Task[str]] = {}
+        self._promotions: dict[Block, asyncio.Task[BlockMissReason | None]] = {}
 
-    async def open(self, namespace: Namespace, block_hash: bytes, mask: int) -> Reading | str:
-        """The block with these heads committed, checked, or why not: "absent", "corrupt", "store_unavailable"."""
+    async def open(self, namespace: Namespace, block_hash: bytes, mask: int) -> Reading | BlockMissReason:
+        """The block with these heads committed, checked, or why not."""
         block = self._store.find(namespace, block_hash, mask)
         if block is None:
-            return ABSENT
+            return BlockMissReason.ABSENT
         self._store.pin([block])
-        opened: Reading | str = STORE_UNAVAILABLE
+        opened: Reading | BlockMissReason = BlockMissReason.STORE_UNAVAILABLE
         try:
             opened = await self._checked(block, mask)
             return opened
         finally:
-            if isinstance(opened, str):
+            if isinstance(opened, BlockMissReason):
                 self._store.unpin([block])
 
     def close(self, reading: Reading) -> None:
         self._store.unpin([reading.block])
 
-    async def promote(self, block: Block) -> str:
-        """Bring a block on disk into memory; "" or why not. Not ended by the caller's cancellation."""
+    async def promote(self, block: Block) -> BlockMissReason | None:
+        """Bring a block on disk into memory; None, or why not. Not ended by the caller's cancellation."""
         if block.memory is not None:
-            return ""
+            return None
         task = self._promotions.get(block)
         if task is None:
             task = self._promotions[block] = asyncio.create_task(self._promote(block))
@@ -69,31 +67,34 @@ class Reader:
         """Read a block's disk slot into `scratch` (page-aligned, large enough); False when it was quarantined."""
         if block.disk is None:
             return True
-        return await self._read_disk(block, block.disk, scratch[: block.namespace.slot_bytes]) != CORRUPT
+        return (
+            await self._read_disk(block, block.disk, scratch[: block.namespace.slot_bytes])
+            is not BlockMissReason.CORRUPT
+        )
 
-    async def _checked(self, block: Block, mask: int) -> Reading | str:
+    async def _checked(self, block: Block, mask: int) -> Reading | BlockMissReason:
         """The checked block; a copy in memory that went bad is quarantined and a good one on disk takes its place."""
         store = self._store
         tier = Tier.MEMORY
         if block.memory is not None and not self._memory.intact(block, mask):
             store.leave(store.memory, block, corrupt=True)
             if block.disk is None:
-                return CORRUPT
+                return BlockMissReason.CORRUPT
         if block.memory is None:
             tier = Tier.DISK
-            if reason := await self.promote(block):
+            if (reason := await self.promote(block)) is not None:
                 return reason
         return Reading(block, self._memory.view(block), tier)
 
-    async def _promote(self, block: Block) -> str:
+    async def _promote(self, block: Block) -> BlockMissReason | None:
         store = self._store
         store.pin([block])
         try:
             slot = store.room(store.memory, block)
             if slot is None or block.disk is None:
-                return STORE_UNAVAILABLE
+                return BlockMissReason.STORE_UNAVAILABLE
             reason = await self._read_disk(block, block.disk, self._memory.pages(block, slot))
-            if reason:
+            if reason is not None:
                 store.memory.slots.free(slot)
             else:
                 store.place(store.memory, block, slot)
@@ -101,7 +102,7 @@ class Reader:
         finally:
             store.unpin([block])
 
-    async def _read_disk(self, block: Block, slot: Slot, into: memoryview) -> str:
+    async def _read_disk(self, block: Block, slot: Slot, into: memoryview) -> BlockMissReason | None:
         store, namespace = self._store, block.namespace
         assert self._disk is not None
         assert store.disk is not None
@@ -111,11 +112,11 @@ class Reader:
         except DataCorruptError:
             if block.disk == slot:
                 store.leave(store.disk, block, corrupt=True)
-            return CORRUPT
+            return BlockMissReason.CORRUPT
         except NotFoundError:
             if block.disk == slot:
                 store.leave(store.disk, block)
-            return ABSENT
+            return BlockMissReason.ABSENT
         except OSError:
-            return STORE_UNAVAILABLE
-        return ""
+            return BlockMissReason.STORE_UNAVAILABLE
+        return None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from katydid_cache.layout import BlockLayout, Span
-from katydid_cache.records import Tier
+from katydid_cache.records import PutRefusal, Tier
 from katydid_runtime.errors import IdentityMismatchError, InvalidRequestError
 
 from katydid_kvcache.blocks import Block, Namespace
@@ -43,10 +43,10 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A write that is not to be. `present` when the heads are there already, else `reason` is "busy" or "no_room"."""
+    """A write that is not to be. `present` when the heads are there already, else `refusal` is BUSY or NO_ROOM."""
 
     present: Block | None = None
-    reason: str = ""
+    refusal: PutRefusal | None = None
 
 
 class Store:
@@ -162,13 +162,13 @@ class Store:
             self.drop(block)
             block = None
         if block is not None and (block.heads | block.writing) & mask:
-            return Refusal(reason="busy")
+            return Refusal(refusal=PutRefusal.BUSY)
         if block is None:
             block = Block(namespace, block_hash, parent)
             block.memory = self.room(self.memory, block)
             if block.memory is None:
                 self.memory.counters.shed += 1
-                return Refusal(reason="no_room")
+                return Refusal(refusal=PutRefusal.NO_ROOM)
             namespace.blocks[block_hash] = block
             self.memory.order(block).insert(block)
         block.writing |= mask

@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from katydid_cache.records import PutOutcome, PutStatus
+from katydid_cache.records import PutOutcome, PutRefusal, PutStatus
 
 from katydid_kvcache.blocks import Block
 from katydid_kvcache.checksums import CHECKSUM_BYTES, payload_checksum
@@ -23,15 +23,14 @@ from katydid_kvcache.store import Store, Write
 __all__ = ["Writer", "commit"]
 
 
-def _refused(reason: str) -> PutOutcome:
-    return PutOutcome(PutStatus.REFUSED, reason)
+def _refused(refusal: PutRefusal) -> PutOutcome:
+    return PutOutcome(PutStatus.REFUSED, refusal)
 
 
 class Writer:
     """Finishes writes into `memory` and writes blocks through to `disk`, at most `queue_bytes` at a time.
 
-    Reasons of refusal: "checksum" (the bytes are not what the client announced), "corrupt" (another rank's part went
-    bad meanwhile), and, for a write that must reach the disk, "no_disk", "disk_failing", "disk_full".
+    It refuses with CHECKSUM and CORRUPT, a write that must reach the disk also with NO_DISK, DISK_FAILING, DISK_FULL.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class Writer:
         self._queue_bytes = queue_bytes
         self._block_ttl_s = block_ttl_s
         self._now = now
-        self._in_flight: dict[Block, asyncio.Future[str]] = {}
+        self._in_flight: dict[Block, asyncio.Future[PutRefusal | None]] = {}
         self._bytes_in_flight = 0
         self._room_made = asyncio.Event()
         self._backlog: deque[Block] = deque()
@@ -69,17 +68,17 @@ class Writer:
         store, block = self._store, write.block
         if block.memory is None:
             store.abort_write(write)
-            return _refused("corrupt")
+            return _refused(PutRefusal.CORRUPT)
         computed = payload_checksum(self._memory.view(block), block.namespace.layout.runs(write.heads))
         if computed != claimed:
             store.abort_write(write)
-            return _refused("checksum")
+            return _refused(PutRefusal.CHECKSUM)
         try:
             if store.finish_write(write, computed):
                 checksum = self._memory.join(block)
                 if checksum is None:
                     store.leave(store.memory, block, corrupt=True)
-                    return _refused("corrupt")
+                    return _refused(PutRefusal.CORRUPT)
                 ttl_s = self._block_ttl_s if ttl_s is None else ttl_s
                 store.complete(write, checksum, self._now() + ttl_s if ttl_s else 0.0)
                 self.follow(block)
@@ -110,8 +109,8 @@ class Writer:
         while block not in self._in_flight and self._bytes_in_flight >= self._queue_bytes:
             self._room_made.clear()
             await self._room_made.wait()
-        reason = await asyncio.shield(self.write_through(block))
-        return _refused(reason) if reason else outcome
+        refusal = await asyncio.shield(self.write_through(block))
+        return outcome if refusal is None else _refused(refusal)
 
     async def _completion(self, block: Block) -> None:
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -134,22 +133,22 @@ class Writer:
             # The longest waiting have been evicted, or soon will be.
             self._shed(self._backlog.popleft())
 
-    def write_through(self, block: Block) -> asyncio.Future[str]:
-        """Send a complete block to disk now, if it isn't there. The result is "" once it is durable, else why not."""
+    def write_through(self, block: Block) -> asyncio.Future[PutRefusal | None]:
+        """Send a complete block to disk now, if it isn't there. The result is None once it is durable."""
         if (in_flight := self._in_flight.get(block)) is not None:
             return in_flight
-        result: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        result: asyncio.Future[PutRefusal | None] = asyncio.get_running_loop().create_future()
         store, disk = self._store, self._disk
         if block.disk is not None:
-            result.set_result("")
+            result.set_result(None)
         elif disk is None or store.disk is None:
-            result.set_result("no_disk")
+            result.set_result(PutRefusal.NO_DISK)
         elif not disk.healthy:
             self._shed(block)
-            result.set_result("disk_failing")
+            result.set_result(PutRefusal.DISK_FAILING)
         elif block.memory is None or (slot := store.room(store.disk, block)) is None:
             self._shed(block)
-            result.set_result("disk_full")
+            result.set_result(PutRefusal.DISK_FULL)
         else:
             self._start(disk, block, slot, result)
         return result
@@ -167,7 +166,7 @@ class Writer:
             else:
                 self._shed(block)
 
-    def _start(self, disk: DiskTier, block: Block, slot: Slot, result: asyncio.Future[str]) -> None:
+    def _start(self, disk: DiskTier, block: Block, slot: Slot, result: asyncio.Future[PutRefusal | None]) -> None:
         namespace = block.namespace
         assert block.memory is not None
         assert self._store.disk is not None
@@ -195,25 +194,25 @@ class Writer:
         store = self._store
         assert store.disk is not None
         assert self._disk is not None
-        reason = ""
+        refusal: PutRefusal | None = None
         if error is not None:
-            reason = "disk_full" if error.errno in FULL else "disk_failing"
+            refusal = PutRefusal.DISK_FULL if error.errno in FULL else PutRefusal.DISK_FAILING
             store.disk.counters.shed += 1
             store.disk.slots.free(slot)
-            if reason == "disk_full":
+            if refusal is PutRefusal.DISK_FULL:
                 store.disk.slots.stop_growing()
         elif block.namespace.blocks.get(block.hash) is block:
             store.place(store.disk, block, slot)
         else:
             # Its memory slot turned out corrupt while it was written: nobody may find it again. A block that took its
             # place in the index writes its own row later, which this must not delete.
-            reason = "corrupt"
+            refusal = PutRefusal.CORRUPT
             store.disk.slots.free(slot)
             if block.hash not in block.namespace.blocks:
                 self._disk.delete(block.namespace.identity, block.hash)
         self._bytes_in_flight -= block.namespace.slot_bytes
         self._room_made.set()
-        self._in_flight.pop(block).set_result(reason)
+        self._in_flight.pop(block).set_result(refusal)
         store.unpin([block])
         self._catch_up()
 

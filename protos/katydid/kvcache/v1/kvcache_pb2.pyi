@@ -72,6 +72,34 @@ DURABILITY_DISK: Durability.ValueType  # 2
 """On disk, index included; survives kill -9."""
 Global___Durability: _TypeAlias = Durability  # noqa: Y015
 
+class _BlockMissReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BlockMissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BlockMissReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BLOCK_MISS_REASON_UNSPECIFIED: _BlockMissReason.ValueType  # 0
+    """Not stated."""
+    BLOCK_MISS_REASON_ABSENT: _BlockMissReason.ValueType  # 1
+    """The cache does not have it, or not all of it."""
+    BLOCK_MISS_REASON_CORRUPT: _BlockMissReason.ValueType  # 2
+    """Its bytes failed their checksum and were quarantined."""
+    BLOCK_MISS_REASON_STORE_UNAVAILABLE: _BlockMissReason.ValueType  # 3
+    """It is there and can't be read now. A client also says so of a service that does not answer."""
+
+class BlockMissReason(_BlockMissReason, metaclass=_BlockMissReasonEnumTypeWrapper):
+    """Why a block can't be served."""
+
+BLOCK_MISS_REASON_UNSPECIFIED: BlockMissReason.ValueType  # 0
+"""Not stated."""
+BLOCK_MISS_REASON_ABSENT: BlockMissReason.ValueType  # 1
+"""The cache does not have it, or not all of it."""
+BLOCK_MISS_REASON_CORRUPT: BlockMissReason.ValueType  # 2
+"""Its bytes failed their checksum and were quarantined."""
+BLOCK_MISS_REASON_STORE_UNAVAILABLE: BlockMissReason.ValueType  # 3
+"""It is there and can't be read now. A client also says so of a service that does not answer."""
+Global___BlockMissReason: _TypeAlias = BlockMissReason  # noqa: Y015
+
 class _PutStatus:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -85,7 +113,7 @@ class _PutStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PutStatus.V
     PUT_STATUS_PRESENT: _PutStatus.ValueType  # 2
     """It was there already; the client may skip its frames."""
     PUT_STATUS_REFUSED: _PutStatus.ValueType  # 3
-    """Not stored: checksum wrong, no room, quota. `reason` says which."""
+    """Not stored; `refusal` says why."""
 
 class PutStatus(_PutStatus, metaclass=_PutStatusEnumTypeWrapper):
     """What became of a written block."""
@@ -97,8 +125,60 @@ PUT_STATUS_STORED: PutStatus.ValueType  # 1
 PUT_STATUS_PRESENT: PutStatus.ValueType  # 2
 """It was there already; the client may skip its frames."""
 PUT_STATUS_REFUSED: PutStatus.ValueType  # 3
-"""Not stored: checksum wrong, no room, quota. `reason` says which."""
+"""Not stored; `refusal` says why."""
 Global___PutStatus: _TypeAlias = PutStatus  # noqa: Y015
+
+class _PutRefusal:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PutRefusalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PutRefusal.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PUT_REFUSAL_UNSPECIFIED: _PutRefusal.ValueType  # 0
+    """Not stated."""
+    PUT_REFUSAL_CHECKSUM: _PutRefusal.ValueType  # 1
+    """The bytes are not what the client announced."""
+    PUT_REFUSAL_INCOMPLETE: _PutRefusal.ValueType  # 2
+    """The client went on without sending all of it."""
+    PUT_REFUSAL_BUSY: _PutRefusal.ValueType  # 3
+    """Another client is writing these heads."""
+    PUT_REFUSAL_NO_ROOM: _PutRefusal.ValueType  # 4
+    """Everything in memory is pinned."""
+    PUT_REFUSAL_CORRUPT: _PutRefusal.ValueType  # 5
+    """Another rank's part of the block went bad meanwhile."""
+    PUT_REFUSAL_NO_DISK: _PutRefusal.ValueType  # 6
+    """DURABILITY_DISK was asked of a service without a disk tier."""
+    PUT_REFUSAL_DISK_FULL: _PutRefusal.ValueType  # 7
+    """DURABILITY_DISK: the disk is full, or everything on it is pinned."""
+    PUT_REFUSAL_DISK_FAILING: _PutRefusal.ValueType  # 8
+    """DURABILITY_DISK: the disk fails."""
+    PUT_REFUSAL_STORE_UNAVAILABLE: _PutRefusal.ValueType  # 9
+    """The service did not answer; said by clients alone."""
+
+class PutRefusal(_PutRefusal, metaclass=_PutRefusalEnumTypeWrapper):
+    """Why a block was not stored."""
+
+PUT_REFUSAL_UNSPECIFIED: PutRefusal.ValueType  # 0
+"""Not stated."""
+PUT_REFUSAL_CHECKSUM: PutRefusal.ValueType  # 1
+"""The bytes are not what the client announced."""
+PUT_REFUSAL_INCOMPLETE: PutRefusal.ValueType  # 2
+"""The client went on without sending all of it."""
+PUT_REFUSAL_BUSY: PutRefusal.ValueType  # 3
+"""Another client is writing these heads."""
+PUT_REFUSAL_NO_ROOM: PutRefusal.ValueType  # 4
+"""Everything in memory is pinned."""
+PUT_REFUSAL_CORRUPT: PutRefusal.ValueType  # 5
+"""Another rank's part of the block went bad meanwhile."""
+PUT_REFUSAL_NO_DISK: PutRefusal.ValueType  # 6
+"""DURABILITY_DISK was asked of a service without a disk tier."""
+PUT_REFUSAL_DISK_FULL: PutRefusal.ValueType  # 7
+"""DURABILITY_DISK: the disk is full, or everything on it is pinned."""
+PUT_REFUSAL_DISK_FAILING: PutRefusal.ValueType  # 8
+"""DURABILITY_DISK: the disk fails."""
+PUT_REFUSAL_STORE_UNAVAILABLE: PutRefusal.ValueType  # 9
+"""The service did not answer; said by clients alone."""
+Global___PutRefusal: _TypeAlias = PutRefusal  # noqa: Y015
 
 @_typing.final
 class AttachRequest(_message.Message):
@@ -682,13 +762,13 @@ class BlockMiss(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Index in GetStart.hashes."""
-    reason: _builtins.str
-    """"absent", "corrupt" or "store_unavailable"."""
+    reason: Global___BlockMissReason.ValueType
+    """Why."""
     def __init__(
         self,
         *,
         index: _builtins.int = ...,
-        reason: _builtins.str = ...,
+        reason: Global___BlockMissReason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -922,23 +1002,23 @@ class PutResult(_message.Message):
 
     INDEX_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Its number in the stream."""
     status: Global___PutStatus.ValueType
     """What became of it."""
-    reason: _builtins.str
-    """Why it was refused."""
+    refusal: Global___PutRefusal.ValueType
+    """Why it was refused; unspecified with any other status."""
     def __init__(
         self,
         *,
         index: _builtins.int = ...,
         status: Global___PutStatus.ValueType = ...,
-        reason: _builtins.str = ...,
+        refusal: Global___PutRefusal.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "reason", b"reason", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "refusal", b"refusal", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
