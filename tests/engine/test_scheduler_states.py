@@ -161,6 +161,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "rig"):
             self.rig.scheduler.check_integrity()
 
+    @invariant()
+    def who_is_held_back_does_not_fit(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        pool, queues = self.rig.pool, self.rig.scheduler._queues
+        for sequence in queues.waiting:
+            if pool.gains < sequence.fits_from:
+                matched = pool.match(sequence.hashes()) if sequence.reads_cache else []
+                in_use = len(matched) - pool.count_unreferenced(matched)
+                assert pool.num_available + in_use < -(-sequence.num_tokens // 64)
+
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
             return

@@ -52,6 +52,13 @@ class BlockPool:
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._stored: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
+        self._gains = 0
+
+    @property
+    def gains(self) -> int:
+        """How many pages were released by their last holder or published, ever. What is available, plus the pages in
+        use that a chain matches, grows by no more than this does: whoever is short of k pages can wait for k gains."""
+        return self._gains
 
     @property
     def num_available(self) -> int:
@@ -121,6 +128,7 @@ class BlockPool:
             if self._references[page] < 0:
                 raise IntegrityError(f"page {page} released more often than acquired")
             if self._references[page] == 0:
+                self._gains += 1
                 if self._hashes[page] is None:
                     self._free.append(page)
                 else:
@@ -136,6 +144,7 @@ class BlockPool:
             return holder
         if self._references[page] == 0 or self._hashes[page] is not None:
             raise IntegrityError(f"page {page} cannot be published: {self._references[page]} references")
+        self._gains += 1
         self._pages[block_hash] = page
         self._hashes[page] = block_hash
         if self._removed.pop(block_hash, block_hash) is not None:

@@ -198,8 +198,9 @@ class Sequence:
     """One choice of a request on its way: its tokens, its pages, and how many tokens lie computed in them.
 
     ``num_computed`` counts host-confirmed tokens whose K and V are in ``pages``; ``num_published`` the leading blocks
-    that bear their hash; ``likely_cached`` the tokens that were cached when it began to wait. A request begins as one
-    sequence and forks when its first tokens are sampled.
+    that bear their hash; ``likely_cached`` the tokens that were cached when it began to wait; ``fits_from`` the pool's
+    gains below which its pages cannot be had. A request begins as one sequence and forks when its first tokens are
+    sampled.
     """
 
     def __init__(self, id: int, live: LiveRequest, choice: int = 0) -> None:
@@ -217,6 +218,7 @@ class Sequence:
         self.pages_sent = 0
         self.bypassed = 0
         self.likely_cached = 0
+        self.fits_from = 0
         self._hashes: list[bytes] = []
 
     @property

@@ -80,11 +80,16 @@ class Residency:
 
     def take_pages(self, sequence: Sequence, spare: int) -> bool:
         """Gives a waiting sequence pages for all its tokens, cached ones where there are, leaving ``spare`` pages; or
-        gives nothing and returns False."""
+        gives nothing and returns False. To match a chain of thousands of blocks takes long: one that did not fit is
+        matched again only when enough pages have come free. (After a withdrawal a published block may join more than
+        itself to a chain, which then waits for longer than it must.)"""
+        if self.pool.gains < sequence.fits_from + spare:
+            return False
         matched = self.pool.match(sequence.hashes()) if sequence.reads_cache else []
         missing = pages_for(sequence.num_tokens) - len(matched)
         available = self.pool.num_available - self.pool.count_unreferenced(matched)
         if available < missing + spare:
+            sequence.fits_from = self.pool.gains + missing - available
             return False
         self.pool.acquire(matched)
         sequence.pages = matched + self.pool.allocate(missing)
