@@ -10,6 +10,7 @@ STAMP  := $(VENV)/.installed
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo "Installing into $(VENV): a few minutes the first time, most of it PyTorch"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q $(TORCH)
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'

@@ -105,6 +105,7 @@ def _lines(console: Console, interactive: bool) -> Iterable[str]:
         try:
             line = console.input("[bold cyan]you ›[/] ") if interactive else sys.stdin.readline()
         except (EOFError, KeyboardInterrupt):
+            console.print()  # the shell's prompt starts a line of its own
             return
         if not line and not interactive:
             return

@@ -148,7 +148,7 @@ def test_what_the_services_write_is_what_is_read(tmp_path):
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_bars_leave_room_for_what_spans_say(tmp_path, width):
     telemetry = Telemetry("gateway", trace_file=str(tmp_path / "gateway.jsonl"))
-    with telemetry.start("gateway.request", attributes={"route.engine": "engine-0"}):
+    with telemetry.start("gateway.request", attributes={"request.id": "r", "route.engine": "engine-0"}):
         pass
     telemetry.shutdown()
     out = io.StringIO()

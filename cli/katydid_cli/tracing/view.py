@@ -118,7 +118,7 @@ def _note(span: Span, names: Mapping[str, str]) -> str:
     if span.error:
         return span.error
     links = ", ".join(names.get(link, "a span elsewhere") for link in span.links)
-    hidden = ("ttft", "katydid.request_id")
+    hidden = ("ttft", "katydid.request_id", "request.id")
     shown = [(key, value) for key, value in span.attributes.items() if not key.startswith(hidden)]
     attributes = (f"{key}={value}" for key, value in shown[:_SHOWN_ATTRIBUTES])
     return " ".join((*((f"→ {links}",) if links else ()), *attributes))
