@@ -29,10 +29,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-async def wait_for_health(address: str, status: int, timeout_s: float) -> float:
+async def wait_for_health(address: str, status: int) -> float:
     """Seconds until the health service says ``status``."""
     started = time.monotonic()
-    async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(timeout_s):
+    async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(20):
         stub = health_pb2_grpc.HealthStub(channel)
         while (await stub.Check(health_pb2.HealthCheckRequest())).status != status:
             await asyncio.sleep(0.02)
@@ -40,7 +40,9 @@ async def wait_for_health(address: str, status: int, timeout_s: float) -> float:
 
 
 def test_a_dead_worker_ends_requests_with_a_typed_error(model: Path, tmp_path: Path) -> None:
-    with engine(model, tmp_path, "--fault-delays", "prefill:300,decode:5") as service:
+    """At once: long before the engine would call it silent."""
+    options = ("--fault-delays", "prefill:1500,decode:5", "--stall-timeout-s", "60")
+    with engine(model, tmp_path, *options) as service:
 
         async def scenario() -> None:
             async with session(service.address) as client:
@@ -51,9 +53,8 @@ def test_a_dead_worker_ends_requests_with_a_typed_error(model: Path, tmp_path: P
                 await asyncio.sleep(0.1)
                 (worker,) = service.children()
                 os.kill(worker, signal.SIGKILL)
-                killed = time.monotonic()
-                await asyncio.gather(delivered.done.wait(), fresh.done.wait())
-                assert time.monotonic() - killed < 1.0
+                async with asyncio.timeout(20):
+                    await asyncio.gather(delivered.done.wait(), fresh.done.wait())
                 assert delivered.end.error.reason == "ENGINE_LOST"
                 assert not delivered.end.error.retryable
                 assert delivered.end.output_tokens == len(delivered.output) > 0
@@ -65,17 +66,17 @@ def test_a_dead_worker_ends_requests_with_a_typed_error(model: Path, tmp_path: P
 
 
 def test_health_follows_the_step_loop_and_a_stop_lets_work_finish(model: Path, tmp_path: Path) -> None:
-    with engine(model, tmp_path, "--stall-timeout-s", "1", "--fault-delays", "decode:5") as service:
+    with engine(model, tmp_path, "--stall-timeout-s", "2", "--fault-delays", "decode:5") as service:
 
         async def scenario() -> None:
-            await wait_for_health(service.address, health_pb2.HealthCheckResponse.SERVING, 5)
+            await wait_for_health(service.address, health_pb2.HealthCheckResponse.SERVING)
             (worker,) = service.children()
             os.kill(worker, signal.SIGSTOP)
-            assert await wait_for_health(service.address, health_pb2.HealthCheckResponse.NOT_SERVING, 5) > 0.3
+            assert await wait_for_health(service.address, health_pb2.HealthCheckResponse.NOT_SERVING) > 0.3
             os.kill(worker, signal.SIGCONT)
-            await wait_for_health(service.address, health_pb2.HealthCheckResponse.SERVING, 5)
+            await wait_for_health(service.address, health_pb2.HealthCheckResponse.SERVING)
             async with session(service.address) as client:
-                answer = client.submit(prompt(20), max_tokens=100, ignore_eos=True)
+                answer = client.submit(prompt(20), max_tokens=400, ignore_eos=True)
                 while not answer.output:
                     await asyncio.sleep(0.01)
                 service.process.send_signal(signal.SIGTERM)
@@ -84,7 +85,7 @@ def test_health_follows_the_step_loop_and_a_stop_lets_work_finish(model: Path, t
                 refused = await client.generate(prompt(5))
                 assert (refused.end.error.reason, refused.end.error.retryable) == ("DRAINING", True)
                 await asyncio.wait_for(answer.done.wait(), 20)
-                assert len(answer.output) == 100
+                assert len(answer.output) == 400
 
         run(scenario())
         assert service.process.wait(10) == 0
@@ -99,14 +100,14 @@ def test_drain_aborts_after_its_timeout_and_no_worker_outlives_its_face(model: P
                 request = pb.DrainRequest()
                 request.timeout.FromMilliseconds(300)
                 assert (await client.stub.Drain(request)).aborted == 1
-                await asyncio.wait_for(answer.done.wait(), 5)
+                await asyncio.wait_for(answer.done.wait(), 20)
                 assert answer.end.reason == pb.FINISH_REASON_ABORT
-                await wait_for_health(service.address, health_pb2.HealthCheckResponse.NOT_SERVING, 5)
+                await wait_for_health(service.address, health_pb2.HealthCheckResponse.NOT_SERVING)
 
         run(scenario())
         (worker,) = service.children()
         service.kill()
-        given_up = time.monotonic() + 5
+        given_up = time.monotonic() + 20
         while Path(f"/proc/{worker}").exists() and time.monotonic() < given_up:
             time.sleep(0.02)
         assert not Path(f"/proc/{worker}").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections import defaultdict
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.e2e
 
-TRACEPARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
+PARENT_SPAN = "cd" * 8
 
 
 def cache_options(folder: Path) -> tuple[str, ...]:
@@ -123,6 +124,7 @@ def test_evicted_blocks_come_back_and_small_pools_stay_right(tiny: Path, tmp_pat
             run(scenario())
 
 
+# In the order of a request; every sum of some of them differs from every one of them by at least the smallest.
 DELAYS_MS = {
     "engine.queue": 300,
     "kvcache.lookup": 150,
@@ -133,7 +135,10 @@ DELAYS_MS = {
 
 
 def test_delays_show_each_in_its_phase_alone(tiny: Path, tmp_path: Path) -> None:
-    """Five delays at once, all different: every phase takes its own and nothing of another's."""
+    """Five delays at once, all different: every phase takes its own and nothing of another's.
+
+    Another's would add at least the smallest delay, every time; a busy machine adds as much in some tries alone.
+    """
     delays = ",".join(f"{name.split('.')[1]}:{ms}" for name, ms in DELAYS_MS.items())
     trace_file = tmp_path / "trace.jsonl"
     with service("katydid_kvcache", tmp_path, *cache_options(tmp_path)) as cache:
@@ -145,31 +150,50 @@ def test_delays_show_each_in_its_phase_alone(tiny: Path, tmp_path: Path) -> None
                     await attached(client, True)
                     await client.generate(prompt(200), max_tokens=1)
                     await blocks_stored(cache.address, 3)
-                    await flush(one.address)
-                    answer = await client.generate(prompt(200), max_tokens=2, traceparent=TRACEPARENT)
-                    assert answer.first is not None
-                    assert answer.cached() == (0, 192, 0, 0)
-                    phases = [*answer.first.trace.phases, *answer.end.trace.phases]
-                    assert [phase.name for phase in phases] == list(DELAYS_MS)
-                    for phase in phases:
-                        over_ms = phase.duration.ToNanoseconds() / 1e6 - DELAYS_MS[phase.name]
-                        assert -5 < over_ms < 100, (phase.name, over_ms)
-                    assert [phase.tier for phase in phases] == ["", "", "memory", "", ""]
-                    summary = answer.first.trace
-                    known = sum(phase.duration.ToNanoseconds() for phase in summary.phases)
-                    handover = summary.handover.ToNanoseconds()
-                    assert 0 < handover < 100e6
-                    assert summary.residence.ToNanoseconds() == pytest.approx(known + handover, abs=1e3)
-                    await asyncio.sleep(0.6)
-                    check_spans(trace_file, {phase.name: phase.span_id.hex() for phase in phases})
+                    least_over_ms = dict.fromkeys(DELAYS_MS, math.inf)
+                    for attempt in range(1, 6):
+                        await flush(one.address)
+                        trace_id = f"{attempt:032x}"
+                        answer = await client.generate(
+                            prompt(200), max_tokens=2, traceparent=f"00-{trace_id}-{PARENT_SPAN}-01"
+                        )
+                        phases = phases_of(answer)
+                        for phase in phases:
+                            over_ms = phase.duration.ToNanoseconds() / 1e6 - DELAYS_MS[phase.name]
+                            assert over_ms > -5, phase
+                            least_over_ms[phase.name] = min(over_ms, least_over_ms[phase.name])
+                        if max(least_over_ms.values()) < min(DELAYS_MS.values()):
+                            break
+                    assert max(least_over_ms.values()) < min(DELAYS_MS.values()), least_over_ms
+                    expected = {phase.name: [(phase.span_id.hex(), PARENT_SPAN)] for phase in phases}
+                    async with asyncio.timeout(20):
+                        while (exported := spans(trace_file, trace_id)) != expected:
+                            assert exported.keys() <= expected.keys(), exported
+                            await asyncio.sleep(0.05)
 
             run(scenario())
 
 
-def check_spans(trace_file: Path, expected: dict[str, str]) -> None:
-    exported = defaultdict(list)
+def phases_of(answer: Answer) -> list[pb.TracePhase]:
+    """The phases of an answer whose prompt came from the cache service's memory; they leave nothing unexplained."""
+    assert answer.first is not None
+    assert answer.cached() == (0, 192, 0, 0)
+    summary = answer.first.trace
+    known = sum(phase.duration.ToNanoseconds() for phase in summary.phases)
+    handover = summary.handover.ToNanoseconds()
+    assert handover > 0
+    assert summary.residence.ToNanoseconds() == pytest.approx(known + handover, abs=1e3)
+    phases = [*summary.phases, *answer.end.trace.phases]
+    assert [phase.name for phase in phases] == list(DELAYS_MS)
+    assert [phase.tier for phase in phases] == ["", "", "memory", "", ""]
+    return phases
+
+
+def spans(trace_file: Path, trace_id: str) -> dict[str, list[tuple[str, str]]]:
+    """Ids and parents of a trace's exported spans, by name."""
+    found = defaultdict(list)
     for line in trace_file.read_text().splitlines():
         span = json.loads(line)
-        if span["trace_id"] == TRACEPARENT.split("-")[1]:
-            exported[span["name"]].append((span["span_id"], span["parent"]))
-    assert exported == {name: [(span_id, TRACEPARENT.split("-")[2])] for name, span_id in expected.items()}
+        if span["trace_id"] == trace_id:
+            found[span["name"]].append((span["span_id"], span["parent"]))
+    return dict(found)

@@ -55,12 +55,12 @@ def test_records_arrive_whole_and_in_order(records: list[bytes], readers: int) -
 
 def test_waiting_ends_with_its_time_or_with_the_other_descriptor() -> None:
     with ring(1) as (_, (reader,)):
-        started = time.monotonic()
         assert reader.read(0.05) is None
-        assert time.monotonic() - started < 1
         there, here = os.pipe()
         os.close(here)
-        assert reader.read(5.0, also=there) is None
+        started = time.monotonic()
+        assert reader.read(60.0, also=there) is None
+        assert time.monotonic() - started < 30
         os.close(there)
 
 
