@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -19,11 +19,12 @@ from katydid_gateway import wire
 from katydid_gateway.answer import SLOW_CLIENT_GRACE_S, Answer
 from katydid_gateway.api_keys import ApiKeys
 from katydid_gateway.generation import Generator
-from katydid_gateway.requests import Caller, GenerationRequest, Prompt, TextPrompt
+from katydid_gateway.requests import Caller, Delta, GenerationRequest, Prompt, TextPrompt
 
 __all__ = ["InferenceServicer"]
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Event = TypeVar("Event", pb.GenerateResponse, pb.ChatResponse)
 
 
 class InferenceServicer(InferenceServiceServicer):
@@ -37,39 +38,11 @@ class InferenceServicer(InferenceServiceServicer):
         self._keys = keys
         self._max_message_bytes = max_message_bytes
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        caller, request_id = self._caller(request, context)
-        asked = GenerationRequest(
-            wire.prompt_from(request.prompt),
-            request.model,
-            wire.sampling_from(request.sampling),
-            wire.options_from(request.options, request_id),
-        )
-        async with self._generator.answer(asked, caller, "generate") as answer:
-            _watch_overflow(answer)
-            async for batch in answer.batches():
-                for delta in batch:
-                    if not delta.empty:
-                        yield wire.generate_event(answer.request_id, delta)
-            usage, timing = wire.usage_and_timing(answer.result)
-            yield pb.GenerateResponse(request_id=answer.request_id, usage=usage, timing=timing)
+    def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        return self._answer(request, context, "generate", lambda: wire.prompt_from(request.prompt), wire.generate_event)
 
-    async def Chat(self, request: pb.ChatRequest, context: Context) -> AsyncIterator[pb.ChatResponse]:
-        caller, request_id = self._caller(request, context)
-        asked = GenerationRequest(
-            wire.conversation_from(request),
-            request.model,
-            wire.sampling_from(request.sampling),
-            wire.options_from(request.options, request_id),
-        )
-        async with self._generator.answer(asked, caller, "grpc_chat") as answer:
-            _watch_overflow(answer)
-            async for batch in answer.batches():
-                for delta in batch:
-                    if not delta.empty:
-                        yield wire.chat_event(answer.request_id, delta)
-            usage, timing = wire.usage_and_timing(answer.result)
-            yield pb.ChatResponse(request_id=answer.request_id, usage=usage, timing=timing)
+    def Chat(self, request: pb.ChatRequest, context: Context) -> AsyncIterator[pb.ChatResponse]:
+        return self._answer(request, context, "grpc_chat", lambda: wire.conversation_from(request), wire.chat_event)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         self._caller(request, context)
@@ -96,6 +69,33 @@ class InferenceServicer(InferenceServiceServicer):
             request.model, prompt, request.options.prompt_cache_key, caller.tenant, request.without_engine
         )
         return wire.explanation(routed, decision)
+
+    async def _answer(
+        self,
+        request: pb.GenerateRequest | pb.ChatRequest,
+        context: Context,
+        api: str,
+        prompt: Callable[[], Prompt],
+        event: Callable[[str, Delta], Event],
+    ) -> AsyncIterator[Event]:
+        caller, request_id = self._caller(request, context)
+        asked = GenerationRequest(
+            prompt(),
+            request.model,
+            wire.sampling_from(request.sampling),
+            wire.options_from(request.options, request_id),
+        )
+        async with self._generator.answer(asked, caller, api) as answer:
+            _watch_overflow(answer)
+            async for batch in answer.batches():
+                for delta in batch:
+                    if not delta.empty:
+                        yield event(answer.request_id, delta)
+            last = event(answer.request_id, Delta(0))
+            usage, timing = wire.usage_and_timing(answer.result)
+            last.usage.CopyFrom(usage)
+            last.timing.CopyFrom(timing)
+            yield last
 
     def _caller(self, request: Message, context: Context) -> tuple[Caller, str]:
         """Who calls, under which request id. Raises UnauthenticatedError, PayloadTooLargeError."""

@@ -139,8 +139,9 @@ class EngineConnection:
         self._exclude()
         self._metrics.engine_up.labels(self.name).set(0)
 
-    def on_loads(self, reports: Mapping[int, RankReport], draining: bool) -> None:
+    def on_state(self, reports: Mapping[int, RankReport], *, draining: bool, role: pb.Role.ValueType) -> None:
         self._health.heard(draining)
+        self._role = _PARTIAL_ROLES.get(role, "")
         self._absence = "draining" if draining else ""
         self._exclude()
         self._state.reported(reports, time.monotonic())
@@ -163,7 +164,6 @@ class EngineConnection:
 
     async def _attend(self, description: pb.DescribeResponse) -> None:
         self.description = description
-        self._role = _PARTIAL_ROLES.get(description.role, "")
         self._state.ranks = [RankState() for _ in range(max(1, description.dp_ranks))]
         self._state.block_bytes = description.block_bytes
         self._state.kv_cache_attached = description.kv_cache_attached

@@ -55,7 +55,7 @@ class SessionObserver(Protocol):
 
     def on_disconnected(self) -> None: ...
 
-    def on_loads(self, reports: Mapping[int, RankReport], draining: bool) -> None: ...
+    def on_state(self, reports: Mapping[int, RankReport], *, draining: bool, role: pb.Role.ValueType) -> None: ...
 
 
 class EngineSession:
@@ -200,8 +200,8 @@ class EngineSession:
                 self._listeners.pop(number, None)
         if frame.unknown_requests:
             self._lose(list(frame.unknown_requests), _lost(self._name))
-        if frame.loads or frame.draining:
-            self._observer.on_loads({load.dp_rank: _report(load) for load in frame.loads}, frame.draining)
+        reports = {load.dp_rank: _report(load) for load in frame.loads}
+        self._observer.on_state(reports, draining=frame.draining, role=frame.role)
         self._acknowledge()
 
     def _acknowledge(self) -> None:

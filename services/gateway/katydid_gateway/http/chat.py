@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +13,14 @@ from katydid_gateway.generation import Generator
 from katydid_gateway.http.exchange import Exchange
 from katydid_gateway.http.failures import decode_body
 from katydid_gateway.http.schema import ChatCompletionBody
+from katydid_gateway.http.shape import Shape, finite_logprob, send_answers
 from katydid_gateway.http.translate import chat_request
 from katydid_gateway.http.usage import timing_fields, usage_fields
-from katydid_gateway.requests import Caller, Delta, FinishReason, TokenLogprob, ToolCall
+from katydid_gateway.requests import Caller, Delta, TokenLogprob, ToolCall
 
 __all__ = ["ChatCompletions"]
 
 _decoder = msgspec.json.Decoder(ChatCompletionBody)
-_encode = msgspec.json.Encoder().encode
 
 
 class ChatCompletions:
@@ -38,47 +37,25 @@ class ChatCompletions:
         request = chat_request(body, exchange.request_id)
         async with self._generator.answer(request, caller, self.api) as answer:
             shape = _Shape(answer, body)
-            writing = self._stream(exchange, answer, shape) if body.stream else self._whole(exchange, answer, shape)
-            await exchange.while_connected([answer], writing)
-
-    async def _stream(self, exchange: Exchange, answer: Answer, shape: _Shape) -> None:
-        async for batch in answer.batches(self._keepalive_s):
-            # The head waits for the first output, so that a request an engine refuses still gets its own status.
-            if not exchange.started:
-                await exchange.start_events()
-            content = b"".join([shape.chunk(delta) for delta in batch]) if batch else b": keep-alive\n\n"
-            if content:
-                await exchange.write(content)
-        await exchange.write(shape.last_chunks())
-        await exchange.end()
-
-    async def _whole(self, exchange: Exchange, answer: Answer, shape: _Shape) -> None:
-        async for batch in answer.batches():
-            for delta in batch:
-                shape.collect(delta)
-        await exchange.send_json(shape.whole())
+            await send_answers(exchange, [answer], shape, stream=bool(body.stream), keepalive_s=self._keepalive_s)
 
 
-class _Shape:
-    """Deltas of one answer in OpenAI's words."""
+class _Shape(Shape):
+    """Deltas of a conversation's answer: first the role, then what is said, thought and called, then why it ends."""
 
     def __init__(self, answer: Answer, body: ChatCompletionBody) -> None:
+        super().__init__(
+            id=f"chatcmpl-{answer.request_id}",
+            object="chat.completion.chunk" if body.stream else "chat.completion",
+            model=answer.model,
+            stream_options=body.stream_options,
+        )
         self._answer = answer
         self._with_logprobs = bool(body.logprobs)
         self._with_ids = bool(body.return_token_ids)
-        self._include_usage = body.stream_options is not None and body.stream_options.include_usage
         self._begun: set[int] = set()
-        self._collected: dict[int, Delta] = {}
-        self._head: dict[str, Any] = {
-            "id": f"chatcmpl-{answer.request_id}",
-            "object": "chat.completion.chunk" if body.stream else "chat.completion",
-            "created": int(time.time()),
-            "model": answer.model,
-        }
-        self._tail: dict[str, Any] = {"usage": None} if self._include_usage else {}
 
-    def chunk(self, delta: Delta) -> bytes:
-        """The events of one delta; b"" when it has nothing to show yet."""
+    def chunk(self, _place: int, delta: Delta) -> bytes:
         fields: dict[str, Any] = {}
         if delta.reasoning:
             fields["reasoning_content"] = delta.reasoning
@@ -89,34 +66,14 @@ class _Shape:
         events = []
         if delta.index not in self._begun:
             self._begun.add(delta.index)
-            events.append(self._event(delta.index, {"role": "assistant", "content": ""}, None))
+            events.append(self._part(delta.index, {"role": "assistant", "content": ""}))
         if fields or delta.logprobs or (self._with_ids and delta.ids):
-            events.append(self._event(delta.index, fields, None, delta))
+            events.append(self._part(delta.index, fields, self._extras(delta)))
         if delta.finish is not None:
-            events.append(self._event(delta.index, {}, delta.finish))
+            events.append(self._part(delta.index, {}, {"finish_reason": delta.finish}))
         return b"".join(events)
 
-    def last_chunks(self) -> bytes:
-        """The usage chunk when it was asked for, and the end mark."""
-        if not self._include_usage:
-            return b"data: [DONE]\n\n"
-        return b"data: " + _encode(self._head | {"choices": []} | self._account()) + b"\n\ndata: [DONE]\n\n"
-
-    def collect(self, delta: Delta) -> None:
-        """Keep a delta for `whole`."""
-        known = self._collected.setdefault(delta.index, Delta(delta.index))
-        known.text += delta.text
-        known.reasoning += delta.reasoning
-        known.tool_calls += delta.tool_calls
-        known.logprobs += delta.logprobs
-        known.ids += delta.ids
-        known.finish = delta.finish or known.finish
-
-    def whole(self) -> bytes:
-        choices = [self._choice(self._collected[index]) for index in sorted(self._collected)]
-        return _encode(self._head | {"choices": choices} | self._account())
-
-    def _choice(self, delta: Delta) -> dict[str, Any]:
+    def choice(self, _place: int, delta: Delta) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": delta.text or None, "refusal": None}
         calls = _whole_calls(delta.tool_calls)
         if calls:
@@ -127,13 +84,12 @@ class _Shape:
             message["reasoning_content"] = delta.reasoning
         return {"index": delta.index, "message": message, "finish_reason": delta.finish} | self._extras(delta)
 
-    def _event(
-        self, index: int, fields: dict[str, Any], finish: FinishReason | None, delta: Delta | None = None
-    ) -> bytes:
-        choice = {"index": index, "delta": fields, "finish_reason": finish}
-        if delta is not None:
-            choice |= self._extras(delta)
-        return b"data: " + _encode(self._head | {"choices": [choice]} | self._tail) + b"\n\n"
+    def account(self) -> dict[str, Any]:
+        result = self._answer.result
+        return {"usage": usage_fields(result.usage), "timing": timing_fields(result.timing)}
+
+    def _part(self, index: int, fields: dict[str, Any], extras: dict[str, Any] | None = None) -> bytes:
+        return self.event({"index": index, "delta": fields, "finish_reason": None} | (extras or {}))
 
     def _extras(self, delta: Delta) -> dict[str, Any]:
         extras: dict[str, Any] = {"logprobs": None}
@@ -142,10 +98,6 @@ class _Shape:
         if self._with_ids:
             extras["token_ids"] = unpack_ids(delta.ids).tolist()
         return extras
-
-    def _account(self) -> dict[str, Any]:
-        result = self._answer.result
-        return {"usage": usage_fields(result.usage), "timing": timing_fields(result.timing)}
 
 
 def _joined(parts: list[ToolCall]) -> list[ToolCall]:
@@ -179,5 +131,4 @@ def _logprob(entry: TokenLogprob) -> dict[str, Any]:
 
 
 def _logprob_fields(entry: TokenLogprob) -> dict[str, Any]:
-    # JSON has no -inf: -9999 is what OpenAI sends for it.
-    return {"token": entry.text, "logprob": max(entry.logprob, -9999.0), "bytes": list(entry.raw)}
+    return {"token": entry.text, "logprob": finite_logprob(entry.logprob), "bytes": list(entry.raw)}

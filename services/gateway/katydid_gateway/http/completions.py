@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import AsyncExitStack
 from functools import reduce
 from operator import add
@@ -15,8 +14,8 @@ from katydid_gateway.answer import Answer
 from katydid_gateway.generation import Generator
 from katydid_gateway.http.exchange import Exchange
 from katydid_gateway.http.failures import decode_body
-from katydid_gateway.http.merge import merged
 from katydid_gateway.http.schema import CompletionBody
+from katydid_gateway.http.shape import Shape, finite_logprob, send_answers
 from katydid_gateway.http.translate import completion_requests
 from katydid_gateway.http.usage import timing_fields, usage_fields
 from katydid_gateway.requests import Caller, Delta, FinishedRequest, FinishReason, TokenLogprob, Usage
@@ -25,7 +24,6 @@ from katydid_gateway.text.detokenizer import Vocabulary
 __all__ = ["Completions"]
 
 _decoder = msgspec.json.Decoder(CompletionBody)
-_encode = msgspec.json.Encoder().encode
 
 
 class Completions:
@@ -47,74 +45,36 @@ class Completions:
                 for request in requests
             ]
             shape = _Shape(answers, body, exchange.request_id, self._generator.text.vocabulary)
-            writing = self._stream(exchange, answers, shape) if body.stream else self._whole(exchange, answers, shape)
-            await exchange.while_connected(answers, writing)
-
-    async def _stream(self, exchange: Exchange, answers: list[Answer], shape: _Shape) -> None:
-        async for place, batch in merged(answers, self._keepalive_s):
-            if not exchange.started:
-                await exchange.start_events()
-            content = b"".join([shape.chunk(place, delta) for delta in batch]) if batch else b": keep-alive\n\n"
-            if content:
-                await exchange.write(content)
-        await exchange.write(shape.last_chunks())
-        await exchange.end()
-
-    async def _whole(self, exchange: Exchange, answers: list[Answer], shape: _Shape) -> None:
-        async for place, batch in merged(answers):
-            for delta in batch:
-                shape.collect(place, delta)
-        await exchange.send_json(shape.whole())
+            await send_answers(exchange, answers, shape, stream=bool(body.stream), keepalive_s=self._keepalive_s)
 
 
-class _Shape:
-    """Deltas of all answers in OpenAI's words; choice `i` of prompt `p` is index `p * n + i`."""
+class _Shape(Shape):
+    """Text to be read on; choice `i` of prompt `p` is index `p * n + i`."""
 
     def __init__(self, answers: list[Answer], body: CompletionBody, request_id: str, vocabulary: Vocabulary) -> None:
+        super().__init__(
+            id=f"cmpl-{request_id}",
+            object="text_completion",
+            model=answers[0].model,
+            stream_options=body.stream_options,
+        )
         self._answers = answers
         self._body = body
         self._vocabulary = vocabulary
         self._hidden = {vocabulary.raw(token).decode() for token in vocabulary.special}
         self._n = body.n or 1
         self._prompt_only = body.max_tokens == 0
-        self._include_usage = body.stream_options is not None and body.stream_options.include_usage
         self._offsets: dict[int, int] = {}
-        self._collected: dict[int, Delta] = {}
-        self._head: dict[str, Any] = {
-            "id": f"cmpl-{request_id}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": answers[0].model,
-        }
-        self._tail: dict[str, Any] = {"usage": None} if self._include_usage else {}
 
     def chunk(self, place: int, delta: Delta) -> bytes:
-        """The event of one delta, the first of a choice led by its prompt when that is to be echoed."""
+        """The first event of a choice is led by its prompt when that is to be echoed."""
         index = place * self._n + delta.index
         begins = self._body.echo and index not in self._offsets
         if not (begins or delta.text or delta.logprobs or delta.finish or (self._body.return_token_ids and delta.ids)):
             return b""
-        choice = self._choice(place, delta)
-        return b"data: " + _encode(self._head | {"choices": [choice]} | self._tail) + b"\n\n"
+        return self.event(self.choice(place, delta))
 
-    def last_chunks(self) -> bytes:
-        if not self._include_usage:
-            return b"data: [DONE]\n\n"
-        return b"data: " + _encode(self._head | {"choices": []} | self._account()) + b"\n\ndata: [DONE]\n\n"
-
-    def collect(self, place: int, delta: Delta) -> None:
-        index = place * self._n + delta.index
-        known = self._collected.setdefault(index, Delta(delta.index))
-        known.text += delta.text
-        known.logprobs += delta.logprobs
-        known.ids += delta.ids
-        known.finish = delta.finish or known.finish
-
-    def whole(self) -> bytes:
-        choices = [self._choice(index // self._n, self._collected[index]) for index in sorted(self._collected)]
-        return _encode(self._head | {"choices": choices} | self._account())
-
-    def _choice(self, place: int, delta: Delta) -> dict[str, Any]:
+    def choice(self, place: int, delta: Delta) -> dict[str, Any]:
         index = place * self._n + delta.index
         answer = self._answers[place]
         prompt = self._prompt(answer) if self._body.echo and index not in self._offsets else ""
@@ -151,13 +111,13 @@ class _Shape:
             known = isinstance(entry, TokenLogprob)
             text = entry.text if isinstance(entry, TokenLogprob) else entry
             columns["tokens"].append(text)
-            columns["token_logprobs"].append(max(entry.logprob, -9999.0) if isinstance(entry, TokenLogprob) else None)
+            columns["token_logprobs"].append(finite_logprob(entry.logprob) if isinstance(entry, TokenLogprob) else None)
             columns["top_logprobs"].append(_top(entry) if known else None)
             columns["text_offset"].append(offset)
             offset += 0 if text in self._hidden else len(text)
         return columns
 
-    def _account(self) -> dict[str, Any]:
+    def account(self) -> dict[str, Any]:
         results = [answer.result for answer in self._answers]
         usage = reduce(add, [self._usage(result) for result in results])
         slowest = max(results, key=lambda result: result.timing.ttft_s)
@@ -171,4 +131,4 @@ class _Shape:
 def _top(entry: TokenLogprob | str) -> dict[str, float]:
     if isinstance(entry, str):
         return {}
-    return {other.text: max(other.logprob, -9999.0) for other in entry.top}
+    return {other.text: finite_logprob(other.logprob) for other in entry.top}
