@@ -356,6 +356,12 @@ def split(hashes: bytes) -> list[bytes]:
     return [hashes[i : i + 32] for i in range(0, len(hashes), 32)]
 
 
+async def until_told(client: SessionClient, role: pb.Role) -> None:
+    async with asyncio.timeout(20):
+        while client.frames[-1].role != role:
+            await asyncio.sleep(0.01)
+
+
 def test_admin(running: Service) -> None:
     async def scenario() -> None:
         async with session(running.address) as client, grpc.aio.insecure_channel(running.address) as channel:
@@ -363,7 +369,9 @@ def test_admin(running: Service) -> None:
             answer = await admin.SetRole(pb.SetRoleRequest(role=pb.ROLE_DECODE))
             assert answer.previous == pb.ROLE_BOTH
             assert (await client.stub.Describe(pb.DescribeRequest())).role == pb.ROLE_DECODE
+            await until_told(client, pb.ROLE_DECODE)
             await admin.SetRole(pb.SetRoleRequest(role=pb.ROLE_BOTH))
+            await until_told(client, pb.ROLE_BOTH)
             for call in (admin.SetRole(pb.SetRoleRequest()), admin.Profile(pb.ProfileRequest(steps=1001))):
                 with pytest.raises(grpc.RpcError) as caught:
                     await call

@@ -17,7 +17,7 @@ from katydid_runtime.errors import ConflictError
 
 
 def new_session() -> Session:
-    return Session("test", lambda draft, number: draft.seal(number, [], draining=False))
+    return Session("test", lambda draft, number: draft.seal(number, [], draining=False, role=pb.ROLE_BOTH))
 
 
 def produce(session: Session, token: int) -> None:
@@ -157,4 +157,4 @@ def test_an_empty_draft_says_so() -> None:
     assert draft.empty
     draft.add_unknown(3)
     assert not draft.empty
-    assert list(draft.seal(1, [], draining=True).unknown_requests) == [3]
+    assert list(draft.seal(1, [], draining=True, role=pb.ROLE_BOTH).unknown_requests) == [3]

@@ -93,6 +93,12 @@ class MockEngine(EngineServiceServicer):
             session.streams += 1
             session.wake.set()
 
+    def change_role(self, role: pb.Role) -> None:
+        """Takes a role and says so in a frame, as after SetRole."""
+        self.options.role = role
+        for session in self._sessions.values():
+            self._emit(session, pb.SessionResponse())
+
     async def Describe(self, _request: pb.DescribeRequest, _context: object) -> pb.DescribeResponse:
         options = self.options
         message = pb.DescribeResponse(
@@ -321,6 +327,7 @@ class MockEngine(EngineServiceServicer):
         session.number += 1
         frame.frame = session.number
         frame.draining = self.draining
+        frame.role = self.options.role
         waiting = sum(len(running.message.prompt_ids) // 4 for running in session.running.values() if not running.sent)
         for rank in range(self.options.dp_ranks):
             frame.loads.add(

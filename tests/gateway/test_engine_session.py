@@ -219,13 +219,20 @@ def test_a_draining_engine_gets_no_new_requests(chatml: Path) -> None:
 
 def test_an_engine_of_one_phase_gets_no_whole_requests(chatml: Path) -> None:
     async def scenario(built: Rig) -> None:
-        await built.engines[0].stop()
-        built.engines[0].options.role = pb.ROLE_PREFILL
-        await revive(built, built.engines[0])
-        state = built.gateway.fleet.router.engines["engine-0"]
+        engine, state = built.engines[0], built.gateway.fleet.router.engines["engine-0"]
+        for role, why in [
+            (pb.ROLE_PREFILL, "computes prompts only"),
+            (pb.ROLE_DECODE, "continues prompts only"),
+            (pb.ROLE_BOTH, ""),
+        ]:
+            engine.change_role(role)
+            await until(lambda why=why: state.excluded == why)
+            assert (await built.chat()).status_code == 200
+            assert why == "" or not engine.submitted
+        await engine.stop()
+        engine.options.role = pb.ROLE_PREFILL
+        await revive(built, engine)
         await until(lambda: state.excluded == "computes prompts only")
-        assert (await built.chat()).status_code == 200
-        assert not built.engines[0].submitted
 
     run(chatml, scenario, engines=2)
 

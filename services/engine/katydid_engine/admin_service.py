@@ -9,8 +9,10 @@ from pathlib import Path
 import grpc
 from katydid.engine.v1 import engine_pb2 as pb
 from katydid.engine.v1 import engine_pb2_grpc
-from katydid_runtime.errors import InvalidRequestError, UnavailableError
+from katydid_runtime.errors import InvalidRequestError
 
+from katydid_engine.face import Face
+from katydid_engine.service import ready
 from katydid_engine.worker_group import WorkerGroup
 
 __all__ = ["ROLES", "AdminService"]
@@ -20,12 +22,15 @@ _MAX_STEPS = 1000
 
 
 class AdminService(engine_pb2_grpc.AdminServiceServicer):
-    """``role`` is what Describe reports. Answers UNAVAILABLE until ``groups`` is set."""
+    """Answers UNAVAILABLE until ``open`` is called, which the engine does once its workers have their model."""
 
-    def __init__(self, role: pb.Role.ValueType, profile_folder: Path) -> None:
-        self.role = role
-        self.groups: Sequence[WorkerGroup] = ()
+    def __init__(self, profile_folder: Path) -> None:
+        self._face: Face | None = None
+        self._groups: Sequence[WorkerGroup] = ()
         self._profile_folder = profile_folder
+
+    def open(self, face: Face, groups: Sequence[WorkerGroup]) -> None:
+        self._face, self._groups = face, groups
 
     async def SetRole(
         self,
@@ -36,15 +41,14 @@ class AdminService(engine_pb2_grpc.AdminServiceServicer):
             raise InvalidRequestError(
                 f"role is {request.role}", field="role", value=request.role, allowed="prefill, decode or both"
             )
-        previous, self.role = self.role, request.role
-        return pb.SetRoleResponse(previous=previous)
+        return pb.SetRoleResponse(previous=ready(self._face).change_role(request.role))
 
     async def Flush(
         self,
         request: pb.FlushRequest,  # noqa: ARG002
         context: grpc.aio.ServicerContext[pb.FlushRequest, pb.FlushResponse],  # noqa: ARG002
     ) -> pb.FlushResponse:
-        return pb.FlushResponse(blocks=sum([await group.flush() for group in self._ready()]))
+        return pb.FlushResponse(blocks=sum([await group.flush() for group in self._started()]))
 
     async def Profile(
         self,
@@ -57,10 +61,9 @@ class AdminService(engine_pb2_grpc.AdminServiceServicer):
                 f"steps is {request.steps}", field="steps", value=request.steps, allowed=f"1 to {_MAX_STEPS}"
             )
         path = self._profile_folder / f"katydid-profile-{time.time_ns()}.json"
-        await self._ready()[0].profile(request.steps, str(path))
+        await self._started()[0].profile(request.steps, str(path))
         return pb.ProfileResponse(path=str(path))
 
-    def _ready(self) -> Sequence[WorkerGroup]:
-        if not self.groups:
-            raise UnavailableError("the engine is loading its model", retry_after_s=1.0)
-        return self.groups
+    def _started(self) -> Sequence[WorkerGroup]:
+        ready(self._face)
+        return self._groups

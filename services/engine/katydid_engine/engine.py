@@ -66,7 +66,7 @@ async def serve(settings: EngineSettings, telemetry: Telemetry) -> None:
         settings.listen, services=_SERVICES, long_lived=_LONG_LIVED, drain_timeout_s=settings.drain_timeout_s
     )
     service = EngineService()
-    admin = AdminService(ROLES[settings.role], settings.profile_folder)
+    admin = AdminService(settings.profile_folder)
     metrics = EngineMetrics()
     add_EngineServiceServicer_to_server(service, server.grpc)
     add_AdminServiceServicer_to_server(admin, server.grpc)
@@ -78,8 +78,8 @@ async def serve(settings: EngineSettings, telemetry: Telemetry) -> None:
             logger.info("metrics", extra={"address": await exposition.start(settings.http_listen)})
             stack.push_async_callback(exposition.stop)
         engine = await stack.enter_async_context(_started(settings, telemetry, metrics))
-        service.open(engine.face, engine.blocks, lambda: engine.describe(admin.role), engine.face.drain)
-        admin.groups = engine.groups
+        service.open(engine.face, engine.blocks, engine.describe, engine.face.drain)
+        admin.open(engine.face, engine.groups)
         await engine.attend(server)
 
 
@@ -121,6 +121,7 @@ class Engine:
             metrics=metrics,
             telemetry=telemetry,
             loads=[Load(free_pages=w.ready.num_pages, total_pages=w.ready.num_pages) for w in workers],
+            role=ROLES[settings.role],
             boot_id=self._boot_id,
             reattach_window_s=settings.reattach_window_s,
             max_requests=settings.max_requests,
@@ -150,7 +151,7 @@ class Engine:
                 task.cancel()
             await asyncio.gather(signalled, *tasks, return_exceptions=True)
 
-    def describe(self, role: pb.Role.ValueType) -> pb.DescribeResponse:
+    def describe(self) -> pb.DescribeResponse:
         settings, limits, identity = self._settings, self.face.limits, self._model.identity
         return pb.DescribeResponse(
             model=settings.name,
@@ -161,7 +162,7 @@ class Engine:
             vocab_size=limits.vocab_size,
             dp_ranks=limits.dp_ranks,
             pages_per_rank=self._pages,
-            role=role,
+            role=self.face.role,
             eos_token_ids=self._model.config.eos_token_ids,
             boot_id=self._boot_id,
             reattach_window=to_duration(settings.reattach_window_s),

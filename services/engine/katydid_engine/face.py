@@ -70,11 +70,13 @@ class Face:
         metrics: EngineMetrics,
         telemetry: Telemetry,
         loads: Sequence[Load],
+        role: pb.Role.ValueType,
         boot_id: str,
         reattach_window_s: float,
         max_requests: int,
     ) -> None:
         self.limits = limits
+        self.role = role
         self.draining = False
         self.failure: KatydidError | None = None
         self._send = send
@@ -184,6 +186,13 @@ class Face:
             self._ask_cache(dp_rank, ask, self._cache_spans(ask))
         self._count(dp_rank, report)
 
+    def change_role(self, role: pb.Role.ValueType) -> pb.Role.ValueType:
+        """Tells every gateway; returns the role before."""
+        previous, self.role = self.role, role
+        for session in self._sessions.values():
+            session.wake(even_empty=True)
+        return previous
+
     def fail(self, error: KatydidError) -> None:
         """A worker is gone: every open request ends now."""
         self.failure = error
@@ -243,7 +252,7 @@ class Face:
 
     def _seal(self, draft: FrameDraft, number: int) -> pb.SessionResponse:
         loads = (rank_load(rank, load) for rank, load in enumerate(self._loads))
-        return draft.seal(number, loads, draining=self.draining)
+        return draft.seal(number, loads, draining=self.draining, role=self.role)
 
     def _refuse(self, session: Session, message: pb.SubmitRequest, error: KatydidError, received_at: float) -> None:
         self._metrics.refused.labels(error.reason).inc()

@@ -86,11 +86,14 @@ class FrameDraft:
         self.empty = False
         self._frame.unknown_requests.append(number)
 
-    def seal(self, number: int, loads: Iterable[pb.RankLoad], *, draining: bool) -> pb.SessionResponse:
+    def seal(
+        self, number: int, loads: Iterable[pb.RankLoad], *, draining: bool, role: pb.Role.ValueType
+    ) -> pb.SessionResponse:
         """The finished frame; the draft must not be used again."""
         frame = self._frame
         frame.frame = number
         frame.draining = draining
+        frame.role = role
         frame.loads.extend(loads)
         if self._tokens:
             frame.tokens.requests = _packed(self._requests)

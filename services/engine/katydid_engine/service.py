@@ -16,7 +16,7 @@ from katydid_engine.block_watch import BlockWatch
 from katydid_engine.face import Face
 from katydid_engine.session import Session
 
-__all__ = ["EngineService"]
+__all__ = ["EngineService", "ready"]
 
 T = TypeVar("T")
 
@@ -46,14 +46,14 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         request: pb.DescribeRequest,  # noqa: ARG002
         context: grpc.aio.ServicerContext[pb.DescribeRequest, pb.DescribeResponse],  # noqa: ARG002
     ) -> pb.DescribeResponse:
-        return _ready(self._describe)()
+        return ready(self._describe)()
 
     async def Session(
         self,
         request_iterator: AsyncIterator[pb.SessionRequest],
         context: grpc.aio.ServicerContext[pb.SessionRequest, pb.SessionResponse],  # noqa: ARG002
     ) -> AsyncIterator[pb.SessionResponse]:
-        face = _ready(self._face)
+        face = ready(self._face)
         requests = aiter(request_iterator)
         session, stream, opened = face.open_session(await _opening(requests))
         reader = asyncio.create_task(_read(requests, face, session))
@@ -78,7 +78,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         request: pb.WatchRequest,  # noqa: ARG002
         context: grpc.aio.ServicerContext[pb.WatchRequest, pb.WatchResponse],  # noqa: ARG002
     ) -> AsyncIterator[pb.WatchResponse]:
-        async for event in _ready(self._blocks).stream():
+        async for event in ready(self._blocks).stream():
             yield event
 
     async def Drain(
@@ -87,10 +87,11 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         context: grpc.aio.ServicerContext[pb.DrainRequest, pb.DrainResponse],  # noqa: ARG002
     ) -> pb.DrainResponse:
         timeout_s = to_seconds(request.timeout) if request.HasField("timeout") else None
-        return pb.DrainResponse(aborted=await _ready(self._drain)(timeout_s))
+        return pb.DrainResponse(aborted=await ready(self._drain)(timeout_s))
 
 
-def _ready(value: T | None) -> T:
+def ready(value: T | None) -> T:
+    """What the engine has only once its model is loaded; raises UnavailableError before."""
     if value is None:
         raise UnavailableError("the engine is loading its model", retry_after_s=1.0)
     return value

@@ -27,7 +27,10 @@ class EngineSettings(ServiceSettings):
 
     model: Path = Field(description="folder of the model: config.json, safetensors, tokenizer.json")
     model_name: str | None = Field(None, description="name that requests ask for; by default the folder's name")
-    role: Literal["both", "prefill", "decode"] = Field("both", description="which phase gateways should send here")
+    role: Literal["both", "prefill", "decode"] = Field(
+        "both",
+        description="what gateways should send here; today's gateway sends requests to engines of role both alone",
+    )
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the model runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="of weights, activations and pages; auto: float32 on the CPU, the checkpoint's on a GPU"

@@ -36,7 +36,9 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     """Does both phases."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
-    """What an engine does with a request."""
+    """What an engine is there for. It refuses nothing because of its role: gateways choose whom to send what. Today's gateway
+    splits no request over two engines and sends requests to engines of role both alone.
+    """
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
 """Not stated."""
@@ -103,7 +105,7 @@ Global___DescribeRequest: _TypeAlias = DescribeRequest  # noqa: Y015
 
 @_typing.final
 class DescribeResponse(_message.Message):
-    """Who this engine is. Constant for the life of the process."""
+    """Who this engine is. Constant for the life of the process, but for `role` and `kv_cache_attached`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -143,7 +145,7 @@ class DescribeResponse(_message.Message):
     pages_per_rank: _builtins.int
     """KV pages of each dp_rank."""
     role: Global___Role.ValueType
-    """Present role."""
+    """Present role; later changes are told by SessionResponse.role."""
     boot_id: _builtins.str
     """Random id of this process; changes at every start."""
     max_choices: _builtins.int
@@ -613,10 +615,13 @@ class SessionResponse(_message.Message):
     LOADS_FIELD_NUMBER: _builtins.int
     UNKNOWN_REQUESTS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     frame: _builtins.int
     """Frame number in this session, from 1, without gaps."""
     draining: _builtins.bool
     """True when the engine drains and takes no new requests."""
+    role: Global___Role.ValueType
+    """Present role."""
     @_builtins.property
     def opened(self) -> Global___SessionOpened:
         """Set in the first frame of a stream alone."""
@@ -657,10 +662,11 @@ class SessionResponse(_message.Message):
         loads: _abc.Iterable[Global___RankLoad] | None = ...,
         unknown_requests: _abc.Iterable[_builtins.int] | None = ...,
         draining: _builtins.bool = ...,
+        role: Global___Role.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["opened", b"opened", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "finishes", b"finishes", "first_tokens", b"first_tokens", "frame", b"frame", "loads", b"loads", "logprobs", b"logprobs", "opened", b"opened", "tokens", b"tokens", "unknown_requests", b"unknown_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "finishes", b"finishes", "first_tokens", b"first_tokens", "frame", b"frame", "loads", b"loads", "logprobs", b"logprobs", "opened", b"opened", "role", b"role", "tokens", b"tokens", "unknown_requests", b"unknown_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

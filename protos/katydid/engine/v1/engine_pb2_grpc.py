@@ -270,7 +270,8 @@ class AdminServiceServicer(object):
     """
 
     def SetRole(self, request, context):
-        """Changes the role of an engine between prefill, decode and both. Running requests finish under the old role.
+        """Changes the role of an engine between prefill, decode and both. Gateways hear of it with the next frame; requests
+        that run finish under the old role.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -116,7 +116,9 @@ class AdminServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     SetRole: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SetRoleRequest, _engine_pb2.SetRoleResponse]
-    """Changes the role of an engine between prefill, decode and both. Running requests finish under the old role."""
+    """Changes the role of an engine between prefill, decode and both. Gateways hear of it with the next frame; requests
+    that run finish under the old role.
+    """
     Flush: _grpc.UnaryUnaryMultiCallable[_engine_pb2.FlushRequest, _engine_pb2.FlushResponse]
     """Drops every unreferenced block of the prefix cache."""
     Profile: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ProfileRequest, _engine_pb2.ProfileResponse]
@@ -128,7 +130,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     SetRole: _aio.UnaryUnaryMultiCallable[_engine_pb2.SetRoleRequest, _engine_pb2.SetRoleResponse]  # type: ignore[assignment]
-    """Changes the role of an engine between prefill, decode and both. Running requests finish under the old role."""
+    """Changes the role of an engine between prefill, decode and both. Gateways hear of it with the next frame; requests
+    that run finish under the old role.
+    """
     Flush: _aio.UnaryUnaryMultiCallable[_engine_pb2.FlushRequest, _engine_pb2.FlushResponse]  # type: ignore[assignment]
     """Drops every unreferenced block of the prefix cache."""
     Profile: _aio.UnaryUnaryMultiCallable[_engine_pb2.ProfileRequest, _engine_pb2.ProfileResponse]  # type: ignore[assignment]
@@ -143,7 +147,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.SetRoleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.SetRoleResponse, _abc.Awaitable[_engine_pb2.SetRoleResponse]]:
-        """Changes the role of an engine between prefill, decode and both. Running requests finish under the old role."""
+        """Changes the role of an engine between prefill, decode and both. Gateways hear of it with the next frame; requests
+        that run finish under the old role.
+        """
 
     @_abc_1.abstractmethod
     def Flush(
