@@ -174,7 +174,7 @@ REFUSED = [
     ({"temperature": float("nan")}, "sampling.temperature", "0 to 2"),
     ({"top_p": 0.0}, "sampling.top_p", "above 0, at most 1"),
     ({"min_p": 1.5}, "sampling.min_p", "0 to 1"),
-    ({"repetition_penalty": 0.0}, "sampling.repetition_penalty", "above 0, at most 10"),
+    ({"repetition_penalty": 0.0}, "sampling.repetition_penalty", "above 0, at most 2"),
     ({"presence_penalty": 3.0}, "sampling.presence_penalty", "-2 to 2"),
     ({"frequency_penalty": -3.0}, "sampling.frequency_penalty", "-2 to 2"),
     ({"logit_bias": {VOCAB_SIZE: 1.0}}, "sampling.logit_bias", f"0 to {VOCAB_SIZE - 1}"),

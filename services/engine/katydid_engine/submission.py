@@ -15,18 +15,21 @@ from katydid.engine.v1 import engine_pb2 as pb
 from katydid_runtime.block_hash import ChainKey, unpack_ids
 from katydid_runtime.duration import to_seconds
 from katydid_runtime.errors import InvalidRequestError, PromptTooLongError, UnsupportedError
+from katydid_runtime.request_limits import (
+    MAX_BIAS,
+    MAX_BIASED_TOKENS,
+    MAX_PENALTY,
+    MAX_PRIORITY,
+    MAX_REPETITION_PENALTY,
+    MAX_STOP_TOKENS,
+    MAX_TEMPERATURE,
+)
 
 from katydid_engine.request import Request, Sampling
 
 __all__ = ["EngineLimits", "parse_submission", "requested_choices"]
 
 _SALT_BYTES = 64
-_PENALTY_LIMIT = 2.0
-_REPETITION_LIMIT = 10.0
-_BIAS_LIMIT = 100.0
-_BIAS_ENTRIES = 1024
-_STOP_IDS = 64
-_PRIORITY_LIMIT = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,7 @@ def parse_submission(message: pb.SubmitRequest, limits: EngineLimits, handle: in
             allowed=f"at most {limits.max_model_tokens - 1} tokens",
         )
     _integer("dp_rank", message.dp_rank, 0, limits.dp_ranks - 1)
-    _integer("priority", message.priority, -_PRIORITY_LIMIT, _PRIORITY_LIMIT)
+    _integer("priority", message.priority, -MAX_PRIORITY, MAX_PRIORITY)
     _integer("tenant", len(message.tenant), 0, 16, what="bytes")
     _integer("cache_salt", len(message.cache_salt), 0, _SALT_BYTES, what="bytes")
     sampling = _sampling(message.sampling, limits, len(generated))
@@ -108,25 +111,21 @@ def _sampling(message: pb.SamplingParams, limits: EngineLimits, num_generated: i
         _integer("sampling.logit_bias", token, 0, limits.vocab_size - 1)
     for token in message.stop_token_ids:
         _integer("sampling.stop_token_ids", token, 0, limits.vocab_size - 1)
-    _integer("sampling.logit_bias", len(message.logit_bias), 0, _BIAS_ENTRIES, what="entries")
-    _integer("sampling.stop_token_ids", len(message.stop_token_ids), 0, _STOP_IDS, what="entries")
+    _integer("sampling.logit_bias", len(message.logit_bias), 0, MAX_BIASED_TOKENS, what="entries")
+    _integer("sampling.stop_token_ids", len(message.stop_token_ids), 0, MAX_STOP_TOKENS, what="entries")
     return Sampling(
         seed=message.seed,
-        temperature=_number("sampling.temperature", message.temperature, 0.0, 2.0),
+        temperature=_number("sampling.temperature", message.temperature, 0.0, MAX_TEMPERATURE),
         top_p=_number("sampling.top_p", message.top_p, 0.0, 1.0, above_low=True),
         top_k=message.top_k if message.top_k < limits.vocab_size else 0,
         min_p=_number("sampling.min_p", message.min_p, 0.0, 1.0),
         repetition_penalty=_number(
-            "sampling.repetition_penalty", message.repetition_penalty, 0.0, _REPETITION_LIMIT, above_low=True
+            "sampling.repetition_penalty", message.repetition_penalty, 0.0, MAX_REPETITION_PENALTY, above_low=True
         ),
-        presence_penalty=_number(
-            "sampling.presence_penalty", message.presence_penalty, -_PENALTY_LIMIT, _PENALTY_LIMIT
-        ),
-        frequency_penalty=_number(
-            "sampling.frequency_penalty", message.frequency_penalty, -_PENALTY_LIMIT, _PENALTY_LIMIT
-        ),
+        presence_penalty=_number("sampling.presence_penalty", message.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
+        frequency_penalty=_number("sampling.frequency_penalty", message.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
         logit_bias=tuple(
-            (token, _number("sampling.logit_bias", value, -_BIAS_LIMIT, _BIAS_LIMIT))
+            (token, _number("sampling.logit_bias", value, -MAX_BIAS, MAX_BIAS))
             for token, value in sorted(message.logit_bias.items())
         ),
         stop_token_ids=tuple(message.stop_token_ids),

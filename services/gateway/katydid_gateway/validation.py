@@ -13,6 +13,15 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from katydid_runtime.errors import InvalidRequestError, PromptTooLongError, UnknownModelError
+from katydid_runtime.request_limits import (
+    MAX_BIAS,
+    MAX_BIASED_TOKENS,
+    MAX_PENALTY,
+    MAX_PRIORITY,
+    MAX_REPETITION_PENALTY,
+    MAX_STOP_TOKENS,
+    MAX_TEMPERATURE,
+)
 
 from katydid_gateway.requests import (
     Conversation,
@@ -30,12 +39,9 @@ from katydid_gateway.requests import (
 
 __all__ = ["ModelLimits", "check_model", "check_options", "check_prompt", "resolve_sampling"]
 
-MAX_PRIORITY = 1000
 MAX_REQUEST_ID = 128
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
-MAX_LOGIT_BIAS = 1024
-MAX_STOP_TOKENS = 64
 MAX_TOOLS = 512
 SEEDS = 2**64
 
@@ -109,7 +115,7 @@ def resolve_sampling(
     return Sampling(
         seed=_seed(asked.seed),
         max_tokens=_max_tokens(asked.max_tokens, room, prompt_tokens, limits),
-        temperature=_within("temperature", _first(asked.temperature, defaults.temperature, 1.0), 0.0, 2.0),
+        temperature=_within("temperature", _first(asked.temperature, defaults.temperature, 1.0), 0.0, MAX_TEMPERATURE),
         top_p=_within("top_p", _first(asked.top_p, defaults.top_p, 1.0), 0.0, 1.0, above=True),
         top_k=_top_k(_first(asked.top_k, defaults.top_k, 0), limits.vocab_size),
         min_p=_within("min_p", _first(asked.min_p, defaults.min_p, 0.0), 0.0, 1.0),
@@ -117,11 +123,15 @@ def resolve_sampling(
             "repetition_penalty",
             _first(asked.repetition_penalty, defaults.repetition_penalty, 1.0),
             0.0,
-            2.0,
+            MAX_REPETITION_PENALTY,
             above=True,
         ),
-        presence_penalty=_within("presence_penalty", _first(asked.presence_penalty, None, 0.0), -2.0, 2.0),
-        frequency_penalty=_within("frequency_penalty", _first(asked.frequency_penalty, None, 0.0), -2.0, 2.0),
+        presence_penalty=_within(
+            "presence_penalty", _first(asked.presence_penalty, None, 0.0), -MAX_PENALTY, MAX_PENALTY
+        ),
+        frequency_penalty=_within(
+            "frequency_penalty", _first(asked.frequency_penalty, None, 0.0), -MAX_PENALTY, MAX_PENALTY
+        ),
         logit_bias=_logit_bias(asked, limits.vocab_size),
         stop=_stops(asked.stop),
         stop_token_ids=_stop_tokens(asked.stop_token_ids, limits.vocab_size),
@@ -187,12 +197,12 @@ def _top_k(value: int, vocab_size: int) -> int:
 
 
 def _logit_bias(asked: SamplingOptions, vocab_size: int) -> dict[int, float]:
-    if len(asked.logit_bias) > MAX_LOGIT_BIAS:
-        raise _wrong("logit_bias", f"{len(asked.logit_bias)} entries", f"at most {MAX_LOGIT_BIAS} entries")
+    if len(asked.logit_bias) > MAX_BIASED_TOKENS:
+        raise _wrong("logit_bias", f"{len(asked.logit_bias)} entries", f"at most {MAX_BIASED_TOKENS} entries")
     for token, bias in asked.logit_bias.items():
         if not 0 <= token < vocab_size:
             raise _wrong("logit_bias", token, f"token ids in [0, {vocab_size - 1}]")
-        _within(f"logit_bias[{token}]", bias, -100.0, 100.0)
+        _within(f"logit_bias[{token}]", bias, -MAX_BIAS, MAX_BIAS)
     return dict(asked.logit_bias)
 
 

@@ -339,7 +339,7 @@ class SubmitRequest(_message.Message):
     dp_rank: _builtins.int
     """Data-parallel rank to run on."""
     priority: _builtins.int
-    """Larger runs earlier; 0 is ordinary."""
+    """Larger runs earlier; in [-1000, 1000], 0 is ordinary."""
     traceparent: _builtins.str
     """W3C traceparent of the gateway's request span."""
     tracestate: _builtins.str
@@ -399,7 +399,7 @@ Global___SubmitRequest: _TypeAlias = SubmitRequest  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How tokens are chosen. Filters apply in the order: penalties, bias, grammar, temperature, min-p, top-k, top-p."""
+    """How tokens are chosen. Filters apply in the order: penalties, bias, grammar, temperature, top-k, top-p, min-p."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -449,9 +449,9 @@ class SamplingParams(_message.Message):
     top_k: _builtins.int
     """Keeps the k likeliest; 0 is off."""
     min_p: _builtins.float
-    """Drops tokens below this share of the likeliest; 0 is off."""
+    """Drops tokens below this share of the likeliest; in [0, 1], 0 is off."""
     repetition_penalty: _builtins.float
-    """Divides positive and multiplies negative logits of seen tokens; 1 is off."""
+    """Divides positive and multiplies negative logits of seen tokens; in (0, 2], 1 is off."""
     presence_penalty: _builtins.float
     """Subtracted once from every token already generated; in [-2, 2]."""
     frequency_penalty: _builtins.float
@@ -470,11 +470,11 @@ class SamplingParams(_message.Message):
     """Goes on past end-of-sequence."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to logits by token id."""
+        """Added to logits by token id; each in [-100, 100], 1,024 at most."""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that end the output, beside the model's own."""
+        """Token ids that end the output, beside the model's own; 64 at most."""
 
     @_builtins.property
     def grammar(self) -> Global___Grammar:

@@ -1,0 +1,124 @@
+"""Submissions: what is at a limit is taken as it came, what is a step beyond is refused by its field's name."""
+
+from __future__ import annotations
+
+import time
+from array import array
+
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from katydid.engine.v1 import engine_pb2 as pb
+from katydid_engine.request import Request, Sampling
+from katydid_engine.submission import EngineLimits, parse_submission, requested_choices
+from katydid_runtime.block_hash import ChainKey
+from katydid_runtime.errors import InvalidRequestError, KatydidError, PromptTooLongError, UnsupportedError
+
+from tests.engine.engine_process import submission
+
+LIMITS = EngineLimits(b"i" * 32, vocab_size=100, max_model_tokens=20, max_choices=4, max_logprobs=5, dp_ranks=2)
+
+
+def parse(prompt: list[int] | None = None, **fields: object) -> Request:
+    return parse_submission(submission(3, [1, 2] if prompt is None else prompt, **fields), LIMITS, 9, 1.5)
+
+
+def test_every_field_arrives() -> None:
+    before = time.monotonic()
+    request = parse(
+        [1, 2, 99], generated_ids=array("I", (4, 5)).tobytes(), dp_rank=1, priority=-7, cache_salt=b"salt",
+        public_blocks=3, tenant=b"t" * 16, bypass_cache=True, timeout=Duration(seconds=60), hold=Duration(seconds=2),
+        seed=2**64 - 1, temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, repetition_penalty=1.5,
+        presence_penalty=-0.5, frequency_penalty=0.75, logit_bias={9: 2.0, 3: -1.0}, stop_token_ids=[8, 2],
+        min_tokens=4, max_tokens=6, logprobs=2, prompt_logprobs=0, ignore_eos=True,
+    )  # fmt: skip
+    assert (request.handle, request.received_at) == (9, 1.5)
+    assert (list(request.prompt), list(request.generated)) == ([1, 2, 99], [4, 5])
+    assert request.chain == ChainKey(b"i" * 32, salt=b"salt", public_blocks=3)
+    assert (request.priority, request.tenant, request.bypass_cache, request.hold_s) == (-7, b"t" * 16, True, 2.0)
+    assert request.deadline is not None
+    assert before + 60 <= request.deadline <= time.monotonic() + 60
+    assert request.sampling == Sampling(
+        seed=2**64 - 1, temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, repetition_penalty=1.5,
+        presence_penalty=-0.5, frequency_penalty=0.75, logit_bias=((3, -1.0), (9, 2.0)), stop_token_ids=(8, 2),
+        min_tokens=4, max_tokens=6, n=1, logprobs=2, prompt_logprobs=0, ignore_eos=True,
+    )  # fmt: skip
+
+
+def test_what_is_not_said() -> None:
+    request = parse()
+    assert (request.deadline, request.hold_s, request.tenant) == (None, None, b"")
+    assert (request.sampling.logprobs, request.sampling.prompt_logprobs) == (None, None)
+    assert parse(top_k=100).sampling.top_k == 0, "the whole vocabulary is no filter"
+
+
+@pytest.mark.parametrize(
+    ("field", "taken", "refused"),
+    [
+        ("temperature", [0.0, 2.0], [-0.01, 2.01, float("inf")]),
+        ("top_p", [0.001, 1.0], [0.0, 1.01]),
+        ("min_p", [0.0, 1.0], [-0.01, 1.01]),
+        ("repetition_penalty", [0.01, 2.0], [0.0, 2.01, float("nan")]),
+        ("presence_penalty", [-2.0, 2.0], [-2.01, 2.01]),
+        ("frequency_penalty", [-2.0, 2.0], [-2.01, 2.01]),
+        ("logit_bias", [{0: -100.0, 99: 100.0}], [{100: 1.0}, {0: 100.1}]),
+        ("stop_token_ids", [[0, 99], [1] * 64], [[100], [1] * 65]),
+        ("max_tokens", [1, 1000], [0]),
+        ("min_tokens", [0, 8], [9]),
+        ("n", [1, 4], [0, 5]),
+        ("logprobs", [0, 5], [6]),
+        ("prompt_logprobs", [0, 5], [6]),
+        ("priority", [-1000, 1000], [-1001, 1001]),
+        ("dp_rank", [0, 1], [2]),
+        ("tenant", [b"", b"x" * 16], [b"x" * 17]),
+        ("cache_salt", [b"", b"x" * 64], [b"x" * 65]),
+        ("timeout", [Duration(nanos=1)], [Duration(), Duration(seconds=-1)]),
+        ("hold", [Duration(nanos=1)], [Duration()]),
+        ("prompt_ids", [[0, 99], [1] * 19], [[], [100]]),
+    ],
+)
+def test_limits(field: str, taken: list[object], refused: list[object]) -> None:
+    name = "prompt" if field == "prompt_ids" else field
+    for value in taken:
+        parse(**{name: value})  # type: ignore[arg-type]
+    for value in refused:
+        with pytest.raises(InvalidRequestError) as caught:
+            parse(**{name: value})  # type: ignore[arg-type]
+        assert caught.value.field is not None
+        assert caught.value.field.removeprefix("sampling.") == field
+        assert caught.value.allowed
+
+
+def test_a_thousand_biased_tokens_at_most() -> None:
+    wide = EngineLimits(b"i" * 32, vocab_size=2000, max_model_tokens=20, max_choices=4, max_logprobs=5, dp_ranks=2)
+    for count, allowed in ((1024, True), (1025, False)):
+        message = submission(1, [1], logit_bias=dict.fromkeys(range(count), 1.0))
+        if allowed:
+            parse_submission(message, wide, 1, 0.0)
+        else:
+            with pytest.raises(InvalidRequestError, match="1025 entries"):
+                parse_submission(message, wide, 1, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "field"),
+    [
+        ({"prompt": [1] * 20}, PromptTooLongError, "prompt_ids"),
+        ({"prompt": [1] * 18, "generated_ids": b"\1\0\0\0" * 2}, PromptTooLongError, "prompt_ids"),
+        ({"generated_ids": b"\1\0\0"}, InvalidRequestError, "generated_ids"),
+        ({"generated_ids": b"\1\0\0\0", "n": 2}, InvalidRequestError, "sampling.n"),
+        ({"generated_ids": b"\1\0\0\0", "max_tokens": 1}, InvalidRequestError, "sampling.max_tokens"),
+        ({"grammar": pb.Grammar(regex="a")}, UnsupportedError, "sampling.grammar"),
+        ({"adapter": "poet"}, UnsupportedError, "adapter"),
+    ],
+)
+def test_what_contradicts_itself_or_is_not_served(
+    fields: dict[str, object], error: type[KatydidError], field: str
+) -> None:
+    with pytest.raises(error) as caught:
+        parse(**fields)  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+def test_a_refusal_ends_as_many_choices_as_there_can_be() -> None:
+    for asked, ended in ((1, 1), (4, 4), (5, 1), (0, 1)):
+        assert requested_choices(submission(1, [1], n=asked), LIMITS) == ended
