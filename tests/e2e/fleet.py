@@ -165,7 +165,7 @@ class Fleet:
 
     def connected(self) -> set[str]:
         """Engines whose session with the gateway is up."""
-        gauge = "katydid_gateway_engine_connected_info"
+        gauge = "katydid_gateway_connected_engines"
         return {name for name in self.engines if self.gateway.metric(gauge, engine=name)}
 
     async def whole(self) -> None:
@@ -174,7 +174,7 @@ class Fleet:
         def missing() -> list[str]:
             absent = sorted(self.engines.keys() - self.connected())
             for name, engine in self.engines.items():
-                if not engine.metric("katydid_engine_kvcache_attached_info"):
+                if not engine.metric("katydid_engine_attached_caches"):
                     absent.append(f"cache service of {name}")
             return absent
 

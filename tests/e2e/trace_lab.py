@@ -104,8 +104,8 @@ class Line:
         """Waits until the gateway has its engine, and the engine its cache service."""
         _until(
             lambda: (
-                self.gateway.metric("katydid_gateway_engine_connected_info")
-                and self.engine.metric("katydid_engine_kvcache_attached_info")
+                self.gateway.metric("katydid_gateway_connected_engines")
+                and self.engine.metric("katydid_engine_attached_caches")
             )
         )
 

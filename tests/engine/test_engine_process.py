@@ -111,8 +111,8 @@ def test_a_crowd_of_64_says_what_each_says_alone(running: Service) -> None:
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as response:
         metrics = dict(line.rsplit(" ", 1) for line in response.read().decode().splitlines() if line[0] != "#")
     assert float(metrics["katydid_engine_in_flight_requests"]) == 0
-    assert float(metrics['katydid_engine_running_requests{dp_rank="0"}']) == 0
-    assert float(metrics['katydid_engine_finished_requests_total{reason="length"}']) > 64
+    assert float(metrics['katydid_engine_running_choices{dp_rank="0"}']) == 0
+    assert float(metrics['katydid_engine_finished_choices_total{reason="length"}']) > 64
 
 
 def test_says_where_the_prompt_came_from_and_how_long_it_took(running: Service) -> None:

@@ -307,7 +307,7 @@ def test_an_engine_of_another_kind_is_refused_and_the_others_serve(
         assert (await built.chat()).status_code == 200, "the others serve"
         assert not impostor.submitted
         metrics = (await built.http.get("/metrics")).text
-        assert 'katydid_gateway_engine_refused_info_total{engine="engine-0",field="tokenizer_digest"} 1.0' in metrics
+        assert 'katydid_gateway_refused_engines_total{engine="engine-0",field="tokenizer_digest"} 1.0' in metrics
         assert "engine refused" in caplog.text
 
     run(chatml, scenario, engines=2)

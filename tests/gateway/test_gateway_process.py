@@ -128,7 +128,7 @@ def test_kill_9_of_an_engine_in_mid_load(chatml: Path) -> None:
             engines.append(mock_engine(chatml, "--listen", port))
             deadline = time.monotonic() + 10
             with httpx.Client(base_url=f"http://{http}") as plain:
-                while 'connected_info{engine="' + port + '"} 1.0' not in plain.get("/metrics").text:
+                while 'connected_engines{engine="' + port + '"} 1.0' not in plain.get("/metrics").text:
                     assert time.monotonic() < deadline, "the restarted engine rejoins"
                     time.sleep(0.05)
                 assert "katydid_gateway_in_flight_requests 0.0" in plain.get("/metrics").text

@@ -13,23 +13,25 @@ class EngineMetrics:
     def __init__(self) -> None:
         self.metrics = metrics = Metrics("engine")
         rank = ("dp_rank",)
-        self.running = metrics.gauge("running_requests", "sequences being computed or loaded", rank)
-        self.waiting = metrics.gauge("waiting_requests", "sequences not yet admitted", rank)
-        self.in_flight = metrics.gauge("in_flight_requests", "requests accepted and not ended")
+        self.running = metrics.gauge("running_choices", "Choices being computed or loaded", rank)
+        self.waiting = metrics.gauge(
+            "waiting_choices", "Choices not yet admitted; before its first token a request is one", rank
+        )
+        self.in_flight = metrics.gauge("in_flight_requests", "Requests accepted and not ended")
         self.free_pages = metrics.gauge("free_pages", "KV pages that can be given out", rank)
         self.total_pages = metrics.gauge("total_pages", "KV pages in all", rank)
-        self.step = metrics.histogram("step_seconds", "duration of a step", rank, bounds=STEP_SECONDS)
-        self.computed = metrics.counter("computed_tokens", "tokens computed in steps, prompt and output", rank)
-        self.output = metrics.counter("output_tokens", "tokens sampled", rank)
-        self.prompt = metrics.histogram("prompt_tokens", "prompt length of a request", bounds=TOKENS)
-        self.cached = metrics.counter("cached_tokens", "prompt tokens found in a cache, by tier", ("tier",))
+        self.step = metrics.histogram("step_seconds", "Time of a step", rank, bounds=STEP_SECONDS)
+        self.computed = metrics.counter("computed_tokens", "Tokens computed in steps, prompt and output", rank)
+        self.output = metrics.counter("output_tokens", "Tokens sampled", rank)
+        self.prompt = metrics.histogram("prompt_tokens", "Prompt tokens of a request", bounds=TOKENS)
+        self.cached = metrics.counter("cached_tokens", "Prompt tokens found in a cache, by tier", ("tier",))
         self.phase = metrics.histogram(
-            "phase_seconds", "time of a request in a phase", ("phase", "tier"), bounds=TTFT_SECONDS
+            "phase_seconds", "Time of a request in a phase", ("phase", "tier"), bounds=TTFT_SECONDS
         )
-        self.finished = metrics.counter("finished_requests", "choices ended, by reason", ("reason",))
-        self.refused = metrics.counter("refused_requests", "submissions refused, by error reason", ("reason",))
-        self.preemptions = metrics.counter("preempted_requests", "preemptions")
+        self.finished = metrics.counter("finished_choices", "Choices ended, by reason", ("reason",))
+        self.refused = metrics.counter("refused_requests", "Requests refused, by error reason", ("reason",))
+        self.preemptions = metrics.counter("request_preemptions", "Times a choice gave its pages to others")
         self.kv_stored = metrics.counter(
-            "kvcache_stored_blocks", "blocks offered to the cache service, by outcome", ("outcome",)
+            "kvcache_stored_blocks", "Blocks offered to the cache service, by outcome", ("outcome",)
         )
-        self.kv_attached = metrics.gauge("kvcache_attached_info", "1 while the cache service can be asked")
+        self.kv_attached = metrics.gauge("attached_caches", "1 while the cache service can be asked")

@@ -20,7 +20,10 @@ TPOT_SECONDS = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.05, 0.06, 
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 TOKENS = (64, 256, 1024, 4096, 8192, 16384, 32768, 65536, 98304, 131072, 196608, 262144)
 
-UNITS = ("seconds", "bytes", "tokens", "blocks", "pages", "requests", "ratio", "celsius", "clients", "leases", "info")
+UNITS = (
+    "seconds", "bytes", "tokens", "blocks", "pages", "requests", "choices", "preemptions", "ratio", "celsius",
+    "clients", "leases", "engines", "caches",
+)  # fmt: skip
 
 _NAME = re.compile(rf"[a-z][a-z0-9_]*_(?:{'|'.join(UNITS)})")
 
