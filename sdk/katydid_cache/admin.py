@@ -8,7 +8,9 @@ from typing import Any
 import grpc
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
+from katydid_runtime.channel import open_channel
 from katydid_runtime.rpc_errors import from_rpc_error
+from katydid_runtime.tls import Tls
 
 from katydid_cache.client import CHANNEL
 from katydid_cache.layout import BlockLayout
@@ -37,8 +39,8 @@ class Verification:
 class CacheAdmin:
     """Talks to the AdminService at `address`. Every call raises errors of `katydid_runtime.errors`."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL)
+    def __init__(self, address: str, *, tls: Tls | None = None) -> None:
+        self._channel = open_channel(address, tls, CHANNEL)
         self._stub: Any = pb_grpc.AdminServiceStub(self._channel)
 
     async def evict(self, identity: bytes, hashes: bytes = b"", *, timeout_s: float = 10.0) -> int:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import grpc
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
-from katydid_runtime.channel import CHANNEL_OPTIONS
+from katydid_runtime.channel import CHANNEL_OPTIONS, open_channel
 from katydid_runtime.duration import to_duration, to_seconds
 from katydid_runtime.errors import (
     ConflictError,
@@ -25,6 +25,7 @@ from katydid_runtime.errors import (
     UnavailableError,
 )
 from katydid_runtime.rpc_errors import from_rpc_error
+from katydid_runtime.tls import Tls
 from katydid_runtime.trace_context import TraceContext
 
 from katydid_cache.arena import ArenaMapping
@@ -68,14 +69,14 @@ T = TypeVar("T")
 class CacheClient:
     """Talks to the cache service at `address` (`host:port` or `unix:/path`); belongs to one event loop.
 
-    `name` shows in the service's logs. See the module's first lines for `degrade`.
+    `name` shows in the service's logs. See the module's first lines for `degrade`; `tls` None is plain text.
     """
 
-    def __init__(self, address: str, *, name: str = "", degrade: bool = False) -> None:
+    def __init__(self, address: str, *, name: str = "", degrade: bool = False, tls: Tls | None = None) -> None:
         self._address = address
         self._name = name
         self._degrade = degrade
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL)
+        self._channel = open_channel(address, tls, CHANNEL)
         self._stub: Any = pb_grpc.KvCacheServiceStub(self._channel)
         # Without serialisers: frames are encoded by hand.
         self._get_call: Any = self._channel.stream_stream(f"/{_SERVICE}/Get")

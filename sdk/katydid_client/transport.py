@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import grpc
 from google.protobuf.message import Message
 from katydid.gateway.v1 import gateway_pb2_grpc
-from katydid_runtime.channel import CHANNEL_OPTIONS
+from katydid_runtime.channel import open_channel
 from katydid_runtime.rpc_errors import from_rpc_error
+from katydid_runtime.tls import Tls
 
 __all__ = ["GrpcTransport", "Metadata", "MockTransport", "Tls", "Transport"]
 
@@ -38,27 +38,12 @@ class Transport(Protocol):
         """Release the connection; running calls are cancelled."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tls:
-    """PEM bytes: roots to trust (the system's when None), and key and chain of the client for mutual TLS."""
-
-    root_certificates: bytes | None = None
-    private_key: bytes | None = None
-    certificate_chain: bytes | None = None
-
-    def credentials(self) -> grpc.ChannelCredentials:
-        return grpc.ssl_channel_credentials(self.root_certificates, self.private_key, self.certificate_chain)
-
-
 class GrpcTransport:
     """A gRPC channel to `address` ("host:port" or "unix:/path")."""
 
     def __init__(self, address: str, tls: Tls | None = None) -> None:
         self._address = address
-        if tls is None:
-            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        else:
-            self._channel = grpc.aio.secure_channel(address, tls.credentials(), options=CHANNEL_OPTIONS)
+        self._channel = open_channel(address, tls)
         self._stub: Any = gateway_pb2_grpc.InferenceServiceStub(self._channel)
 
     async def unary(self, method: str, request: Message, *, metadata: Metadata, timeout_s: float) -> Any:

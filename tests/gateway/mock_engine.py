@@ -71,7 +71,7 @@ class MockEngine(EngineServiceServicer):
         return sum(len(session.running) for session in self._sessions.values())
 
     async def start(self, address: str = "127.0.0.1:0") -> str:
-        self._server = RpcServer(address, services=["katydid.engine.v1.EngineService"])
+        self._server = RpcServer(address, services=["katydid.engine.v1.EngineService"], tls=self.options.tls)
         add_EngineServiceServicer_to_server(self, self._server.grpc)
         self.address = await self._server.start()
         await self._server.set_serving(True)

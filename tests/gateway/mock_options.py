@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from katydid.engine.v1 import engine_pb2 as pb
 from katydid_runtime.block_hash import BLOCK_TOKENS
+from katydid_runtime.tls import ServerTls
 
 Script = Callable[[array, pb.SamplingParams, int], list[int]]
 
@@ -52,3 +53,4 @@ class MockOptions:
     span_ids: dict[str, bytes] = field(default_factory=dict)
     refusal: pb.RequestError | None = None
     deaf: bool = False
+    tls: ServerTls | None = None

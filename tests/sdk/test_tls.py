@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import subprocess
-from pathlib import Path
 
-import grpc
 import pytest
 from katydid.gateway.v1 import gateway_pb2 as pb
 from katydid.gateway.v1 import gateway_pb2_grpc as pb_grpc
+from katydid_cache import CacheAdmin, CacheClient
 from katydid_client import AsyncKatydid, Tls, UnavailableError
 from katydid_runtime.server import RpcServer
 
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes certificates with openssl")
+from tests.certificates import Certificate, make_certificate, needs_openssl
+from tests.kvcache.running import IDENTITY, LAYOUT, ServiceProcess, chain, make, run
+
+pytestmark = needs_openssl
 
 
 class Gateway(pb_grpc.InferenceServiceServicer):
@@ -23,36 +23,15 @@ class Gateway(pb_grpc.InferenceServiceServicer):
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory) -> tuple[bytes, bytes]:
-    """Key and self-signed certificate of "localhost", as PEM."""
-    folder: Path = tmp_path_factory.mktemp("tls")
-    command = (
-        *(
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:prime256v1",
-            "-nodes",
-            "-days",
-            "1",
-        ),
-        *("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"),
-        *("-keyout", str(folder / "key.pem"), "-out", str(folder / "certificate.pem")),
-    )
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    return (folder / "key.pem").read_bytes(), (folder / "certificate.pem").read_bytes()
+def certificate(tmp_path_factory) -> Certificate:
+    return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
-def models(certificate: tuple[bytes, bytes], tls: Tls | None, *, mutual: bool = False) -> list[str]:
+def models(certificate: Certificate, tls: Tls | None, *, mutual: bool = False) -> list[str]:
     """Ask a TLS server for its models with a client that uses `tls`."""
 
     async def body() -> list[str]:
-        roots = certificate[1] if mutual else None
-        credentials = grpc.ssl_server_credentials([certificate], roots, require_client_auth=mutual)
-        async with RpcServer("localhost:0", services=[], credentials=credentials) as server:
+        async with RpcServer("localhost:0", services=[], tls=certificate.server(mutual=mutual)) as server:
             pb_grpc.add_InferenceServiceServicer_to_server(Gateway(), server.grpc)
             address = await server.start()
             async with AsyncKatydid(address, tls=tls, max_retries=0, timeout=10) as client:
@@ -62,7 +41,7 @@ def models(certificate: tuple[bytes, bytes], tls: Tls | None, *, mutual: bool = 
 
 
 def test_a_trusted_server(certificate):
-    assert models(certificate, Tls(certificate[1])) == ["m"]
+    assert models(certificate, certificate.trusted) == ["m"]
 
 
 @pytest.mark.parametrize("tls", [None, Tls()], ids=["plain text", "system roots"])
@@ -72,7 +51,24 @@ def test_an_untrusted_server_is_not_spoken_to(certificate, tls):
 
 
 def test_mutual_authentication(certificate):
-    key, chain = certificate
-    assert models(certificate, Tls(chain, key, chain), mutual=True) == ["m"]
+    assert models(certificate, certificate.shown, mutual=True) == ["m"]
     with pytest.raises(UnavailableError):
-        models(certificate, Tls(chain), mutual=True)
+        models(certificate, certificate.trusted, mutual=True)
+
+
+def test_the_cache_service_speaks_tls_to_clients_it_knows(certificate):
+    blocks = make(3)
+
+    async def scenario() -> None:
+        with ServiceProcess(**certificate.settings(mutual=True)) as service:
+            async with CacheClient(service.address, tls=certificate.shown) as cache:
+                await cache.attach(IDENTITY, LAYOUT)
+                await cache.put(blocks)
+                assert (await cache.lookup(chain(blocks))).blocks == 3
+            async with CacheAdmin(service.address, tls=certificate.shown) as admin:
+                assert [space.blocks for space in await admin.namespaces()] == [3]
+            for tls in (certificate.trusted, None):
+                async with CacheClient(service.address, tls=tls, degrade=True) as stranger:
+                    assert not await stranger.attach(IDENTITY, LAYOUT, timeout_s=1)
+
+    run(scenario)

@@ -63,7 +63,11 @@ async def serve(settings: EngineSettings, telemetry: Telemetry) -> None:
         KatydidError: a worker failed.
     """
     server = RpcServer(
-        settings.listen, services=_SERVICES, long_lived=_LONG_LIVED, drain_timeout_s=settings.drain_timeout_s
+        settings.listen,
+        services=_SERVICES,
+        long_lived=_LONG_LIVED,
+        drain_timeout_s=settings.drain_timeout_s,
+        tls=settings.server_tls(),
     )
     service = EngineService()
     admin = AdminService(settings.profile_folder)
@@ -221,6 +225,7 @@ class Worker:
 @contextlib.asynccontextmanager
 async def _started(settings: EngineSettings, telemetry: Telemetry, metrics: EngineMetrics) -> AsyncIterator[Engine]:
     """An engine whose workers have loaded the model; they end with the block, whatever happens in it."""
+    tls = settings.client_tls()
     model = await _read_model(settings)
     async with contextlib.AsyncExitStack() as stack:
 
@@ -234,7 +239,7 @@ async def _started(settings: EngineSettings, telemetry: Telemetry, metrics: Engi
         cache = None
         if settings.kvcache_address is not None:
             keep_buffers_mapped()
-            cache = CacheClient(settings.kvcache_address, name=f"engine {os.getpid()}", degrade=True)
+            cache = CacheClient(settings.kvcache_address, name=f"engine {os.getpid()}", degrade=True, tls=tls)
             stack.push_async_callback(cache.close)
             await cache.attach(model.identity, model.layout)
         yield Engine(settings, telemetry, metrics, model, workers, cache)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from katydid_runtime.fault_delays import delays_at
-from katydid_runtime.settings import ServiceSettings
+from katydid_runtime.settings import DialingSettings
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
@@ -20,7 +20,7 @@ __all__ = ["EngineSettings"]
 _PHASES = tuple(field.name for field in dataclasses.fields(FaultDelays))
 
 
-class EngineSettings(ServiceSettings):
+class EngineSettings(DialingSettings):
     """Settings of one engine: a face and dp_ranks times tp workers."""
 
     model_config = SettingsConfigDict(env_prefix="KATYDID_ENGINE_")

@@ -38,10 +38,11 @@ class Gateway:
         metrics = GatewayMetrics()
         self.fleet = Fleet(settings, Router(), metrics, text.digest)
         self.generator = Generator(settings, text, self.fleet, telemetry, metrics)
-        self._rpc = RpcServer(settings.listen, services=[_SERVICE], drain_timeout_s=settings.drain_timeout_s)
+        tls = settings.server_tls()
+        self._rpc = RpcServer(settings.listen, services=[_SERVICE], drain_timeout_s=settings.drain_timeout_s, tls=tls)
         servicer = InferenceServicer(self.generator, keys, settings.max_body_bytes)
         add_InferenceServiceServicer_to_server(servicer, self._rpc.grpc)
-        self._http = HttpServer(http_app(settings, self.generator, self.fleet, keys, metrics))
+        self._http = HttpServer(http_app(settings, self.generator, self.fleet, keys, metrics), tls)
         self.http_address = self.grpc_address = ""
 
     @classmethod

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from katydid_runtime.fault_delays import delays_at
-from katydid_runtime.settings import CommaSeparated, ServiceSettings
+from katydid_runtime.settings import CommaSeparated, DialingSettings
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_settings import NoDecode, SettingsConfigDict
 
@@ -35,7 +35,7 @@ def _engine(item: str) -> EngineAddress:
     return EngineAddress(name, address) if separator else EngineAddress(item, item)
 
 
-class GatewaySettings(ServiceSettings):
+class GatewaySettings(DialingSettings):
     """Serves the OpenAI HTTP API and katydid.gateway.v1 in front of a fleet of engines."""
 
     model_config = SettingsConfigDict(env_prefix="KATYDID_GATEWAY_")

@@ -27,6 +27,7 @@ async def serve(settings: KvCacheSettings, telemetry: Telemetry) -> None:
     """Run until a signal, then drain, write down what is on its way to disk, and stop."""
     metrics = Metrics("kvcache")
     figures = Figures(metrics)
+    tls = settings.server_tls()
     cache = await Cache.open(settings)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(cache.close)
@@ -35,6 +36,7 @@ async def serve(settings: KvCacheSettings, telemetry: Telemetry) -> None:
             services=[SERVICE] if settings.admin_listen else [SERVICE, ADMIN_SERVICE],
             long_lived=LONG_LIVED,
             drain_timeout_s=settings.drain_timeout_s,
+            tls=tls,
         )
         arena = None
         if settings.listen.startswith("unix:"):
@@ -44,7 +46,9 @@ async def serve(settings: KvCacheSettings, telemetry: Telemetry) -> None:
         server.grpc.add_generic_rpc_handlers((rpc_handlers(service),))
         admin = server
         if settings.admin_listen:
-            admin = RpcServer(settings.admin_listen, services=[ADMIN_SERVICE], drain_timeout_s=settings.drain_timeout_s)
+            admin = RpcServer(
+                settings.admin_listen, services=[ADMIN_SERVICE], drain_timeout_s=settings.drain_timeout_s, tls=tls
+            )
         pb_grpc.add_AdminServiceServicer_to_server(AdminService(cache), admin.grpc)
         if settings.http_listen:
             exposition = Exposition(metrics, lambda: server.serving)

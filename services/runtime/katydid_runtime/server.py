@@ -34,6 +34,7 @@ from katydid_runtime.errors import AddressInUseError, DrainingError, SettingsErr
 from katydid_runtime.exposition import split_address
 from katydid_runtime.interceptors import AroundInterceptor, Context
 from katydid_runtime.rpc_errors import error_interceptor
+from katydid_runtime.tls import ServerTls
 
 __all__ = ["RpcServer"]
 
@@ -53,7 +54,8 @@ class RpcServer:
     """A grpc.aio server with Katydid's limits, error mapping, health, reflection and drain.
 
     `services` are the full names for health and reflection; `long_lived` the full methods ("/pkg.Service/Method") a
-    drain does not wait for. Register servicers on `grpc` before `start`.
+    drain does not wait for; `tls` is for TCP addresses, see `katydid_runtime.tls`. Register servicers on `grpc` before
+    `start`.
     """
 
     def __init__(
@@ -63,13 +65,13 @@ class RpcServer:
         services: Sequence[str],
         long_lived: Iterable[str] = (),
         drain_timeout_s: float = 30.0,
-        credentials: grpc.ServerCredentials | None = None,
+        tls: ServerTls | None = None,
     ) -> None:
         self.address = listen
         self._services = tuple(services)
         self._long_lived = frozenset(long_lived)
         self._drain_timeout_s = drain_timeout_s
-        self._credentials = credentials
+        self._credentials = None if tls is None else tls.credentials()
         self._serving = False
         self._draining = False
         self._in_flight = 0
@@ -196,7 +198,7 @@ class RpcServer:
             where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             _refuse_taken_port(host, port, address)
         try:
-            if self._credentials is None:
+            if self._credentials is None or address.startswith("unix:"):
                 bound = self.grpc.add_insecure_port(where)
             else:
                 bound = self.grpc.add_secure_port(where, self._credentials)

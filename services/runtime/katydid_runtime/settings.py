@@ -19,8 +19,9 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from pydantic_settings import SettingsError as SourceError
 
 from katydid_runtime.errors import SettingsError
+from katydid_runtime.tls import ServerTls, Tls, client_tls, server_tls
 
-__all__ = ["CommaSeparated", "ServiceSettings"]
+__all__ = ["CommaSeparated", "DialingSettings", "ServiceSettings"]
 
 
 def _split(value: object) -> object:
@@ -43,6 +44,9 @@ class ServiceSettings(BaseSettings):
 
     listen: str = Field("127.0.0.1:0", description="gRPC address, host:port (port 0: any free one) or unix:/path")
     http_listen: str | None = Field(None, description="HTTP address, host:port, of /metrics, /healthz and /readyz")
+    tls_cert_file: str | None = Field(None, description="PEM certificate chain: speak TLS on TCP addresses")
+    tls_key_file: str | None = Field(None, description="PEM key of tls_cert_file, not encrypted")
+    tls_client_ca_file: str | None = Field(None, description="PEM authority that clients need a certificate of")
     drain_timeout_s: float = Field(30.0, ge=0, description="longest wait for running requests at shutdown")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")
     trace_file: str | None = Field(None, description="append finished spans to this file, one JSON object a line")
@@ -93,6 +97,23 @@ class ServiceSettings(BaseSettings):
             name: str(value) if isinstance(value, SecretStr) else value for name, value in self.model_dump().items()
         }
 
+    def server_tls(self) -> ServerTls | None:
+        """How the service's addresses speak TLS; None: plain text. Raises SettingsError."""
+        return server_tls(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
+
+
+class DialingSettings(ServiceSettings):
+    """What a service that calls other services can be told beside."""
+
+    tls_ca_file: str | None = Field(
+        None,
+        description="PEM authority of the services called: speak TLS to them, showing tls_cert_file; unset: plain text",
+    )
+
+    def client_tls(self) -> Tls | None:
+        """How the services this one calls are spoken to; None: plain text. Raises SettingsError."""
+        return client_tls(self.tls_ca_file, self.server_tls())
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -101,7 +122,9 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(cls: type[ServiceSettings]) -> argparse.ArgumentParser:
     """One option a field; values stay strings, pydantic converts and judges them."""
-    parser = _Parser(description=(cls.__doc__ or "").split("\n", 1)[0], allow_abbrev=False, exit_on_error=True)
+    program = f"python -m {cls.env_prefix().rstrip('_').lower()}"
+    description = (cls.__doc__ or "").split("\n", 1)[0]
+    parser = _Parser(prog=program, description=description, allow_abbrev=False, exit_on_error=True)
     for name, info in cls.model_fields.items():
         parser.add_argument(
             _option(name),

@@ -15,10 +15,11 @@ import grpc
 from katydid.engine.v1 import engine_pb2 as pb
 from katydid.engine.v1.engine_pb2_grpc import EngineServiceStub
 from katydid_runtime.block_hash import BLOCK_TOKENS, fingerprint
-from katydid_runtime.channel import CHANNEL_OPTIONS
+from katydid_runtime.channel import CHANNEL_OPTIONS, open_channel
 from katydid_runtime.duration import to_seconds
 from katydid_runtime.errors import IdentityMismatchError, KatydidError, UnavailableError
 from katydid_runtime.rpc_errors import from_rpc_error
+from katydid_runtime.tls import Tls
 
 from katydid_gateway.engines.block_events import follow_engine
 from katydid_gateway.engines.engine_session import EngineSession
@@ -75,6 +76,7 @@ class EngineConnection:
         router: Router,
         metrics: GatewayMetrics,
         *,
+        tls: Tls | None,
         client: str,
         tokenizer_digest: bytes,
         admit: Callable[[EngineConnection, pb.DescribeResponse], None],
@@ -90,7 +92,7 @@ class EngineConnection:
         self._tokenizer_digest = tokenizer_digest
         self._admit = admit
         self._delay_s = transport_delay_s
-        self._channel = grpc.aio.insecure_channel(where.address, options=(*CHANNEL_OPTIONS, *_RECONNECT))
+        self._channel = open_channel(where.address, tls, (*CHANNEL_OPTIONS, *_RECONNECT))
         self._state = router.engines[where.name] = EngineState(where.name)
         self._health = HealthWatch(self._channel, self._exclude)
         self._absence = "not connected"

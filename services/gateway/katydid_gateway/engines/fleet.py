@@ -10,7 +10,7 @@ from functools import reduce
 
 import grpc
 from katydid.engine.v1 import engine_pb2 as pb
-from katydid_runtime.channel import CHANNEL_OPTIONS
+from katydid_runtime.channel import open_channel
 from katydid_runtime.errors import IdentityMismatchError, UnavailableError
 
 from katydid_gateway.engines.block_events import follow_cache
@@ -32,6 +32,7 @@ class Fleet:
     ) -> None:
         self.router = router
         self._kvcache_address = settings.kvcache_address
+        self._tls = settings.client_tls()
         self._identity = b""
         self._limits: ModelLimits | None = None
         self._cache_task: asyncio.Task[None] | None = None
@@ -43,6 +44,7 @@ class Fleet:
                 where,
                 router,
                 metrics,
+                tls=self._tls,
                 client=client,
                 tokenizer_digest=tokenizer_digest,
                 admit=self._admit,
@@ -114,7 +116,7 @@ class Fleet:
         if self._kvcache_address is None:
             return
         if self._cache_channel is None:
-            self._cache_channel = grpc.aio.insecure_channel(self._kvcache_address, options=CHANNEL_OPTIONS)
+            self._cache_channel = open_channel(self._kvcache_address, self._tls)
         if self._cache_task is not None:
             self._cache_task.cancel()
         self._cache_task = asyncio.create_task(follow_cache(self._identity, self._cache_channel, self.router.tiers))

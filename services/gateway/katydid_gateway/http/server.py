@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
 from katydid_runtime.errors import AddressInUseError
 from katydid_runtime.exposition import split_address
+from katydid_runtime.tls import ServerTls
 from starlette.applications import Starlette
 
 __all__ = ["HttpServer"]
@@ -25,9 +27,9 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves `app` on `host:port`."""
+    """Serves `app` on `host:port`, as HTTPS when there is `tls`."""
 
-    def __init__(self, app: Starlette) -> None:
+    def __init__(self, app: Starlette, tls: ServerTls | None = None) -> None:
         config = uvicorn.Config(
             app,
             http="httptools",
@@ -37,6 +39,10 @@ class HttpServer:
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
+            ssl_certfile=tls.cert_file if tls else None,
+            ssl_keyfile=tls.key_file if tls else None,
+            ssl_ca_certs=tls.client_ca_file if tls else None,
+            ssl_cert_reqs=ssl.CERT_REQUIRED if tls and tls.client_ca_file else ssl.CERT_NONE,
         )
         self._server = _Uvicorn(config)
         self._task: asyncio.Task[None] | None = None
