@@ -85,15 +85,15 @@ def test_every_class_survives_a_status(error_class):
 
 
 def test_other_languages_read_it_with_their_own_tools():
-    error = errors.QuotaExceededError("spent", retry_after_s=2.5)
+    error = errors.OverloadedError("full", retry_after_s=2.5)
     rpc_error = failure(error, _tokenize)
     assert rpc_error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert rpc_error.details() == "spent"
+    assert rpc_error.details() == "full"
     status = rpc_status.from_call(rpc_error)
     info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
     assert status.details[0].Unpack(info)
     assert status.details[1].Unpack(retry)
-    assert (info.reason, info.domain, info.metadata["retryable"]) == ("QUOTA_EXCEEDED", "katydid", "true")
+    assert (info.reason, info.domain, info.metadata["retryable"]) == ("OVERLOADED", "katydid", "true")
     assert retry.retry_delay.ToMilliseconds() == 2500
 
     violation = error_details_pb2.BadRequest()

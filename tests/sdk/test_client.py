@@ -324,9 +324,9 @@ def test_waits_are_bounded_and_end_in_time(failures, jitter, left_s):
 
 
 def test_a_server_that_asks_for_too_long_is_left_alone():
-    error = errors.QuotaExceededError("spent", retry_after_s=121)
+    error = errors.OverloadedError("full", retry_after_s=121)
     assert delay_s(error, 1, 5, 1000.0) is None
-    assert delay_s(errors.QuotaExceededError("spent", retry_after_s=119), 1, 5, 1000.0) == 119
+    assert delay_s(errors.OverloadedError("full", retry_after_s=119), 1, 5, 1000.0) == 119
 
 
 def test_the_other_calls():

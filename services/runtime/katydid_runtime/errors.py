@@ -6,13 +6,12 @@ KatydidError
 │   ├── PayloadTooLargeError       the body or message exceeds the size limit
 │   └── UnsupportedError           the request is well formed, this server does not offer it
 ├── UnauthenticatedError           no API key, or an unknown one
-├── PermissionDeniedError          a known caller without the right
+├── PermissionDeniedError          a known caller without the right; no service raises it, proxies in front do
 ├── NotFoundError                  the named thing does not exist
 │   └── UnknownModelError          no engine serves the model
 ├── ConflictError                  the named thing is in another state than the caller believes
 │   └── IdentityMismatchError      two processes disagree on model identity, layout or hashing
 ├── OverloadedError                the queue is full; try later
-├── QuotaExceededError             the tenant's own budget is spent; try later
 ├── UnavailableError               no process can take the request now
 │   └── DrainingError              this process is shutting down, another may take it
 ├── EngineLostError                the engine died after output had been delivered
@@ -54,7 +53,6 @@ __all__ = [
     "PayloadTooLargeError",
     "PermissionDeniedError",
     "PromptTooLongError",
-    "QuotaExceededError",
     "RequestAbortedError",
     "SettingsError",
     "SlowClientError",
@@ -173,10 +171,6 @@ class OverloadedError(KatydidError):
     reason = "OVERLOADED"
 
 
-class QuotaExceededError(KatydidError):
-    reason = "QUOTA_EXCEEDED"
-
-
 class UnavailableError(KatydidError):
     reason = "UNAVAILABLE"
 
@@ -256,7 +250,6 @@ OUTCOMES: dict[type[KatydidError], Outcome] = {
     ConflictError: Outcome("FAILED_PRECONDITION", 409, False),
     IdentityMismatchError: Outcome("FAILED_PRECONDITION", 409, False),
     OverloadedError: Outcome("RESOURCE_EXHAUSTED", 503, True),
-    QuotaExceededError: Outcome("RESOURCE_EXHAUSTED", 429, True),
     UnavailableError: Outcome("UNAVAILABLE", 503, True),
     DrainingError: Outcome("UNAVAILABLE", 503, True),
     EngineLostError: Outcome("ABORTED", 502, False),

@@ -42,6 +42,7 @@ _WITHOUT_DETAILS: dict[grpc.StatusCode, type[KatydidError]] = {
     grpc.StatusCode.ALREADY_EXISTS: errors.ConflictError,
     grpc.StatusCode.FAILED_PRECONDITION: errors.ConflictError,
     grpc.StatusCode.ABORTED: errors.ConflictError,
+    # Katydid gives a caller all rights or none; a proxy in front may not.
     grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDeniedError,
     grpc.StatusCode.UNAUTHENTICATED: errors.UnauthenticatedError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.OverloadedError,

@@ -10,8 +10,6 @@ from katydid_runtime.errors import (
     InvalidRequestError,
     KatydidError,
     NotFoundError,
-    PermissionDeniedError,
-    QuotaExceededError,
     UnauthenticatedError,
 )
 from starlette.responses import Response
@@ -24,8 +22,6 @@ _TYPES: tuple[tuple[type[KatydidError], str], ...] = (
     (InvalidRequestError, "invalid_request_error"),
     (NotFoundError, "invalid_request_error"),
     (UnauthenticatedError, "authentication_error"),
-    (PermissionDeniedError, "permission_error"),
-    (QuotaExceededError, "rate_limit_error"),
 )
 # OpenAI's own codes where clients look for them.
 _CODES = {
