@@ -294,6 +294,9 @@ def test_takes_up_a_lost_stream_without_a_gap(running: Service) -> None:
             number = client.frames[-1].frame
             await client.open(client.opened.session_id, number)
             assert list(client.opened.running) in ([2], [])
+            said = [line for line in running.lines() if line.get("session") == client.opened.session_id]
+            assert [line["message"] for line in said] == ["session opened", "session taken up"]
+            assert {line["client"] for line in said} == {"test"}
             await asyncio.wait_for(answer.done.wait(), 20)
             assert answer.output == expected
 

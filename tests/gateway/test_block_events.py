@@ -88,7 +88,7 @@ def test_snapshot_in_parts_then_deltas() -> None:
         snapshot(2, BLOCKS[2]),
         snapshot(3, BLOCKS[0], rank=1),
         delta(4, removed=BLOCKS[0], stored=BLOCKS[3] + BLOCKS[4]),
-        delta(5, dp_rank=1, cleared=True, stored=BLOCKS[5]),
+        delta(5, dp_rank=1, removed=BLOCKS[0], stored=BLOCKS[5]),
     ]
 
     async def check(index: PrefixIndex, _task: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -39,6 +40,8 @@ from katydid_engine.submission import EngineLimits, parse_submission, requested_
 __all__ = ["Face"]
 
 _LAST_FRAMES_S = 2.0
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -111,6 +114,8 @@ class Face:
             stream = session.attach(0)
         else:
             stream = session.attach(opening.last_frame)
+        extra = {"client": session.client, "session": session.id, "running": len(session.requests)}
+        logger.info("session opened" if session.id != opening.session_id else "session taken up", extra=extra)
         opened = pb.SessionOpened(session_id=session.id, running=sorted(session.requests), boot_id=self._boot_id)
         return session, stream, opened
 

@@ -36,8 +36,8 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     """Does both phases."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
-    """What an engine is there for. It refuses nothing because of its role: gateways choose whom to send what. Today's gateway
-    splits no request over two engines and sends requests to engines of role both alone.
+    """What an engine is there for. It refuses nothing because of its role: gateways choose whom to send what. Today's
+    gateway splits no request over two engines and sends requests to engines of role both alone.
     """
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
@@ -67,7 +67,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 4
     """It failed: RequestError says why."""
     FINISH_REASON_GRAMMAR: _FinishReason.ValueType  # 5
-    """Its grammar reached an accepting end."""
+    """Its grammar reached an accepting end. Not yet given: engines have no grammars."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a choice ended."""
@@ -83,7 +83,7 @@ FINISH_REASON_ABORT: FinishReason.ValueType  # 3
 FINISH_REASON_ERROR: FinishReason.ValueType  # 4
 """It failed: RequestError says why."""
 FINISH_REASON_GRAMMAR: FinishReason.ValueType  # 5
-"""Its grammar reached an accepting end."""
+"""Its grammar reached an accepting end. Not yet given: engines have no grammars."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -143,7 +143,7 @@ class DescribeResponse(_message.Message):
     dp_ranks: _builtins.int
     """Number of data-parallel ranks; requests name one of 0..dp_ranks-1."""
     pages_per_rank: _builtins.int
-    """KV pages of each dp_rank."""
+    """KV pages of each dp_rank; for operators."""
     role: Global___Role.ValueType
     """Present role; later changes are told by SessionResponse.role."""
     boot_id: _builtins.str
@@ -155,14 +155,14 @@ class DescribeResponse(_message.Message):
     kv_cache_attached: _builtins.bool
     """True when the engine writes to and reads from a KV-cache service."""
     version: _builtins.str
-    """The engine's software version."""
+    """The engine's software version; for operators."""
     tokenizer_digest: _builtins.bytes
     """Digest of tokenizer.json and the chat template in the model folder; gateways compare it with their own."""
     block_bytes: _builtins.int
     """Bytes of one block's store object."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that end a sequence unless the request says ignore_eos."""
+        """Token ids that end a sequence unless the request says ignore_eos; for whoever scores or replays without a gateway."""
 
     @_builtins.property
     def reattach_window(self) -> _duration_pb2.Duration:
@@ -170,7 +170,9 @@ class DescribeResponse(_message.Message):
 
     @_builtins.property
     def grammar_kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Grammar kinds served: "json_schema", "regex", "ebnf", "choice". Empty when structured output is off."""
+        """Grammar kinds served: "json_schema", "regex", "ebnf", "choice". Empty: structured output is off, as in every engine
+        so far.
+        """
 
     def __init__(
         self,
@@ -259,7 +261,7 @@ class SessionOpen(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     LAST_FRAME_FIELD_NUMBER: _builtins.int
     client: _builtins.str
-    """Stable name of the gateway process, for logs."""
+    """Stable name of the gateway process, for the engine's log."""
     session_id: _builtins.str
     """Session to take up again; empty for a new one."""
     last_frame: _builtins.int
@@ -351,7 +353,7 @@ class SubmitRequest(_message.Message):
     adapter: _builtins.str
     """Adapter name; empty for the base model. An engine without adapters refuses any other."""
     allow_sparse_prefill: _builtins.bool
-    """May be served from, and computed with, sparse prefill."""
+    """May be served from, and computed with, sparse prefill. Not yet acted on: every prompt is computed in full."""
     tenant: _builtins.bytes
     """Opaque 16-byte tenant id, for quotas in the KV-cache service."""
     bypass_cache: _builtins.bool
@@ -366,7 +368,9 @@ class SubmitRequest(_message.Message):
 
     @_builtins.property
     def hold(self) -> _duration_pb2.Duration:
-        """Prefill/decode hand-off: keep this request's blocks in the KV-cache service at least this long."""
+        """Prefill/decode hand-off: keep this request's blocks in the KV-cache service at least this long. Passed on with
+        every block stored; no gateway sets it yet.
+        """
 
     def __init__(
         self,
@@ -891,7 +895,7 @@ class Finish(_message.Message):
     accepted_tokens: _builtins.int
     """Draft tokens accepted for this choice."""
     preemptions: _builtins.int
-    """How often the request was preempted."""
+    """How often the request was preempted; for operators."""
     @_builtins.property
     def cached(self) -> Global___CachedTokens:
         """Where the prompt came from."""
@@ -1065,19 +1069,19 @@ class RankLoad(_message.Message):
     dp_rank: _builtins.int
     """The rank."""
     running: _builtins.int
-    """Requests being computed."""
+    """Choices being computed or loaded."""
     waiting: _builtins.int
-    """Requests not yet scheduled."""
+    """Choices not yet admitted; a request is one until its first token."""
     waiting_uncached_tokens: _builtins.int
     """Prompt tokens still to be computed, waiting and running."""
     free_pages: _builtins.int
-    """Pages that can be given out, evictable ones included."""
+    """Pages that can be given out, evictable ones included; for operators, as the next."""
     total_pages: _builtins.int
     """Pages in all."""
     prefill_tokens_per_second: _builtins.float
     """Recent prefill speed, tokens per second; 0 when not yet measured."""
     decode_tokens_per_second: _builtins.float
-    """Recent decode speed, tokens per second over all requests."""
+    """Recent decode speed, tokens per second over all requests; for operators."""
     def __init__(
         self,
         *,
@@ -1194,26 +1198,22 @@ class BlockDelta(_message.Message):
     DP_RANK_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
-    CLEARED_FIELD_NUMBER: _builtins.int
     dp_rank: _builtins.int
     """The rank."""
     stored: _builtins.bytes
     """Hashes of new blocks, 32 bytes each."""
     removed: _builtins.bytes
-    """Hashes of blocks dropped."""
-    cleared: _builtins.bool
-    """True when the rank dropped everything first."""
+    """Hashes of blocks dropped, by a Flush too."""
     def __init__(
         self,
         *,
         dp_rank: _builtins.int = ...,
         stored: _builtins.bytes = ...,
         removed: _builtins.bytes = ...,
-        cleared: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "dp_rank", b"dp_rank", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dp_rank", b"dp_rank", "removed", b"removed", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -76,8 +76,6 @@ def _apply_engine(event: engine_pb2.WatchResponse, engine: str, index: PrefixInd
         index.stored(Holder(engine, event.snapshot.dp_rank), split_hashes(event.snapshot.hashes))
         return
     holder = Holder(engine, event.delta.dp_rank)
-    if event.delta.cleared:
-        index.cleared(holder)
     index.removed(holder, split_hashes(event.delta.removed))
     index.stored(holder, split_hashes(event.delta.stored))
 
