@@ -101,6 +101,19 @@ def test_other_languages_read_it_with_their_own_tools():
     assert violation.field_violations[0].field == "temperature"
 
 
+@pytest.mark.parametrize("call", [_tokenize, _generate])
+def test_a_method_nobody_wrote_is_unimplemented(call, caplog):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        asyncio.run(_with_server(pb_grpc.InferenceServiceServicer(), call))
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert isinstance(from_rpc_error(caught.value), errors.UnsupportedError)
+    assert not caplog.records
+
+
+def test_a_method_that_is_not_finished_is_a_defect():
+    assert failure(NotImplementedError("half"), _tokenize).code() is grpc.StatusCode.INTERNAL
+
+
 def test_a_defect_is_logged_once_and_hides_its_cause(caplog):
     with caplog.at_level(logging.ERROR, logger="katydid_runtime"):
         error = from_rpc_error(failure(ZeroDivisionError("secret detail"), _tokenize))

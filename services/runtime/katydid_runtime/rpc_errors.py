@@ -69,6 +69,12 @@ async def _abort_on_error(method: str, context: Context) -> AsyncIterator[None]:
         raise
     except KatydidError as error:
         failure = error
+    except NotImplementedError as error:
+        # The generated servicers raise it for a method nobody wrote, with the status set; any other is a defect.
+        if context.code() is grpc.StatusCode.UNIMPLEMENTED:
+            failure = errors.UnsupportedError(f"this server does not offer {method}")
+        else:
+            failure = internal_error(error, f"{method} failed")
     except Exception as error:
         failure = internal_error(error, f"{method} failed")
     else:
