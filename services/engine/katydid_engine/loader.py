@@ -14,9 +14,8 @@ from katydid_engine.checkpoint import Checkpoint
 from katydid_engine.collectives import Collectives, SingleRank
 from katydid_engine.model_config import ModelConfig, read_model_config
 from katydid_engine.models.decoder_lm import DecoderLM, RankContext
+from katydid_engine.models.dense import build_dense
 from katydid_engine.models.hy_v3 import build_hy_v3, count_mtp_layers
-from katydid_engine.models.llama import build_llama
-from katydid_engine.models.qwen3 import build_qwen3
 from katydid_engine.models.qwen3_moe import build_qwen3_moe
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.weights import TensorSource, Weights
@@ -25,8 +24,8 @@ __all__ = ["build_model", "load_model"]
 
 _BUILDERS: dict[str, Callable[[RankContext, Weights], DecoderLM]] = {
     "hy_v3": build_hy_v3,
-    "llama": build_llama,
-    "qwen3": build_qwen3,
+    "llama": build_dense,
+    "qwen3": build_dense,
     "qwen3_moe": build_qwen3_moe,
 }
 

@@ -1,4 +1,4 @@
-"""The models this engine serves, one architecture a file; ``katydid_engine.loader.load_model`` brings a folder to life.
+"""The models this engine serves, one family a file; ``katydid_engine.loader.load_model`` brings a folder to life.
 
 >>> model = load_model(Path("smollm2"))
 >>> cache = model.new_kv_cache(num_pages=128)

@@ -99,6 +99,10 @@ class DecoderLM:
         """fp32 logits ``[rows, vocab]`` of hidden rows ``[rows, hidden]`` (pick the rows that are sampled first)."""
         return self._head(hidden)
 
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        """Whole embeddings ``[T, hidden]`` of int32 ``[T]``, on every rank."""
+        return self._exchange.collectives.all_reduce(self._embedding(token_ids))
+
     def _decoder_layer(self, weights: Weights, index: int, feed_forward: FeedForwardBuilder) -> DecoderLayer:
         return DecoderLayer(
             weights, self.config, self._exchange, feed_forward(self._context, weights.scope("mlp"), index)

@@ -9,16 +9,21 @@ at position p and the token at p + 1 it predicts the token at p + 2:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from katydid_kernels import linear
 from torch import Tensor
 
 from katydid_engine.forward_batch import ForwardBatch
 from katydid_engine.kv_cache import KvCache
+from katydid_engine.layers.decoder import DecoderLayer
+from katydid_engine.layers.exchange import Exchange
 from katydid_engine.layers.moe import MoeNames, SparseMoe
 from katydid_engine.layers.norm import RmsNorm
+from katydid_engine.model_config import ModelConfig
 from katydid_engine.models.decoder_lm import DecoderLM, FeedForward, RankContext
-from katydid_engine.models.llama import dense_feed_forward
+from katydid_engine.models.dense import dense_feed_forward
 from katydid_engine.weights import Weights
 
 __all__ = ["HyV3", "MtpLayer", "build_hy_v3", "count_mtp_layers"]
@@ -51,7 +56,7 @@ class HyV3(DecoderLM):
         super().__init__(context, weights, _feed_forward)
         first = self.config.num_layers
         self._mtp_layers = [
-            MtpLayer(self, weights.scope(f"model.layers.{first + depth}"), first + depth)
+            self._mtp_layer(weights.scope(f"model.layers.{first + depth}"), first + depth)
             for depth in range(self.config.num_mtp_layers)
         ]
 
@@ -71,36 +76,47 @@ class HyV3(DecoderLM):
         Returns:
             ``[T, hidden]`` after the draft layer's norm: ``logits`` of it predict the token after ``next_token_ids``.
         """
-        return self._mtp_layers[depth](batch, hidden, next_token_ids, kv_cache)
+        pages = self.config.num_layers + depth
+        k_pages, v_pages = kv_cache.k_pages[pages], kv_cache.v_pages[pages]
+        return self._mtp_layers[depth](self._embedded(next_token_ids), hidden, self._table, batch, k_pages, v_pages)
+
+    def _mtp_layer(self, weights: Weights, index: int) -> MtpLayer:
+        return MtpLayer(
+            weights, self.config, self._exchange, lambda block: self._decoder_layer(block, index, _feed_forward)
+        )
 
 
 class MtpLayer:
-    """One draft layer; embedding, rotary table and head are the target's."""
+    """One draft layer around a decoder layer of its own; embedding, rotary table and head are the target's."""
 
-    def __init__(self, target: HyV3, weights: Weights, index: int) -> None:
-        config = target.config
+    def __init__(
+        self,
+        weights: Weights,
+        config: ModelConfig,
+        exchange: Exchange,
+        build_decoder_layer: Callable[[Weights], DecoderLayer],
+    ) -> None:
         size, eps = config.hidden_size, config.rms_norm_eps
-        self._target = target
-        self._index = index
+        self._exchange = exchange
         self._embedding_norm = RmsNorm(weights.scope("enorm"), size, eps)
         self._hidden_norm = RmsNorm(weights.scope("hnorm"), size, eps)
         self._merge = weights.tensor("eh_proj.weight", (size, 2 * size))
         # Some exporters nest the decoder layer one level down.
         block = weights.scope("mtp_block") if weights.has("mtp_block.input_layernorm.weight") else weights
-        self._block = target._decoder_layer(block, index, _feed_forward)
+        self._block = build_decoder_layer(block)
         self._final_norm = RmsNorm(weights.scope("final_layernorm"), size, eps)
 
-    def __call__(self, batch: ForwardBatch, hidden: Tensor, next_token_ids: Tensor, kv_cache: KvCache) -> Tensor:
-        target = self._target
-        embedded = target._exchange.collectives.all_reduce(target._embedding(next_token_ids))
+    def __call__(
+        self, embedded: Tensor, hidden: Tensor, table: Tensor, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor
+    ) -> Tensor:
+        """``embedded`` and ``hidden``: ``[T, hidden]``, of the next tokens and of the positions before them."""
         # The first position has no predecessor whose draft it could be; the model was trained with it blanked.
         embedded = embedded.masked_fill((batch.positions == 0).unsqueeze(1), 0.0)
         merged = torch.cat((self._embedding_norm(embedded), self._hidden_norm(hidden)), dim=-1)
-        x = target._exchange.split(linear(merged, self._merge))
-        pages = kv_cache.k_pages[self._index], kv_cache.v_pages[self._index]
-        x, residual = self._block(x, None, target._table, batch, *pages)
+        x = self._exchange.split(linear(merged, self._merge))
+        x, residual = self._block(x, None, table, batch, k_pages, v_pages)
         normed, _ = self._final_norm.add(x, residual)
-        return target._exchange.enter(normed, batch.num_tokens)
+        return self._exchange.enter(normed, batch.num_tokens)
 
 
 def _feed_forward(context: RankContext, weights: Weights, index: int) -> FeedForward:

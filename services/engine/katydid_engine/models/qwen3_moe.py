@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from katydid_engine.layers.moe import MoeNames, SparseMoe
 from katydid_engine.models.decoder_lm import DecoderLM, FeedForward, RankContext
-from katydid_engine.models.llama import dense_feed_forward
+from katydid_engine.models.dense import dense_feed_forward
 from katydid_engine.weights import Weights
 
 __all__ = ["build_qwen3_moe"]

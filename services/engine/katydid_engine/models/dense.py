@@ -1,4 +1,8 @@
-"""Llama: dense SwiGLU layers and plain grouped-query attention (SmolLM2 and Llama 3 are of this family)."""
+"""Dense decoders: SwiGLU layers and grouped-query attention, as in Llama 3, SmolLM2 and Qwen3.
+
+What tells these apart is in the config alone: Qwen3 adds a per-head RMSNorm of q and k before RoPE, which
+``ModelConfig.qk_norm`` switches on.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,10 @@ from katydid_engine.layers.mlp import DenseMlp
 from katydid_engine.models.decoder_lm import DecoderLM, FeedForward, RankContext
 from katydid_engine.weights import Weights
 
-__all__ = ["build_llama", "dense_feed_forward"]
+__all__ = ["build_dense", "dense_feed_forward"]
 
 
-def build_llama(context: RankContext, weights: Weights) -> DecoderLM:
+def build_dense(context: RankContext, weights: Weights) -> DecoderLM:
     """Reads every tensor of this rank's share."""
     return DecoderLM(context, weights, dense_feed_forward)
 
