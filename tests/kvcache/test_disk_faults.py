@@ -6,12 +6,16 @@ import asyncio
 import errno
 import os
 import random
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from katydid_cache.records import BlockMissReason, PutOutcome, PutRefusal, PutStatus
 from katydid_kvcache.cache import Cache
+from katydid_kvcache.disk.catalog import Catalog
 from katydid_kvcache.disk.segments import SegmentFiles
+from katydid_kvcache.disk.tier import _Barrier
 from katydid_kvcache.settings import KvCacheSettings
 from katydid_runtime.errors import OverloadedError, SettingsError
 
@@ -149,6 +153,35 @@ def test_a_defect_while_committing_hangs_nobody(tmp_path: Path, monkeypatch: pyt
             monkeypatch.undo()
             assert (await durably(cache, space, 2)).status is PutStatus.STORED
 
+    run(scenario)
+
+
+def test_a_defect_of_one_listener_keeps_no_other_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    queued = threading.Event()
+
+    def apply_when_all_are_queued(self: Catalog, *changes: Any) -> None:
+        assert queued.wait(10)
+        apply(self, *changes)
+
+    async def scenario() -> None:
+        async with opened(tmp_path) as (cache, space):
+            disk = cache._disk
+            assert disk is not None
+            disk.delete(IDENTITY, key(1))  # the committer waits with it, so that what follows is one group
+            writing = asyncio.create_task(durably(cache, space, 2))
+            await asyncio.sleep(0)
+            disk._queue.put(_Barrier(lambda: 1 // 0))
+            flushing = asyncio.create_task(disk.flush())
+            await asyncio.sleep(0)
+            queued.set()
+            await asyncio.wait_for(flushing, 10)
+            assert (await writing).status is PutStatus.STORED
+        assert "ZeroDivisionError" in caplog.text
+
+    apply = Catalog.apply
+    monkeypatch.setattr(Catalog, "apply", apply_when_all_are_queued)
     run(scenario)
 
 

@@ -262,9 +262,12 @@ class DiskTier:
 
 
 def _tell(group: list[_Operation], errors: dict[int, OSError | None]) -> None:
-    """On the loop: pass on what became of a group."""
+    """On the loop: pass on what became of a group. A defect of one listener must not keep the others waiting."""
     for operation in group:
-        if isinstance(operation, _Write):
-            operation.done(errors[id(operation)])
-        elif isinstance(operation, _Barrier):
-            operation.done()
+        try:
+            if isinstance(operation, _Write):
+                operation.done(errors[id(operation)])
+            elif isinstance(operation, _Barrier):
+                operation.done()
+        except Exception:
+            logger.exception("what was told of a disk operation failed")
