@@ -140,6 +140,22 @@ def test_a_stream_that_ends_leaves_no_task_behind(chatml: Path) -> None:
     run(chatml, scenario)
 
 
+def test_numbers_start_again_after_the_largest_and_skip_what_runs(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        engine = built.engines[0]
+        engine.options.step_s = 0.02
+        running = asyncio.create_task(built.chat(max_tokens=5000))
+        await until(lambda: engine.in_flight == 1)
+        built.gateway.fleet.session("engine-0")._last_request = 2**32 - 2
+        for _ in range(3):
+            assert (await built.chat(max_tokens=1)).status_code == 200
+        assert [request.request for request in engine.submitted] == [1, 2**32 - 1, 2, 3]
+        running.cancel()
+        await until(lambda: engine.in_flight == 0)
+
+    run(chatml, scenario)
+
+
 def test_an_abort_lost_with_its_stream_is_made_up_for(chatml: Path) -> None:
     async def scenario(built: Rig) -> None:
         engine = built.engines[0]

@@ -329,7 +329,9 @@ class SubmitRequest(_message.Message):
     BYPASS_CACHE_FIELD_NUMBER: _builtins.int
     HOLD_FIELD_NUMBER: _builtins.int
     request: _builtins.int
-    """Number of the request within the session, chosen by the gateway, never used twice."""
+    """Number of the request within the session, chosen by the gateway, from 1. It is used again when all 2^32 - 1 have
+    been, never while a request of that number runs.
+    """
     request_id: _builtins.str
     """Id for logs and traces, unique over the fleet."""
     prompt_ids: _builtins.bytes

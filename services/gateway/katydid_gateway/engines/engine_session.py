@@ -8,7 +8,6 @@ Sequence numbers and acknowledgements are in protos/katydid/engine/v1/engine.pro
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import random
 import time
@@ -28,6 +27,7 @@ from katydid_gateway.routing.load import RankReport
 
 __all__ = ["EngineListener", "EngineSession", "SessionObserver"]
 
+MAX_REQUEST = 2**32 - 1
 ACK_FRAMES = 32
 ACK_INTERVAL_S = 0.25
 OPEN_TIMEOUT_S = 5.0
@@ -82,7 +82,7 @@ class EngineSession:
         self._observer = observer
         self._delay_s = transport_delay_s
         self._listeners: dict[int, EngineListener] = {}
-        self._numbers = itertools.count(1)
+        self._last_request = 0
         self._outbound: asyncio.Queue[pb.SessionRequest | None] | None = None
         self._session_id = ""
         self._last_frame = 0
@@ -100,7 +100,7 @@ class EngineSession:
         """Send a request; returns its number in this session. Raises UnavailableError when the stream is down."""
         if self._outbound is None:
             raise UnavailableError(f"engine {self._name} is not connected")
-        number = next(self._numbers)
+        number = self._next_request()
         request = pb.SessionRequest(submit=submission.message(number, dp_rank, timeout_s))
         self._listeners[number] = listener
         self._outbound.put_nowait(request)
@@ -110,6 +110,13 @@ class EngineSession:
         """Stop a request and hear no more of it; harmless when it has ended."""
         if self._listeners.pop(number, None) is not None and self._outbound is not None:
             self._outbound.put_nowait(pb.SessionRequest(abort=pb.AbortRequest(request=number)))
+
+    def _next_request(self) -> int:
+        """A number of 32 bits that names no request in flight; after the largest it is the turn of 1 again."""
+        while True:
+            self._last_request = self._last_request % MAX_REQUEST + 1
+            if self._last_request not in self._listeners:
+                return self._last_request
 
     async def run(self) -> None:
         """Serve until the session is beyond recovery; then the engine must describe itself anew, it may be another."""
