@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 
 import pytest
 from katydid_gateway.requests import Conversation, Message, Role, Tool, ToolCall
 from katydid_gateway.text.chat_template import ChatTemplate
+from katydid_gateway.text.model_text import load_model_text
 from katydid_runtime.errors import InvalidRequestError, ModelFolderError
 
 from tests.gateway.model_folders import CHATML, HY3
@@ -119,3 +122,30 @@ def test_the_sandbox_gives_nothing_away(source: str) -> None:
 def test_a_template_that_does_not_parse_stops_the_start() -> None:
     with pytest.raises(ModelFolderError, match="does not parse"):
         ChatTemplate("{% if %}", {})
+
+
+@pytest.mark.parametrize(
+    ("conversation", "on_the_loop"),
+    [
+        (Conversation((Message(Role.USER, "short"),)), True),
+        (Conversation((Message(Role.USER, "long " * 2000),)), False),
+        (Conversation((Message(Role.ASSISTANT, "", reasoning="long " * 2000), Message(Role.USER, "go on"))), False),
+        (Conversation((Message(Role.USER, "short"),), (TOOL,)), False),
+    ],
+    ids=["short", "long", "long reasoning", "tools"],
+)
+def test_what_takes_long_is_rendered_off_the_loop(
+    conversation: Conversation, on_the_loop: bool, hy3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered_by = []
+
+    def render(self: ChatTemplate, conversation: Conversation) -> str:
+        rendered_by.append(threading.get_ident())
+        return whole(self, conversation)
+
+    whole = ChatTemplate.render
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    text = load_model_text(hy3)
+    encoded = asyncio.run(text.encode(conversation))
+    assert encoded.text == text.render(conversation)
+    assert [thread == threading.get_ident() for thread in rendered_by] == [on_the_loop, True]
