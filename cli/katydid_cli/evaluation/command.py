@@ -12,9 +12,11 @@ from typing import Any
 from katydid_cli.evaluation.engine_process import running_engine
 from katydid_cli.evaluation.engine_scorer import EngineScorer
 from katydid_cli.evaluation.figures import Figure
+from katydid_cli.evaluation.held_out import load_held_out
 from katydid_cli.evaluation.report import Result, as_json, as_table
 from katydid_cli.evaluation.scorer import EvaluationError, Scorer
-from katydid_cli.evaluation.suite import EXTENTS, TASKS, check_tasks, run_suite
+from katydid_cli.evaluation.suite import EXTENTS, TASKS, check_tasks, needed, run_suite
+from katydid_cli.evaluation.text import ModelText
 from katydid_cli.writable import check_writable_file
 
 __all__ = ["Configuration", "EvaluationOptions", "evaluate", "parse_configuration"]
@@ -71,6 +73,9 @@ def evaluate(options: EvaluationOptions, say: Callable[[str], None] = print) -> 
         raise EvaluationError(f"configurations {', '.join(names)} repeat a name", field="configuration")
     if options.output is not None:
         check_writable_file("--output", options.output)
+    ModelText(options.model)
+    for kind in needed(options.tasks):
+        load_held_out(options.data, kind)
     results = []
     for configuration in options.configurations:
         say(f"== {configuration.name} {shlex.join(configuration.options)}".rstrip())

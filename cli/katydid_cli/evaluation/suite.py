@@ -11,7 +11,7 @@ from katydid_cli.evaluation.acceptance import acceptance
 from katydid_cli.evaluation.bits import bits_per_byte
 from katydid_cli.evaluation.choice import multiple_choice
 from katydid_cli.evaluation.figures import Figure
-from katydid_cli.evaluation.held_out import load_held_out
+from katydid_cli.evaluation.held_out import Kind, load_held_out
 from katydid_cli.evaluation.recall import LENGTHS, recall
 from katydid_cli.evaluation.scorer import EvaluationError, Scorer
 from katydid_cli.evaluation.text import ModelText
@@ -46,6 +46,12 @@ def check_tasks(tasks: Sequence[str]) -> None:
             raise EvaluationError(f"task is {task!r}, allowed are {', '.join(TASKS)}")
 
 
+def needed(tasks: Sequence[str]) -> list[Kind]:
+    """The kinds of held-out documents that `tasks` read."""
+    kinds: list[Kind] = ["code"] if set(tasks) - {"tools"} else []
+    return [*kinds, "text"] if set(tasks) & {"bits", "choice"} else kinds
+
+
 def run_suite(
     scorer: Scorer, model: Path, data: Path, tasks: Sequence[str], extent: Extent, say: Callable[[str], None]
 ) -> list[Figure]:
@@ -53,8 +59,8 @@ def run_suite(
     check_tasks(tasks)
     text = ModelText(model)
     text.check(scorer)
-    code = load_held_out(data, "code") if set(tasks) - {"tools"} else []
-    prose = load_held_out(data, "text") if set(tasks) & {"bits", "choice"} else []
+    documents = {kind: load_held_out(data, kind) for kind in needed(tasks)}
+    code, prose = documents.get("code", []), documents.get("text", [])
     figures: list[Figure] = []
 
     def add(work: Callable[[], list[Figure]]) -> None:

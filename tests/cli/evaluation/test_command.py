@@ -59,9 +59,11 @@ def test_wrong_questions_are_refused_before_an_engine_starts(tmp_path: Path) -> 
     for options, message in [
         (EvaluationOptions(HY3_TINY, tmp_path, tasks=("bits", "poetry")), "task is 'poetry', allowed are bits, recall"),
         (EvaluationOptions(HY3_TINY, tmp_path, extent="huge"), "extent is 'huge'"),
+        (EvaluationOptions(HY3_TINY, tmp_path), "held-out code is not at"),
+        (EvaluationOptions(tmp_path, tmp_path), "cannot be read|is not a model folder"),
         (EvaluationOptions(HY3_TINY, tmp_path, (Configuration("a"), Configuration("a"))), "repeat a name"),
         (
-            EvaluationOptions(HY3_TINY, tmp_path, (Configuration("a", ("--tp=2",)),), in_process=True),
+            EvaluationOptions(HY3_TINY, tmp_path, (Configuration("a", ("--tp=2",)),), ("tools",), in_process=True),
             "--in-process knows no option '--tp=2'",
         ),
     ]:
