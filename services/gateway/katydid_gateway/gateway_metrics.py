@@ -35,8 +35,8 @@ class GatewayMetrics:
         )
         self.routed = metrics.counter("routed_requests", "Requests sent, by engine", ("engine",))
         self.failed = metrics.counter("failed_requests", "Requests an engine failed or refused", ("engine",))
-        self.engine_up = metrics.gauge("connected_engines", "1 while the engine's session is up", ("engine",))
-        self.engine_refused = metrics.counter(
+        self.connected = metrics.gauge("connected_engines", "1 while the engine's session is up", ("engine",))
+        self.refused = metrics.counter(
             "refused_engines", "Times an engine failed the parity check", ("engine", "field")
         )
 

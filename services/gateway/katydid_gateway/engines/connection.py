@@ -133,13 +133,13 @@ class EngineConnection:
     def on_connected(self) -> None:
         self._absence = ""
         self._exclude()
-        self._metrics.engine_up.labels(self.name).set(1)
+        self._metrics.connected.labels(self.name).set(1)
         logger.info("engine connected", extra={"engine": self.name, "address": self.address})
 
     def on_disconnected(self) -> None:
         self._absence = "not connected"
         self._exclude()
-        self._metrics.engine_up.labels(self.name).set(0)
+        self._metrics.connected.labels(self.name).set(0)
 
     def on_state(self, reports: Mapping[int, RankReport], *, draining: bool, role: pb.Role.ValueType) -> None:
         self._health.heard(draining)
@@ -199,5 +199,5 @@ class EngineConnection:
     def _refused(self, error: IdentityMismatchError) -> None:
         self._absence = f"refused: {error.message}"
         self._exclude()
-        self._metrics.engine_refused.labels(self.name, error.field or "").inc()
+        self._metrics.refused.labels(self.name, error.field or "").inc()
         logger.error("engine refused", extra={"engine": self.name, "reason": error.message, "field": error.field})
