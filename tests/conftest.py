@@ -1,4 +1,4 @@
-"""Kernels run in Triton's interpreter where there is no GPU; the switch must be set before any test defines a kernel."""
+"""Kernels run in Triton's interpreter without a GPU; the switch must be set before any test defines a kernel."""
 
 import os
 
