@@ -90,7 +90,7 @@ async def rig(
         await asyncio.to_thread(telemetry.shutdown)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     """Wait for `condition`; fails when it does not come true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +59,9 @@ def test_a_client_that_leaves_ends_the_engines_work(chatml: Path, stream: bool) 
         engine.options.step_s = 0.02
         client = await send_raw(built, {"messages": USER, "stream": stream, "max_tokens": 5000, "ignore_eos": True})
         await until(lambda: engine.in_flight == 1)
-        left = time.monotonic()
         client.close()
+        # Long before the 100 s that its work would take.
         await until(lambda: len(engine.aborted) == 1 and engine.in_flight == 0)
-        assert time.monotonic() - left < 1
         await until(lambda: built.gateway.generator.idle.is_set())
         assert 'outcome="request_aborted"} 1.0' in (await built.http.get("/metrics")).text
 
@@ -135,9 +133,10 @@ def test_a_slow_grpc_reader_is_cut_off(chatml: Path) -> None:
 
 def test_a_drain_lets_running_requests_end_and_refuses_new_ones(chatml: Path) -> None:
     async def scenario(built: Rig) -> None:
-        built.engines[0].options.step_s = 0.03
-        running = asyncio.create_task(built.chat(max_tokens=20))
-        await until(lambda: built.engines[0].in_flight == 1)
+        engine = built.engines[0]
+        engine.options.step_s = 0.03
+        running = asyncio.create_task(built.chat(max_tokens=1000))
+        await until(lambda: engine.in_flight == 1)
         stopping = asyncio.create_task(built.gateway.stop())
         await until(lambda: built.gateway.generator.draining)
         refused = await built.chat()
@@ -147,12 +146,13 @@ def test_a_drain_lets_running_requests_end_and_refuses_new_ones(chatml: Path) ->
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await built.stub.ListModels(pb.ListModelsRequest())
         assert isinstance(from_rpc_error(caught.value), DrainingError)
+        engine.options.step_s = 0.0
         response = await running
         assert response.status_code == 200
-        assert response.json()["usage"]["completion_tokens"] == 20
+        assert response.json()["usage"]["completion_tokens"] == 1000
         await stopping
 
-    run(chatml, scenario, drain_timeout_s=10.0)
+    run(chatml, scenario, drain_timeout_s=30.0)
 
 
 def test_an_engine_that_dies_under_a_grpc_stream_is_an_error_of_its_own(chatml: Path) -> None:

@@ -178,15 +178,14 @@ def test_an_engine_that_neither_answers_nor_refuses_is_given_up_after_its_window
         engine = built.engines[0]
         engine.options.step_s = 0.02
         running = asyncio.create_task(built.events(messages=USER, max_tokens=5000))
-        await until(lambda: engine.in_flight == 1)
-        await asyncio.sleep(0.1)
+        await until(lambda: any(answer.tokens for answer in built.gateway.generator._answers))
         host, port = engine.address.split(":")
         await engine.stop()
         with socket.socket() as silent:  # the kernel takes connections, nobody ever answers
             silent.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             silent.bind((host, int(port)))
             silent.listen()
-            events = await asyncio.wait_for(running, 3)
+            events = await asyncio.wait_for(running, 20)
         assert events[-1]["error"]["code"] == "engine_lost"
 
     run(chatml, scenario, options=MockOptions(reattach_window_s=0.5))
@@ -264,7 +263,7 @@ def test_an_engine_that_says_it_is_stuck_loses_its_requests(chatml: Path, monkey
         await until(lambda: engine.in_flight == 1)
         assert engine._server is not None
         await engine._server.set_serving(False)
-        response = await asyncio.wait_for(running, 5)
+        response = await asyncio.wait_for(running, 20)
         assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
         assert not built.gateway.fleet.ready
         engine.options.prefill_s = 0

@@ -126,8 +126,8 @@ def test_kill_9_of_an_engine_in_mid_load(chatml: Path) -> None:
             assert outcomes.count("ok") >= 12
             port = engines[0][1]
             engines.append(mock_engine(chatml, "--listen", port))
-            deadline = time.monotonic() + 10
-            with httpx.Client(base_url=f"http://{http}") as plain:
+            deadline = time.monotonic() + 30
+            with httpx.Client(base_url=f"http://{http}", timeout=20) as plain:
                 while 'connected_engines{engine="' + port + '"} 1.0' not in plain.get("/metrics").text:
                     assert time.monotonic() < deadline, "the restarted engine rejoins"
                     time.sleep(0.05)
@@ -171,18 +171,20 @@ def test_sigterm_finishes_what_runs(chatml: Path) -> None:
     answers: list[httpx.Response] = []
     try:
         with gateway(chatml, [address]) as (process, http, _rpc):
-            body = {"messages": USER, "max_tokens": 40}
+            body = {"messages": USER, "max_tokens": 150}
 
             def ask() -> None:
                 answers.append(httpx.post(f"http://{http}/v1/chat/completions", json=body, timeout=20))
 
             thread = threading.Thread(target=ask)
             thread.start()
-            time.sleep(0.3)
+            with httpx.Client(base_url=f"http://{http}", timeout=20) as plain:
+                while "katydid_gateway_in_flight_requests 1.0" not in plain.get("/metrics").text:
+                    time.sleep(0.01)
             process.process.send_signal(signal.SIGTERM)
-            thread.join(10)
-            assert process.process.wait(10) == 0
-        assert answers[0].json()["usage"]["completion_tokens"] == 40
+            thread.join(20)
+            assert process.process.wait(20) == 0
+        assert answers[0].json()["usage"]["completion_tokens"] == 150
         assert not any('"level": "error"' in line for line in process.lines)
     finally:
         engine.stop()

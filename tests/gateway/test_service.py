@@ -187,8 +187,8 @@ def test_a_callers_deadline_ends_the_engines_work(chatml: Path) -> None:
     async def scenario(built: Rig) -> None:
         built.engines[0].options.prefill_s = 30
         request = pb.GenerateRequest(prompt=pb.Prompt(text="x"))
-        assert isinstance(await failure(built.stub.Generate(request, timeout=0.3)), DeadlineExceededError)
-        assert 0 < built.engines[0].submitted[0].timeout.ToNanoseconds() <= 3e8
+        assert isinstance(await failure(built.stub.Generate(request, timeout=1.0)), DeadlineExceededError)
+        assert 0 < built.engines[0].submitted[0].timeout.ToNanoseconds() <= 1e9
         await until(lambda: built.engines[0].in_flight == 0)
 
     run(chatml, scenario)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -37,19 +38,24 @@ async def check(cache: CacheClient, names: list[int], stored: set[int]) -> None:
         assert not lost, f"stored blocks are gone: {sorted(lost)[:5]}"
 
 
-async def write_until_killed(service: ServiceProcess, cache: CacheClient, first: int, delay_s: float) -> set[int]:
-    """Write blocks durably, kill the service meanwhile, and say which were answered as stored."""
+async def write(cache: CacheClient, first: int) -> set[int]:
+    """Write a batch durably and say which blocks were answered as stored."""
     names = range(first, first + BATCH)
     blocks = [PutBlock(key(name), b"", payload(name)) for name in names]
-    writing = asyncio.create_task(cache.put(blocks, durability=Durability.DISK, timeout_s=20))
-    await asyncio.sleep(delay_s)
-    service.kill()
-    outcomes = await writing
+    outcomes = await cache.put(blocks, durability=Durability.DISK, timeout_s=20)
     return {name for name, outcome in zip(names, outcomes, strict=True) if outcome.status is PutStatus.STORED}
 
 
+async def write_until_killed(service: ServiceProcess, cache: CacheClient, first: int, delay_s: float) -> set[int]:
+    """Write a batch, kill the service meanwhile, and say which blocks were answered as stored."""
+    writing = asyncio.create_task(write(cache, first))
+    await asyncio.sleep(delay_s)
+    service.kill()
+    return await writing
+
+
 def kill_repeatedly(folder: Path, kills: int, seed: int) -> tuple[int, int]:
-    """How many blocks were stored, and how many writes were cut off, over all kills."""
+    """How many blocks were stored, half of them undisturbed, and how many writes were cut off, over all kills."""
     dice = random.Random(seed)
     stored: set[int] = set()
     offered = 0
@@ -59,25 +65,30 @@ def kill_repeatedly(folder: Path, kills: int, seed: int) -> tuple[int, int]:
         for number in range(kills + 1):
             if dice.random() < 0.25:
                 shutil.rmtree(folder / "index", ignore_errors=True)
-            options = {"disk_bytes": 64 * MIB + kills * BATCH * 2 * LAYOUT.block_bytes}
+            options = {"disk_bytes": 64 * MIB + kills * BATCH * 4 * LAYOUT.block_bytes}
             with ServiceProcess(folder, **options) as service:
                 async with CacheClient(service.address, degrade=True) as cache:
                     assert await cache.attach(IDENTITY, LAYOUT)
-                    recent = list(range(offered))[-20 * BATCH :]
+                    recent = list(range(offered))[-40 * BATCH :]
                     await check(cache, recent if number < kills else list(range(offered)), stored)
-                    # A durable batch takes 10 to 40 ms here; some kills come before its first byte, some after its end.
-                    stored.update(await write_until_killed(service, cache, offered, dice.uniform(0.0, 0.05)))
-                    offered += BATCH
+                    started = time.monotonic()
+                    stored.update(await write(cache, offered))
+                    took_s = time.monotonic() - started
+                    # Some kills come before the batch's first byte, some after its end.
+                    delay_s = dice.uniform(0.0, 1.25 * took_s)
+                    stored.update(await write_until_killed(service, cache, offered + BATCH, delay_s))
+                    offered += 2 * BATCH
 
     asyncio.run(scenario())
     return len(stored), offered - len(stored)
 
 
 def test_stored_blocks_survive_kill_9(tmp_path: Path) -> None:
-    stored, cut_off = kill_repeatedly(tmp_path, kills=24, seed=7)
+    kills = 16
+    stored, cut_off = kill_repeatedly(tmp_path, kills=kills, seed=7)
     # Otherwise the kills came too late or too early to prove anything.
-    assert stored > 24
-    assert cut_off > 24
+    assert stored > (kills + 1) * BATCH
+    assert cut_off > BATCH
 
 
 @pytest.mark.soak

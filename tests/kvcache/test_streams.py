@@ -28,7 +28,7 @@ STORED = PutOutcome(PutStatus.STORED)
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
     folder = tmp_path_factory.mktemp("disk")
-    with ServiceProcess(folder, stream_stall_timeout_s=0.5, memory_bytes=2 * MIB) as running:
+    with ServiceProcess(folder, memory_bytes=2 * MIB) as running:
         yield running
 
 
@@ -170,8 +170,8 @@ def test_a_client_that_vanishes_in_mid_put_frees_the_block(service: ServiceProce
 
 
 @pytest.mark.parametrize("method", ["Get", "Put"])
-def test_a_client_that_stalls_is_cut_off_and_holds_nobody_up(service: ServiceProcess, method: str) -> None:
-    async def scenario() -> None:
+def test_a_client_that_stalls_is_cut_off_and_holds_nobody_up(method: str) -> None:
+    async def scenario(service: ServiceProcess) -> None:
         async with grpc.aio.insecure_channel(service.address) as channel, CacheClient(service.address) as cache:
             attachment, _ = await attached(channel)
             await cache.attach(IDENTITY, LAYOUT)
@@ -190,4 +190,5 @@ def test_a_client_that_stalls_is_cut_off_and_holds_nobody_up(service: ServicePro
                 await call.read()
             assert isinstance(from_rpc_error(caught.value), DeadlineExceededError)
 
-    run(scenario)
+    with ServiceProcess(stream_stall_timeout_s=1.0) as service:
+        run(lambda: scenario(service))

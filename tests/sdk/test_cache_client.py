@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -197,7 +196,6 @@ def test_a_lease_ends_in_time(service: ServiceProcess) -> None:
             blocks = make(1)
             await cache.put(blocks)
             assert (await cache.lookup(chain(blocks), lease_ttl_s=0.2)).lease
-            assert (await cache.stats()).leases == 1
             while (await cache.stats()).leases:
                 await asyncio.sleep(0.05)
             with pytest.raises(InvalidRequestError) as caught:
@@ -292,15 +290,14 @@ def test_death_costs_nothing_once_known_and_restart_reattaches(tmp_path: Path) -
             first.kill()
             while cache.attached or strict.attached:
                 await asyncio.sleep(0.001)
-            started = time.monotonic()
-            assert (await cache.lookup(chain(blocks))).reachable is False
-            assert (await cache.get(found.lease, chain(blocks), into=buffers(3))).misses == dict.fromkeys(
-                range(3), BlockMissReason.STORE_UNAVAILABLE
-            )
-            assert await cache.put(make(1)) == [PutOutcome(PutStatus.REFUSED, PutRefusal.STORE_UNAVAILABLE)]
-            await cache.release(found.lease)
-            assert (await cache.prefetch(chain(blocks))).blocks == 0
-            assert time.monotonic() - started < 0.05
+            async with asyncio.timeout(10):  # a call's own deadline would be longer
+                assert (await cache.lookup(chain(blocks), timeout_s=60)).reachable is False
+                assert (await cache.get(found.lease, chain(blocks), into=buffers(3))).misses == dict.fromkeys(
+                    range(3), BlockMissReason.STORE_UNAVAILABLE
+                )
+                assert await cache.put(make(1)) == [PutOutcome(PutStatus.REFUSED, PutRefusal.STORE_UNAVAILABLE)]
+                await cache.release(found.lease, timeout_s=60)
+                assert (await cache.prefetch(chain(blocks), timeout_s=60)).blocks == 0
             with pytest.raises(UnavailableError):
                 await strict.lookup(chain(blocks))
             with ServiceProcess(tmp_path, listen=f"127.0.0.1:{port}"):
@@ -327,10 +324,9 @@ def test_death_in_mid_get_ends_the_call(tmp_path: Path) -> None:
             await cache.put(blocks)
             reading = asyncio.create_task(cache.get(0, chain(blocks), into=buffers(2)))
             await asyncio.sleep(0.1)
-            started = time.monotonic()
             victim.kill()
-            assert (await reading).found == (False, False)
-            assert time.monotonic() - started < 1.0
+            async with asyncio.timeout(10):  # its deadline is 30 s away
+                assert (await reading).found == (False, False)
 
     run(scenario)
 
@@ -366,10 +362,9 @@ def test_a_hanging_service_costs_bounded_time() -> None:
                 for _ in range(3):
                     with pytest.raises(DeadlineExceededError):
                         await cache.lookup(os.urandom(32), timeout_s=0.05)
-                started = time.monotonic()
-                with pytest.raises(UnavailableError, match="does not answer"):
-                    await cache.lookup(os.urandom(32))
-                assert time.monotonic() - started < 0.05
+                async with asyncio.timeout(10):
+                    with pytest.raises(UnavailableError, match="does not answer"):
+                        await cache.lookup(os.urandom(32), timeout_s=60)
                 os.kill(hanging.process.pid, signal.SIGCONT)
                 while not cache.attached:
                     await asyncio.sleep(0.05)

@@ -97,7 +97,7 @@ def test_the_deadline_reaches_the_server():
             await client.chat(HELLO)
         await gateway.left.wait()
 
-    run(scenario, timeout=0.1)
+    run(scenario, timeout=0.5)
 
 
 def test_no_gateway():
