@@ -7,6 +7,8 @@ got = await cache.get(found.lease, hashes[: 32 * found.blocks], into=buffers)
 await cache.release(found.lease)
 """
 
+from katydid_runtime.tls import Tls
+
 from katydid_cache.admin import CacheAdmin, NamespaceInfo, Verification
 from katydid_cache.allocation import keep_buffers_mapped
 from katydid_cache.arena import ArenaMapping
@@ -60,6 +62,7 @@ __all__ = [
     "TierRun",
     "TierStats",
     "TierTime",
+    "Tls",
     "Verification",
     "WatchEvent",
     "keep_buffers_mapped",
