@@ -188,7 +188,7 @@ def test_a_callers_deadline_ends_the_engines_work(chatml: Path) -> None:
         built.engines[0].options.prefill_s = 30
         request = pb.GenerateRequest(prompt=pb.Prompt(text="x"))
         assert isinstance(await failure(built.stub.Generate(request, timeout=1.0)), DeadlineExceededError)
-        assert 0 < built.engines[0].submitted[0].timeout.ToNanoseconds() <= 1e9
+        assert 0 < built.engines[0].submitted[0].timeout.ToNanoseconds() <= 1.1e9  # gRPC rounds it up
         await until(lambda: built.engines[0].in_flight == 0)
 
     run(chatml, scenario)
