@@ -79,8 +79,9 @@ def test_a_port_in_use(tiny: Path) -> None:
         assert address in refused(ENGINE, *model, "--http-listen", address)
         assert address in refused(KVCACHE, "--listen", address)
         assert address in refused(KVCACHE, "--http-listen", address)
-        assert address in refused(GATEWAY, *model, "--engines", "127.0.0.1:1", "--listen", address)
-        assert address in refused(GATEWAY, *model, "--engines", "127.0.0.1:1", "--http-listen", address)
+        gateway = (GATEWAY, *model, "--engines", "127.0.0.1:1")
+        assert address in refused(*gateway, "--listen", address, "--http-listen", "127.0.0.1:0")
+        assert address in refused(*gateway, "--http-listen", address, "--listen", "127.0.0.1:0")
 
 
 def test_a_cache_directory_that_cannot_be_written(tmp_path: Path) -> None:
