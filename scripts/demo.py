@@ -78,8 +78,9 @@ def main() -> int:
     http_port, grpc_port = free_ports(2)
     with tempfile.TemporaryDirectory(prefix="katydid-demo-") as folder:
         trace = Path(folder) / "trace.jsonl"
-        heading(f"katydid up --model {MODEL} --engines 1")
-        command = [str(BIN / "katydid"), "up", "--model", MODEL, "--trace-file", str(trace)]
+        up = ["up", "--model", MODEL, "--engine-option=--dtype=bfloat16"]
+        heading(" ".join(["katydid", *up]))
+        command = [str(BIN / "katydid"), *up, "--trace-file", str(trace)]
         command += ["--port", str(http_port), "--grpc-port", str(grpc_port), "--kv-disk-dir", str(Path(folder) / "kv")]
         fleet = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:

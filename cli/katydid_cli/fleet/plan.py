@@ -58,10 +58,10 @@ def plan_fleet(options: FleetOptions, ports: Sequence[int]) -> tuple[ServicePlan
         kvcache += ["--disk-path", str(options.kv_disk_dir), "--disk-bytes", str(options.kv_disk_mb * 2**20)]
 
     plans = [ServicePlan("kvcache", "katydid_kvcache", (*kvcache, *shared), kvcache_address, stage=0)]
-    # Engines on one CPU share its cores; each would take all of them.
+    # Engines on one CPU share its cores, less one for the other services; each would take all of them.
     threads: tuple[str, ...] = ()
     if options.device == "cpu" and options.engines > 1:
-        threads = ("--threads", str(max(1, (os.cpu_count() or 1) // options.engines)))
+        threads = ("--threads", str(max(1, ((os.cpu_count() or 1) - 1) // options.engines)))
     names = [f"engine-{index}" for index in range(options.engines)]
     for name, address in zip(names, engine_addresses, strict=True):
         arguments = (

@@ -37,7 +37,9 @@ class EngineSettings(DialingSettings):
     )
     tp: int = Field(1, ge=1, le=64, description="ranks that share one copy of the model")
     dp_ranks: int = Field(1, ge=1, le=64, description="copies of the model, each with a scheduler and pages of its own")
-    threads: int | None = Field(None, ge=1, description="CPU threads a worker; by default the cores shared evenly")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads a worker; by default all cores but one, shared evenly"
+    )
     kv_pages: int | None = Field(None, ge=1, description="KV pages of 64 tokens a rank; by default what memory allows")
     kv_memory_mib: int = Field(
         2048, ge=1, description="memory for a rank's KV pages on the CPU, unless kv_pages is set"
@@ -83,4 +85,6 @@ class EngineSettings(DialingSettings):
 
     @property
     def worker_threads(self) -> int:
-        return self.threads or max(1, (os.cpu_count() or 1) // (self.tp * self.dp_ranks))
+        # One core is left to the face, the gateway and the cache service: a worker that has to wait for a thread of its
+        # own that lost its core is slower than one with a thread less.
+        return self.threads or max(1, ((os.cpu_count() or 1) - 1) // (self.tp * self.dp_ranks))
