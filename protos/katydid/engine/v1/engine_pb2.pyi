@@ -623,7 +623,7 @@ class SessionResponse(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     frame: _builtins.int
-    """Frame number in this session, from 1, without gaps."""
+    """Frame number in the session, from 1, without gaps."""
     draining: _builtins.bool
     """True when the engine drains and takes no new requests."""
     role: Global___Role.ValueType

@@ -97,7 +97,7 @@ class EngineSession:
         return len(self._listeners)
 
     def submit(self, submission: Submission, listener: EngineListener, dp_rank: int, timeout_s: float) -> int:
-        """Send a request; returns its number in this session. Raises UnavailableError when the stream is down."""
+        """Send a request; returns its number in the session. Raises UnavailableError when the stream is down."""
         if self._outbound is None:
             raise UnavailableError(f"engine {self._name} is not connected")
         number = self._next_request()
