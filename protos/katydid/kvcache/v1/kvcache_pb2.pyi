@@ -304,12 +304,15 @@ class Attached(_message.Message):
     BOOT_EPOCH_FIELD_NUMBER: _builtins.int
     FRAME_BYTES_FIELD_NUMBER: _builtins.int
     ARENA_FIELD_NUMBER: _builtins.int
+    LANE_PORT_FIELD_NUMBER: _builtins.int
     attachment: _builtins.int
     """Handle for all other RPCs; dies with the stream."""
     boot_epoch: _builtins.int
     """Changes at every start of the service."""
     frame_bytes: _builtins.int
     """Payload bytes of a frame in Get and Put at most."""
+    lane_port: _builtins.int
+    """TCP port of the bulk lanes, on the host that this service was reached at; 0: it has none."""
     @_builtins.property
     def arena(self) -> Global___Arena:
         """Set when the arena was granted."""
@@ -321,10 +324,11 @@ class Attached(_message.Message):
         boot_epoch: _builtins.int = ...,
         frame_bytes: _builtins.int = ...,
         arena: Global___Arena | None = ...,
+        lane_port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "attachment", b"attachment", "boot_epoch", b"boot_epoch", "frame_bytes", b"frame_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "attachment", b"attachment", "boot_epoch", b"boot_epoch", "frame_bytes", b"frame_bytes", "lane_port", b"lane_port"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1268,6 +1272,151 @@ class ReleaseResponse(_message.Message):
 Global___ReleaseResponse: _TypeAlias = ReleaseResponse  # noqa: Y015
 
 @_typing.final
+class OpenLaneRequest(_message.Message):
+    """Asks for blocks over a bulk lane."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTACHMENT_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
+    attachment: _builtins.int
+    """From Attached."""
+    hashes: _builtins.bytes
+    """Blocks, 32 bytes a hash, 4096 hashes at most. All their heads are sent."""
+    def __init__(
+        self,
+        *,
+        attachment: _builtins.int = ...,
+        hashes: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "hashes", b"hashes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenLaneRequest: _TypeAlias = OpenLaneRequest  # noqa: Y015
+
+@_typing.final
+class OpenLaneResponse(_message.Message):
+    """What will come over the lane. The client connects to the lane port, or goes on with a connection that has served
+    another token, sends the token, receives the blocks (block_bytes of the layout each, nothing between them) in the
+    order of the request without those missed, checks them, and sends a receipt: the number of blocks that failed their
+    checksum and their places in what was sent, each a little-endian uint32. Until then the blocks stay where they are;
+    those named are looked at and quarantined if they are wrong here too.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
+    MISSES_FIELD_NUMBER: _builtins.int
+    TIMES_FIELD_NUMBER: _builtins.int
+    token: _builtins.bytes
+    """16 bytes; good once, for 30 s. Empty when nothing will be sent."""
+    checksums: _builtins.bytes
+    """xxh3-128 of each block sent, 16 bytes each, big-endian."""
+    @_builtins.property
+    def misses(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockMiss]:
+        """Blocks that are not sent."""
+
+    @_builtins.property
+    def times(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierTime]:
+        """Time spent to have them in memory, by tier they came from."""
+
+    def __init__(
+        self,
+        *,
+        token: _builtins.bytes = ...,
+        checksums: _builtins.bytes = ...,
+        misses: _abc.Iterable[Global___BlockMiss] | None = ...,
+        times: _abc.Iterable[Global___TierTime] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "misses", b"misses", "times", b"times", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenLaneResponse: _TypeAlias = OpenLaneResponse  # noqa: Y015
+
+@_typing.final
+class PullRequest(_message.Message):
+    """Asks an instance to fetch blocks from another one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTACHMENT_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
+    PARENTS_FIELD_NUMBER: _builtins.int
+    DEADLINE_FIELD_NUMBER: _builtins.int
+    attachment: _builtins.int
+    """From Attached."""
+    source: _builtins.str
+    """gRPC address of the instance that has them; one of those this service may pull from."""
+    hashes: _builtins.bytes
+    """Blocks, 32 bytes a hash, 4096 hashes at most."""
+    parents: _builtins.bytes
+    """Hashes of the blocks before each; 32 zero bytes for a first block."""
+    @_builtins.property
+    def deadline(self) -> _duration_pb2.Duration:
+        """Give up after this time; what has arrived stays."""
+
+    def __init__(
+        self,
+        *,
+        attachment: _builtins.int = ...,
+        source: _builtins.str = ...,
+        hashes: _builtins.bytes = ...,
+        parents: _builtins.bytes = ...,
+        deadline: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "deadline", b"deadline", "hashes", b"hashes", "parents", b"parents", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullRequest: _TypeAlias = PullRequest  # noqa: Y015
+
+@_typing.final
+class PullResponse(_message.Message):
+    """What a pull did."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PULLED_FIELD_NUMBER: _builtins.int
+    PRESENT_FIELD_NUMBER: _builtins.int
+    MISSED_FIELD_NUMBER: _builtins.int
+    DURATION_FIELD_NUMBER: _builtins.int
+    pulled: _builtins.int
+    """Blocks fetched."""
+    present: _builtins.int
+    """Blocks that were here already."""
+    missed: _builtins.int
+    """Blocks that could not be had: absent there, no room here, or the time was up."""
+    @_builtins.property
+    def duration(self) -> _duration_pb2.Duration:
+        """Time it took."""
+
+    def __init__(
+        self,
+        *,
+        pulled: _builtins.int = ...,
+        present: _builtins.int = ...,
+        missed: _builtins.int = ...,
+        duration: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration", "missed", b"missed", "present", b"present", "pulled", b"pulled"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullResponse: _TypeAlias = PullResponse  # noqa: Y015
+
+@_typing.final
 class StatsRequest(_message.Message):
     """Asks for figures."""
 
@@ -1296,6 +1445,10 @@ class StatsResponse(_message.Message):
     ATTACHMENTS_FIELD_NUMBER: _builtins.int
     QUARANTINED_FIELD_NUMBER: _builtins.int
     BOOT_EPOCH_FIELD_NUMBER: _builtins.int
+    SPEEDS_FIELD_NUMBER: _builtins.int
+    PULLED_FIELD_NUMBER: _builtins.int
+    SENT_BYTES_FIELD_NUMBER: _builtins.int
+    RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
     leases: _builtins.int
     """Leases held now."""
     reservations: _builtins.int
@@ -1306,9 +1459,19 @@ class StatsResponse(_message.Message):
     """Slots in quarantine."""
     boot_epoch: _builtins.int
     """The service's boot epoch."""
+    pulled: _builtins.int
+    """Blocks pulled from other instances."""
+    sent_bytes: _builtins.int
+    """Payload bytes sent to clients and other instances."""
+    received_bytes: _builtins.int
+    """Payload bytes received from clients."""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierStats]:
         """By tier."""
+
+    @_builtins.property
+    def speeds(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReadSpeed]:
+        """Measured speeds by tier and size of a read."""
 
     def __init__(
         self,
@@ -1319,14 +1482,48 @@ class StatsResponse(_message.Message):
         attachments: _builtins.int = ...,
         quarantined: _builtins.int = ...,
         boot_epoch: _builtins.int = ...,
+        speeds: _abc.Iterable[Global___ReadSpeed] | None = ...,
+        pulled: _builtins.int = ...,
+        sent_bytes: _builtins.int = ...,
+        received_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachments", b"attachments", "boot_epoch", b"boot_epoch", "leases", b"leases", "quarantined", b"quarantined", "reservations", b"reservations", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachments", b"attachments", "boot_epoch", b"boot_epoch", "leases", b"leases", "pulled", b"pulled", "quarantined", b"quarantined", "received_bytes", b"received_bytes", "reservations", b"reservations", "sent_bytes", b"sent_bytes", "speeds", b"speeds", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatsResponse: _TypeAlias = StatsResponse  # noqa: Y015
+
+@_typing.final
+class ReadSpeed(_message.Message):
+    """How fast blocks of a size come out of a tier."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    UP_TO_BYTES_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    tier: Global___Tier.ValueType
+    """The tier."""
+    up_to_bytes: _builtins.int
+    """Reads of at most so many bytes; the power of two above the size."""
+    bytes_per_s: _builtins.float
+    """Exponential average."""
+    def __init__(
+        self,
+        *,
+        tier: Global___Tier.ValueType = ...,
+        up_to_bytes: _builtins.int = ...,
+        bytes_per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "tier", b"tier", "up_to_bytes", b"up_to_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadSpeed: _TypeAlias = ReadSpeed  # noqa: Y015
 
 @_typing.final
 class TierStats(_message.Message):
@@ -1714,3 +1911,155 @@ class Namespace(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Namespace: _TypeAlias = Namespace  # noqa: Y015
+
+@_typing.final
+class ListBlocksRequest(_message.Message):
+    """Asks for the blocks of a namespace."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    identity: _builtins.bytes
+    """Namespace, 32 bytes."""
+    after: _builtins.bytes
+    """The last hash of the part before; empty for the first part."""
+    limit: _builtins.int
+    """Most blocks in the answer; 0 is 1000, which is also the most."""
+    def __init__(
+        self,
+        *,
+        identity: _builtins.bytes = ...,
+        after: _builtins.bytes = ...,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "identity", b"identity", "limit", b"limit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListBlocksRequest: _TypeAlias = ListBlocksRequest  # noqa: Y015
+
+@_typing.final
+class ListBlocksResponse(_message.Message):
+    """Blocks in the order of their hashes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockInfo]:
+        """The blocks; none: there are no more."""
+
+    def __init__(
+        self,
+        *,
+        blocks: _abc.Iterable[Global___BlockInfo] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListBlocksResponse: _TypeAlias = ListBlocksResponse  # noqa: Y015
+
+@_typing.final
+class BlockInfo(_message.Message):
+    """What is known of a block."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASH_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    PINS_FIELD_NUMBER: _builtins.int
+    EXPIRES_AT_FIELD_NUMBER: _builtins.int
+    hash: _builtins.bytes
+    """Its hash."""
+    parent: _builtins.bytes
+    """Hash of the block before it; empty for a first block."""
+    bytes: _builtins.int
+    """Bytes of its object."""
+    pins: _builtins.int
+    """Leases, reads and writes that keep it now."""
+    expires_at: _builtins.float
+    """When its time is up, in Unix seconds; 0: never."""
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedScalarFieldContainer[Global___Tier.ValueType]:
+        """Tiers that hold it."""
+
+    def __init__(
+        self,
+        *,
+        hash: _builtins.bytes = ...,
+        parent: _builtins.bytes = ...,
+        tiers: _abc.Iterable[Global___Tier.ValueType] | None = ...,
+        bytes: _builtins.int = ...,
+        pins: _builtins.int = ...,
+        expires_at: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "expires_at", b"expires_at", "hash", b"hash", "parent", b"parent", "pins", b"pins", "tiers", b"tiers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockInfo: _TypeAlias = BlockInfo  # noqa: Y015
+
+@_typing.final
+class PinRequest(_message.Message):
+    """Names what to keep."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
+    HOLD_FIELD_NUMBER: _builtins.int
+    identity: _builtins.bytes
+    """Namespace, 32 bytes."""
+    hashes: _builtins.bytes
+    """Blocks, 32 bytes a hash."""
+    @_builtins.property
+    def hold(self) -> _duration_pb2.Duration:
+        """How long from now; 0: not any longer."""
+
+    def __init__(
+        self,
+        *,
+        identity: _builtins.bytes = ...,
+        hashes: _builtins.bytes = ...,
+        hold: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes", "hold", b"hold", "identity", b"identity"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinRequest: _TypeAlias = PinRequest  # noqa: Y015
+
+@_typing.final
+class PinResponse(_message.Message):
+    """Answer to Pin."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """Blocks found, and kept from now on or no longer kept."""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinResponse: _TypeAlias = PinResponse  # noqa: Y015

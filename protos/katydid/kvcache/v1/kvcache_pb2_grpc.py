@@ -77,6 +77,16 @@ class KvCacheServiceStub(object):
                 request_serializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
+        self.OpenLane = channel.unary_unary(
+                '/katydid.kvcache.v1.KvCacheService/OpenLane',
+                request_serializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.OpenLaneRequest.SerializeToString,
+                response_deserializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.OpenLaneResponse.FromString,
+                _registered_method=True)
+        self.Pull = channel.unary_unary(
+                '/katydid.kvcache.v1.KvCacheService/Pull',
+                request_serializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.PullRequest.SerializeToString,
+                response_deserializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.PullResponse.FromString,
+                _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/katydid.kvcache.v1.KvCacheService/Stats',
                 request_serializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.StatsRequest.SerializeToString,
@@ -152,6 +162,20 @@ class KvCacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenLane(self, request, context):
+        """Prepares whole blocks to be read over a raw TCP connection; the answer holds a one-time token for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pull(self, request, context):
+        """Has this instance fetch blocks from another one into its own memory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Stats(self, request, context):
         """Sizes, hits and failures by tier.
         """
@@ -208,6 +232,16 @@ def add_KvCacheServiceServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ReleaseRequest.FromString,
                     response_serializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'OpenLane': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenLane,
+                    request_deserializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.OpenLaneRequest.FromString,
+                    response_serializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.OpenLaneResponse.SerializeToString,
+            ),
+            'Pull': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pull,
+                    request_deserializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.PullRequest.FromString,
+                    response_serializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.PullResponse.SerializeToString,
             ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
@@ -450,6 +484,60 @@ class KvCacheService(object):
             _registered_method=True)
 
     @staticmethod
+    def OpenLane(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/katydid.kvcache.v1.KvCacheService/OpenLane',
+            katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.OpenLaneRequest.SerializeToString,
+            katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.OpenLaneResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pull(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/katydid.kvcache.v1.KvCacheService/Pull',
+            katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.PullRequest.SerializeToString,
+            katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.PullResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Stats(request,
             target,
             options=(),
@@ -534,6 +622,16 @@ class AdminServiceStub(object):
                 request_serializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ListRequest.SerializeToString,
                 response_deserializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ListResponse.FromString,
                 _registered_method=True)
+        self.ListBlocks = channel.unary_unary(
+                '/katydid.kvcache.v1.AdminService/ListBlocks',
+                request_serializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ListBlocksRequest.SerializeToString,
+                response_deserializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ListBlocksResponse.FromString,
+                _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/katydid.kvcache.v1.AdminService/Pin',
+                request_serializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.PinRequest.SerializeToString,
+                response_deserializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.PinResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -568,6 +666,20 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListBlocks(self, request, context):
+        """Lists the blocks of a namespace, in parts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pin(self, request, context):
+        """Keeps blocks from being evicted for a time, or no longer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -590,6 +702,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.List,
                     request_deserializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ListRequest.FromString,
                     response_serializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ListResponse.SerializeToString,
+            ),
+            'ListBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListBlocks,
+                    request_deserializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ListBlocksRequest.FromString,
+                    response_serializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ListBlocksResponse.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.PinRequest.FromString,
+                    response_serializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.PinResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -701,6 +823,60 @@ class AdminService(object):
             '/katydid.kvcache.v1.AdminService/List',
             katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ListRequest.SerializeToString,
             katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ListResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/katydid.kvcache.v1.AdminService/ListBlocks',
+            katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ListBlocksRequest.SerializeToString,
+            katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ListBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/katydid.kvcache.v1.AdminService/Pin',
+            katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.PinRequest.SerializeToString,
+            katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.PinResponse.FromString,
             options,
             channel_credentials,
             insecure,

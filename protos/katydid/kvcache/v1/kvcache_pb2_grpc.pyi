@@ -54,6 +54,10 @@ class KvCacheServiceStub:
     """Moves blocks up into memory before they are asked for."""
     Release: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ReleaseRequest, _kvcache_pb2.ReleaseResponse]
     """Gives a lease back."""
+    OpenLane: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.OpenLaneRequest, _kvcache_pb2.OpenLaneResponse]
+    """Prepares whole blocks to be read over a raw TCP connection; the answer holds a one-time token for it."""
+    Pull: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.PullRequest, _kvcache_pb2.PullResponse]
+    """Has this instance fetch blocks from another one into its own memory."""
     Stats: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.StatsRequest, _kvcache_pb2.StatsResponse]
     """Sizes, hits and failures by tier."""
     Watch: _grpc.UnaryStreamMultiCallable[_kvcache_pb2.WatchRequest, _kvcache_pb2.WatchResponse]
@@ -85,6 +89,10 @@ class KvCacheServiceAsyncStub(KvCacheServiceStub):
     """Moves blocks up into memory before they are asked for."""
     Release: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ReleaseRequest, _kvcache_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Gives a lease back."""
+    OpenLane: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.OpenLaneRequest, _kvcache_pb2.OpenLaneResponse]  # type: ignore[assignment]
+    """Prepares whole blocks to be read over a raw TCP connection; the answer holds a one-time token for it."""
+    Pull: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.PullRequest, _kvcache_pb2.PullResponse]  # type: ignore[assignment]
+    """Has this instance fetch blocks from another one into its own memory."""
     Stats: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.StatsRequest, _kvcache_pb2.StatsResponse]  # type: ignore[assignment]
     """Sizes, hits and failures by tier."""
     Watch: _aio.UnaryStreamMultiCallable[_kvcache_pb2.WatchRequest, _kvcache_pb2.WatchResponse]  # type: ignore[assignment]
@@ -163,6 +171,22 @@ class KvCacheServiceServicer(metaclass=_abc_1.ABCMeta):
         """Gives a lease back."""
 
     @_abc_1.abstractmethod
+    def OpenLane(
+        self,
+        request: _kvcache_pb2.OpenLaneRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.OpenLaneResponse, _abc.Awaitable[_kvcache_pb2.OpenLaneResponse]]:
+        """Prepares whole blocks to be read over a raw TCP connection; the answer holds a one-time token for it."""
+
+    @_abc_1.abstractmethod
+    def Pull(
+        self,
+        request: _kvcache_pb2.PullRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.PullResponse, _abc.Awaitable[_kvcache_pb2.PullResponse]]:
+        """Has this instance fetch blocks from another one into its own memory."""
+
+    @_abc_1.abstractmethod
     def Stats(
         self,
         request: _kvcache_pb2.StatsRequest,
@@ -195,6 +219,10 @@ class AdminServiceStub:
     """Reads every block and checks its checksum; bad ones are quarantined."""
     List: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ListRequest, _kvcache_pb2.ListResponse]
     """Lists namespaces."""
+    ListBlocks: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ListBlocksRequest, _kvcache_pb2.ListBlocksResponse]
+    """Lists the blocks of a namespace, in parts."""
+    Pin: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.PinRequest, _kvcache_pb2.PinResponse]
+    """Keeps blocks from being evicted for a time, or no longer."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -209,6 +237,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Reads every block and checks its checksum; bad ones are quarantined."""
     List: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ListRequest, _kvcache_pb2.ListResponse]  # type: ignore[assignment]
     """Lists namespaces."""
+    ListBlocks: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ListBlocksRequest, _kvcache_pb2.ListBlocksResponse]  # type: ignore[assignment]
+    """Lists the blocks of a namespace, in parts."""
+    Pin: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.PinRequest, _kvcache_pb2.PinResponse]  # type: ignore[assignment]
+    """Keeps blocks from being evicted for a time, or no longer."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """AdminService changes what is kept; it may be bound to another address than KvCacheService."""
@@ -244,5 +276,21 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.ListResponse, _abc.Awaitable[_kvcache_pb2.ListResponse]]:
         """Lists namespaces."""
+
+    @_abc_1.abstractmethod
+    def ListBlocks(
+        self,
+        request: _kvcache_pb2.ListBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.ListBlocksResponse, _abc.Awaitable[_kvcache_pb2.ListBlocksResponse]]:
+        """Lists the blocks of a namespace, in parts."""
+
+    @_abc_1.abstractmethod
+    def Pin(
+        self,
+        request: _kvcache_pb2.PinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.PinResponse, _abc.Awaitable[_kvcache_pb2.PinResponse]]:
+        """Keeps blocks from being evicted for a time, or no longer."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
