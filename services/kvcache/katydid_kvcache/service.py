@@ -266,6 +266,8 @@ def rpc_handlers(service: KvCacheService) -> grpc.GenericRpcHandler:
     """The service for `Server.add_generic_rpc_handlers`. Get and Put pass serialised messages as they are."""
     handlers = {}
     for method in _DESCRIPTOR.methods:
+        if not hasattr(service, method.name):
+            continue
         kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
         raw = method.name in _RAW
         handlers[method.name] = getattr(grpc, f"{kind}_rpc_method_handler")(
