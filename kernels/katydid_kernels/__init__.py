@@ -2,13 +2,14 @@
 torch reference beside it that defines the result.
 """
 
-from katydid_kernels.decode_attention import decode_attention, decode_attention_reference
+from katydid_kernels.decode_attention import DecodeScratch, decode_attention, decode_attention_reference, decode_ctas
+from katydid_kernels.decode_plan import decode_plan
 from katydid_kernels.fused_moe import fused_moe, fused_moe_reference
 from katydid_kernels.gemm.expert_scales import ExpertScales
 from katydid_kernels.kv_pack import kv_pack, kv_pack_reference, kv_unpack, kv_unpack_reference, object_bytes
 from katydid_kernels.linear import linear, linear_reference
 from katydid_kernels.linear_fp8 import linear_fp8, linear_fp8_reference, segment_scale
-from katydid_kernels.prefill_attention import prefill_attention, prefill_attention_reference
+from katydid_kernels.prefill_attention import prefill_attention, prefill_attention_reference, prefill_plan
 from katydid_kernels.qkv_post import QkNorm, qkv_post, qkv_post_reference
 from katydid_kernels.quantize_rows import (
     add_rms_norm_quantize,
@@ -32,6 +33,7 @@ from katydid_kernels.sample import (
 from katydid_kernels.swiglu import swiglu, swiglu_reference
 
 __all__ = [
+    "DecodeScratch",
     "ExpertScales",
     "LogitBias",
     "Logprobs",
@@ -44,6 +46,8 @@ __all__ = [
     "add_rms_norm_reference",
     "decode_attention",
     "decode_attention_reference",
+    "decode_ctas",
+    "decode_plan",
     "fused_moe",
     "fused_moe_reference",
     "kv_pack",
@@ -59,6 +63,7 @@ __all__ = [
     "object_bytes",
     "prefill_attention",
     "prefill_attention_reference",
+    "prefill_plan",
     "qkv_post",
     "qkv_post_reference",
     "rms_norm",

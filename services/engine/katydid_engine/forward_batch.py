@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from katydid_engine.attention_plan import AttentionPlan
 
 __all__ = ["PAGE_SIZE", "ForwardBatch", "TokenRun"]
 
@@ -49,6 +53,7 @@ class ForwardBatch:
         decode_q_len: 1, or ``1 + drafts`` when draft tokens are verified; at most 8.
         max_q_len: longest run.
         max_context_len: largest of ``context_lens``.
+        attention: made by the model from the rest, once for all its layers.
     """
 
     token_ids: Tensor
@@ -61,6 +66,7 @@ class ForwardBatch:
     decode_q_len: int
     max_q_len: int
     max_context_len: int
+    attention: AttentionPlan | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -55,7 +55,8 @@ class Attention:
 
     def _attend(self, q: Tensor, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor) -> Tensor:
         """Decodes and prefill chunks take the kernel made for each; ``[T, heads, head_dim]`` both ways."""
-        split, split_tokens = batch.num_decodes, batch.num_decode_tokens
+        split, split_tokens, plan = batch.num_decodes, batch.num_decode_tokens, batch.attention
+        assert plan is not None
         out = torch.empty_like(q)
         if split:
             shape = (split, batch.decode_q_len, *q.shape[1:])
@@ -66,6 +67,8 @@ class Attention:
                 batch.block_table[:split],
                 batch.context_lens[:split],
                 scale=self._scale,
+                plan=plan.decode,
+                scratch=plan.scratch,
                 out=out[:split_tokens].view(shape),
             )
         if split < batch.num_seqs:
@@ -75,8 +78,9 @@ class Attention:
                 v_pages,
                 batch.block_table[split:],
                 batch.context_lens[split:],
-                batch.cu_q_lens[split:] - split_tokens,
+                plan.prefill_cu_q_lens,
                 scale=self._scale,
+                plan=plan.prefill,
                 out=out[split_tokens:],
             )
         return out

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from katydid_engine.attention_plan import AttentionPlanner
 from katydid_engine.collectives import Collectives
 from katydid_engine.forward_batch import ForwardBatch
 from katydid_engine.kv_cache import KvCache
@@ -56,6 +57,10 @@ class DecoderLM:
         self.dtype = weights.dtype
         self._context = context
         self._exchange = Exchange(context.collectives, sequence_parallel=context.plan.sp)
+        tp = context.plan.tp
+        self._planner = AttentionPlanner(
+            config.num_heads // tp, config.num_kv_heads // tp, config.head_dim, weights.device
+        )
         self._table = rotary_table(config.rope, config.head_dim, config.max_positions, weights.device)
         self._embedding = Embedding(weights.scope("model.embed_tokens"), config.vocab_size, config.hidden_size)
         self._layers = [
@@ -86,6 +91,7 @@ class DecoderLM:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_cache: KvCache) -> Tensor:
         """Writes the batch's K and V into its pages and returns hidden states ``[T, hidden]`` after the final norm."""
+        batch = self._planner.planned(batch)
         x = self._exchange.leave(self._embedding(batch.token_ids))
         residual: Tensor | None = None
         for index, layer in enumerate(self._layers):

@@ -76,6 +76,7 @@ class HyV3(DecoderLM):
         Returns:
             ``[T, hidden]`` after the draft layer's norm: ``logits`` of it predict the token after ``next_token_ids``.
         """
+        batch = self._planner.planned(batch)
         pages = self.config.num_layers + depth
         k_pages, v_pages = kv_cache.k_pages[pages], kv_cache.v_pages[pages]
         return self._mtp_layers[depth](self._embedded(next_token_ids), hidden, self._table, batch, k_pages, v_pages)

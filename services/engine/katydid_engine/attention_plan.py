@@ -1,0 +1,66 @@
+"""Attention's part of a step, worked out once and read by every layer: who goes where, and how the work is dealt.
+
+Lengths are the same in all layers, so one launch each of ``decode_plan`` and ``prefill_plan`` serves them all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from katydid_kernels import DecodeScratch, decode_ctas, decode_plan, prefill_plan
+from torch import Tensor
+
+from katydid_engine.forward_batch import ForwardBatch
+
+__all__ = ["AttentionPlan", "AttentionPlanner"]
+
+_MAX_Q_LEN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What attention needs of a batch beyond the batch itself.
+
+    Attributes:
+        prefill_cu_q_lens: int32 ``[prefills + 1]``, where each prefill chunk begins among the prefills' tokens.
+        decode: of ``decode_plan``; None on a CPU and in a batch without decodes.
+        prefill: of ``prefill_plan``; None on a CPU and in a batch without prefill chunks.
+        scratch: what decode calls of this stream share; None on a CPU.
+    """
+
+    prefill_cu_q_lens: Tensor
+    decode: Tensor | None = None
+    prefill: Tensor | None = None
+    scratch: DecodeScratch | None = None
+
+
+class AttentionPlanner:
+    """Plans the batches of one model on one stream; its scratch is allocated here, once.
+
+    Args:
+        heads, kv_heads: of this rank.
+    """
+
+    def __init__(self, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> None:
+        self._kv_heads = kv_heads
+        self._ctas = 0
+        self._scratch: DecodeScratch | None = None
+        if device.type == "cuda":
+            self._ctas = decode_ctas(device)
+            self._scratch = DecodeScratch.allocate(self._ctas, _MAX_Q_LEN, heads // kv_heads, head_dim, device)
+
+    def planned(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch with its plan; one that has it already is returned as it is."""
+        if batch.attention is not None:
+            return batch
+        decodes, tokens = batch.num_decodes, batch.num_decode_tokens
+        cu_q_lens = batch.cu_q_lens[decodes:] - tokens
+        decode = prefill = None
+        if self._scratch is not None and decodes:
+            decode = decode_plan(
+                batch.context_lens[:decodes], self._kv_heads, ctas=self._ctas, q_len=batch.decode_q_len
+            )
+        if self._scratch is not None and decodes < batch.num_seqs:
+            prefill = prefill_plan(batch.context_lens[decodes:], cu_q_lens, batch.num_tokens - tokens)
+        return replace(batch, attention=AttentionPlan(cu_q_lens, decode, prefill, self._scratch))
