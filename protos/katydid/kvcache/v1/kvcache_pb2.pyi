@@ -473,6 +473,7 @@ class LookupResponse(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     DURATION_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
+    LINEAR_CHECKSUMS_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
     """Blocks of the longest prefix present."""
     lease: _builtins.int
@@ -485,6 +486,10 @@ class LookupResponse(_message.Message):
     """
     checksums: _builtins.bytes
     """With an arena: xxh3-128 of each block in `slots`, 16 bytes each, big-endian. Who reads in place checks them."""
+    linear_checksums: _builtins.bytes
+    """With an arena: 64-bit linear checksum of each block in `slots`, 8 bytes each, little-endian; 0: not known. Who reads
+    with a GPU checks it instead where there is one.
+    """
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierRun]:
         """The prefix by tier, in order."""
@@ -503,10 +508,11 @@ class LookupResponse(_message.Message):
         slots: _builtins.bytes = ...,
         duration: _duration_pb2.Duration | None = ...,
         checksums: _builtins.bytes = ...,
+        linear_checksums: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["duration", b"duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "boot_epoch", b"boot_epoch", "checksums", b"checksums", "duration", b"duration", "lease", b"lease", "runs", b"runs", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "boot_epoch", b"boot_epoch", "checksums", b"checksums", "duration", b"duration", "lease", b"lease", "linear_checksums", b"linear_checksums", "runs", b"runs", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -589,6 +595,7 @@ class GetStart(_message.Message):
     FIRST_LAYER_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
+    HAVE_FIELD_NUMBER: _builtins.int
     attachment: _builtins.int
     """From Attached."""
     lease: _builtins.int
@@ -607,6 +614,12 @@ class GetStart(_message.Message):
     def heads(self) -> Global___HeadRange:
         """KV heads wanted; zero heads: all."""
 
+    @_builtins.property
+    def have(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Bytes of each block's payload that the client has from a stream that broke and that need not be sent again, one a
+        hash; empty: none.
+        """
+
     def __init__(
         self,
         *,
@@ -617,10 +630,11 @@ class GetStart(_message.Message):
         first_layer: _builtins.int = ...,
         layers: _builtins.int = ...,
         credit: _builtins.int = ...,
+        have: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "credit", b"credit", "first_layer", b"first_layer", "hashes", b"hashes", "heads", b"heads", "layers", b"layers", "lease", b"lease"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "credit", b"credit", "first_layer", b"first_layer", "hashes", b"hashes", "have", b"have", "heads", b"heads", "layers", b"layers", "lease", b"lease"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -728,29 +742,35 @@ Global___BlockHeader: _TypeAlias = BlockHeader  # noqa: Y015
 
 @_typing.final
 class Frame(_message.Message):
-    """Raw bytes of a block."""
+    """Raw bytes of a block, or of consecutive blocks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     INDEX_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Index of the block in its stream."""
+    """Index of the (first) block in its stream."""
     offset: _builtins.int
     """Offset of these bytes within the block's payload."""
     data: _builtins.bytes
     """At most Attached.frame_bytes."""
+    blocks: _builtins.int
+    """In a Get: data holds the same range of so many consecutive blocks, one after the other, in equal parts; 0 is one. So
+    the first layer of all blocks comes before the second of any, in frames of full size.
+    """
     def __init__(
         self,
         *,
         index: _builtins.int = ...,
         offset: _builtins.int = ...,
         data: _builtins.bytes = ...,
+        blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "index", b"index", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "data", b"data", "index", b"index", "offset", b"offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1039,6 +1059,7 @@ class ReserveRequest(_message.Message):
     PARENTS_FIELD_NUMBER: _builtins.int
     HEADS_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    HOLD_FIELD_NUMBER: _builtins.int
     attachment: _builtins.int
     """From Attached."""
     hashes: _builtins.bytes
@@ -1051,6 +1072,10 @@ class ReserveRequest(_message.Message):
     def heads(self) -> Global___HeadRange:
         """Heads that this client writes; zero heads: all."""
 
+    @_builtins.property
+    def hold(self) -> _duration_pb2.Duration:
+        """Keep the blocks at least so long once they are there, for a hand-off; those present, from now on."""
+
     def __init__(
         self,
         *,
@@ -1059,10 +1084,11 @@ class ReserveRequest(_message.Message):
         parents: _builtins.bytes = ...,
         heads: Global___HeadRange | None = ...,
         tenant: _builtins.bytes = ...,
+        hold: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads", "hold", b"hold"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "hashes", b"hashes", "heads", b"heads", "parents", b"parents", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "hashes", b"hashes", "heads", b"heads", "hold", b"hold", "parents", b"parents", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1076,21 +1102,25 @@ class ReserveResponse(_message.Message):
 
     RESERVATION_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
+    DECLINED_FIELD_NUMBER: _builtins.int
     reservation: _builtins.int
     """Names the slots in Commit; 0 when none was given."""
     slots: _builtins.bytes
-    """For each hash, offset and generation as two little-endian uint64; offset 2^64-1: nothing to write, the block is
-    there already or there is no room.
-    """
+    """For each hash, offset and generation as two little-endian uint64; offset 2^64-1: nothing to write."""
+    @_builtins.property
+    def declined(self) -> _containers.RepeatedCompositeFieldContainer[Global___PutResult]:
+        """What becomes of the blocks without a slot: present, or refused. `index` counts the request's hashes."""
+
     def __init__(
         self,
         *,
         reservation: _builtins.int = ...,
         slots: _builtins.bytes = ...,
+        declined: _abc.Iterable[Global___PutResult] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reservation", b"reservation", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["declined", b"declined", "reservation", b"reservation", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1119,8 +1149,8 @@ class CommitRequest(_message.Message):
     durability: Global___Durability.ValueType
     """When the commit counts as done."""
     linear_checksums: _builtins.bytes
-    """64-bit linear checksums of the same slots, little-endian, when written by the GPU; then `checksums` is empty.
-    Reserved: refused until the service can check them.
+    """64-bit linear checksums of the same slots, 8 bytes each, little-endian, when a GPU wrote them; then `checksums` is
+    empty. For reservations of all heads alone.
     """
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
@@ -1151,18 +1181,24 @@ class CommitResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STATUSES_FIELD_NUMBER: _builtins.int
+    REFUSALS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def statuses(self) -> _containers.RepeatedScalarFieldContainer[Global___PutStatus.ValueType]:
         """One status a slot written."""
+
+    @_builtins.property
+    def refusals(self) -> _containers.RepeatedScalarFieldContainer[Global___PutRefusal.ValueType]:
+        """One a status: why it was refused, unspecified with any other status."""
 
     def __init__(
         self,
         *,
         statuses: _abc.Iterable[Global___PutStatus.ValueType] | None = ...,
+        refusals: _abc.Iterable[Global___PutRefusal.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["statuses", b"statuses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["refusals", b"refusals", "statuses", b"statuses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1177,10 +1213,13 @@ class PrefetchRequest(_message.Message):
     ATTACHMENT_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
     DEADLINE_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
     attachment: _builtins.int
     """From Attached."""
     hashes: _builtins.bytes
     """Blocks, 32 bytes a hash."""
+    wait: _builtins.bool
+    """Answer when the blocks are in memory or the deadline has passed, not at once. Ends with the call."""
     @_builtins.property
     def deadline(self) -> _duration_pb2.Duration:
         """Not worth anything after this time."""
@@ -1191,10 +1230,11 @@ class PrefetchRequest(_message.Message):
         attachment: _builtins.int = ...,
         hashes: _builtins.bytes = ...,
         deadline: _duration_pb2.Duration | None = ...,
+        wait: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "deadline", b"deadline", "hashes", b"hashes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "deadline", b"deadline", "hashes", b"hashes", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1208,8 +1248,19 @@ class PrefetchResponse(_message.Message):
 
     BLOCKS_FIELD_NUMBER: _builtins.int
     ETA_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
+    LINEAR_CHECKSUMS_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
     """Blocks that are or will be in memory."""
+    slots: _builtins.bytes
+    """With `wait` and an arena: the blocks in memory from the first hash on without a gap, as in LookupResponse. Only a
+    lease keeps them where they are.
+    """
+    checksums: _builtins.bytes
+    """xxh3-128 of each."""
+    linear_checksums: _builtins.bytes
+    """Linear checksum of each, as in LookupResponse."""
     @_builtins.property
     def eta(self) -> _duration_pb2.Duration:
         """Expected time until all are."""
@@ -1219,10 +1270,13 @@ class PrefetchResponse(_message.Message):
         *,
         blocks: _builtins.int = ...,
         eta: _duration_pb2.Duration | None = ...,
+        slots: _builtins.bytes = ...,
+        checksums: _builtins.bytes = ...,
+        linear_checksums: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["eta", b"eta"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "eta", b"eta"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "checksums", b"checksums", "eta", b"eta", "linear_checksums", b"linear_checksums", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
