@@ -14,6 +14,8 @@ from katydid_kernels.qkv_post import QkNorm, qkv_post, qkv_post_reference
 from katydid_kernels.quantize_rows import (
     add_rms_norm_quantize,
     add_rms_norm_quantize_reference,
+    quantize_fp8,
+    quantize_fp8_reference,
     swiglu_quantize,
     swiglu_quantize_reference,
 )
@@ -66,6 +68,8 @@ __all__ = [
     "prefill_plan",
     "qkv_post",
     "qkv_post_reference",
+    "quantize_fp8",
+    "quantize_fp8_reference",
     "rms_norm",
     "rms_norm_reference",
     "rope",

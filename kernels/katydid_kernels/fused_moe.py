@@ -16,6 +16,7 @@ from torch import Tensor
 
 from katydid_kernels.gemm.expert_scales import ExpertScales
 from katydid_kernels.linear import linear_reference
+from katydid_kernels.quantize_rows import FP8_MAX
 from katydid_kernels.swiglu import swiglu_reference
 
 if TYPE_CHECKING:
@@ -119,31 +120,34 @@ def fused_moe_reference(
     shared_output: Tensor | None,
     scales: ExpertScales | None = None,
 ) -> Tensor:
-    if scales is not None:
-        x, w13, w2 = _dequantised(x, w13, w2, scales)
     # One row per (token, choice) first, then a sum in the order of choice: a token's rounding never depends on
     # which other tokens share its experts.
-    parts = x.new_zeros((*topk_ids.shape, x.shape[1]), dtype=torch.float32)
+    parts = torch.zeros((*topk_ids.shape, w2.shape[1]), dtype=torch.float32, device=x.device)
     local_ids = topk_ids.long() - first_expert
     hit: list[int] = local_ids.unique().tolist()
     for expert in hit:
         if 0 <= expert < w13.shape[0]:
             token, choice = torch.where(local_ids == expert)
-            hidden = swiglu_reference(linear_reference(x[token], w13[expert]))
-            parts[token, choice] = linear_reference(hidden, w2[expert]).float()
+            if scales is None:
+                hidden = swiglu_reference(linear_reference(x[token], w13[expert]))
+                parts[token, choice] = linear_reference(hidden, w2[expert]).float()
+            else:
+                parts[token, choice] = _scaled_expert(x, token, w13[expert], w2[expert], scales, expert)
     total = torch.zeros_like(parts[:, 0])
     for column in range(topk_ids.shape[1]):
         total += topk_weights[:, column, None] * parts[:, column]
     if shared_output is not None:
         total += shared_output.float()
-    return total.to(x.dtype)
+    return total.to(torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype)
 
 
-def _dequantised(x: Tensor, w13: Tensor, w2: Tensor, scales: ExpertScales) -> tuple[Tensor, Tensor, Tensor]:
-    """Operands in bf16 whose plain product is the scaled one; h is then not quantised between the two products."""
-    width = w2.shape[2]
-    rows = scales.up.repeat_interleave(width, 1)[:, :, None]
-    scaled_x = x.float() if scales.token is None else x.float() * scales.token[:, None]
-    # The scale of h is in `down`, its inverse in `inverse_h`: without quantising they cancel.
-    down = (scales.down * scales.inverse_h)[:, None, None]
-    return scaled_x.bfloat16(), (w13.float() * rows).bfloat16(), (w2.float() * down).bfloat16()
+def _scaled_expert(x: Tensor, token: Tensor, w13: Tensor, w2: Tensor, scales: ExpertScales, expert: int) -> Tensor:
+    """fp32 ``[rows, hidden]`` of one expert over rows ``token`` of x; h is rounded as the kernels round it."""
+    rows = x[token].float()
+    if scales.token is not None:
+        rows *= scales.token[token, None]
+    gate, up = linear_reference(rows, w13.float()).chunk(2, dim=1)
+    h = swiglu_reference(torch.cat((gate * scales.up[expert, 0], up * scales.up[expert, 1]), dim=1)) * scales.inverse_h
+    if w2.dtype == torch.float8_e4m3fn:
+        h = h.clamp(-FP8_MAX, FP8_MAX)
+    return linear_reference(h.to(w2.dtype).float(), w2.float()) * scales.down[expert]

@@ -23,8 +23,9 @@ def linear_fp8(
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """``[T, in] x [out, in] -> [T, out]`` in bf16.
+    """``[T, in] x [out, in] -> [T, out]`` in ``out_dtype``.
 
     Args:
         x, weight: e4m3, rows contiguous.
@@ -38,7 +39,9 @@ def linear_fp8(
     for name, operand in (("x", x), ("weight", weight)):
         if operand.dtype != torch.float8_e4m3fn:
             raise ValueError(f"{name} must be float8_e4m3fn, got {operand.dtype}")
-    return gemm(x, weight, row_scale=x_scale, col_scale=weight_scale, bias=bias, residual=residual)
+    return gemm(
+        x, weight, row_scale=x_scale, col_scale=weight_scale, bias=bias, residual=residual, out_dtype=out_dtype
+    )
 
 
 def segment_scale(scales: Tensor, sizes: list[int]) -> Tensor:
@@ -56,5 +59,8 @@ def linear_fp8_reference(
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    return gemm_reference(x, weight, row_scale=x_scale, col_scale=weight_scale, bias=bias, residual=residual)
+    return gemm_reference(
+        x, weight, row_scale=x_scale, col_scale=weight_scale, bias=bias, residual=residual, out_dtype=out_dtype
+    )

@@ -2,10 +2,11 @@
 
     add_rms_norm_quantize:  r = x + residual;  y = r / rms(r) * weight
     swiglu_quantize:        y = silu(gate) * up
+    quantize_fp8:           y = x
     q = e4m3(y / scale)
 
 `scale` is either given (static: the checkpoint's ``input_scale``) or per token, ``max |y| / 448``, and then returned.
-Both are bound by memory: a program keeps its whole rows in registers between the reduction and the store.
+All are bound by memory: a program keeps its whole rows in registers between the reduction and the store.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ __all__ = [
     "FP8_MAX",
     "add_rms_norm_quantize",
     "add_rms_norm_quantize_reference",
+    "quantize_fp8",
+    "quantize_fp8_reference",
     "swiglu_quantize",
     "swiglu_quantize_reference",
 ]
@@ -76,6 +79,27 @@ def swiglu_quantize(gate_up: Tensor, *, scale: Tensor | None = None) -> tuple[Te
     return q, scales
 
 
+def quantize_fp8(x: Tensor, *, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Returns ``(q, scale)``: e4m3 ``[T, n]`` and fp32 ``[T]`` (or the scale given).
+
+    Args:
+        x: ``[T, n]``, rows contiguous; for what no norm or SwiGLU makes, such as the output of attention.
+        scale: as above.
+    """
+    if not _has_kernels(x):
+        return quantize_fp8_reference(x, scale=scale)
+    tokens, n = x.shape
+    q = torch.empty(tokens, n, dtype=_E4M3, device=x.device)
+    scales = torch.empty(tokens, dtype=torch.float32, device=x.device) if scale is None else scale
+    if tokens:
+        block = triton.next_power_of_2(n)
+        rows = max(1, 4096 // block)
+        _quantize_fp8_kernel[(triton.cdiv(tokens, rows),)](
+            x, scales, q, tokens, n, x.stride(0), STATIC=scale is not None, ROWS=rows, BLOCK=block, num_warps=4
+        )
+    return q, scales
+
+
 def _has_kernels(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
@@ -127,6 +151,17 @@ def _swiglu_quantize_kernel(
     _store_quantized(gate * tl.sigmoid(gate) * up, scale_ptr, q_ptr, row, row < tokens, n, col, STATIC)
 
 
+@triton.jit
+def _quantize_fp8_kernel(
+    x_ptr, scale_ptr, q_ptr, tokens, n, row_stride, STATIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
+    inside = (row < tokens)[:, None] & (col < n)[None, :]
+    x = tl.load(x_ptr + row.to(tl.int64)[:, None] * row_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    _store_quantized(x, scale_ptr, q_ptr, row, row < tokens, n, col, STATIC)
+
+
 def add_rms_norm_quantize_reference(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,6 +174,10 @@ def add_rms_norm_quantize_reference(
 def swiglu_quantize_reference(gate_up: Tensor, *, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     gate, up = gate_up.float().chunk(2, dim=-1)
     return _quantize_reference(F.silu(gate) * up, scale)
+
+
+def quantize_fp8_reference(x: Tensor, *, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    return _quantize_reference(x.float(), scale)
 
 
 def _quantize_reference(y: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:

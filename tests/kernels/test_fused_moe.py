@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from katydid_kernels import fused_moe, swiglu
+from katydid_kernels import ExpertScales, fused_moe, swiglu
 from torch import Tensor
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 6, 24, 20, 3
@@ -58,6 +58,24 @@ def test_bf16_rounds_once_at_the_end(case: dict[str, Tensor]) -> None:
     assert found.dtype == torch.bfloat16
     # Between the products the hidden row is bf16: its 8 bits bound the error of a sum of 20 terms near 1.
     torch.testing.assert_close(found.double(), by_token(rounded), atol=0.03, rtol=0.02)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_fp8_rounds_rows_and_hidden_rows_alone(case: dict[str, Tensor], per_token: bool) -> None:
+    """Against the product of the dequantised weights, token by token; h has 4 bits, which average out over the sum."""
+    half = {name: case[name].to(torch.float8_e4m3fn) for name in ("x", "w13", "w2")}
+    token = torch.rand(13) + 0.5 if per_token else None
+    up, down, h_scale = torch.rand(EXPERTS, 2) + 0.5, torch.rand(EXPERTS) + 0.5, 1 / 16
+    scales = ExpertScales(up, down * h_scale, torch.tensor([1 / h_scale]), token)
+    wide = case | {
+        "x": half["x"].float() * (1.0 if token is None else token[:, None]),
+        "w13": half["w13"].float() * up.repeat_interleave(WIDTH, 1)[:, :, None],
+        "w2": half["w2"].float() * down[:, None, None],
+    }
+    found, expected = fused_moe(**case | half, scales=scales), by_token(wide)
+    assert found.dtype == torch.bfloat16
+    error = (found.double() - expected).norm() / expected.norm()
+    assert 1e-3 < error < 0.03
 
 
 def test_a_token_does_not_depend_on_its_batch(case: dict[str, Tensor]) -> None:

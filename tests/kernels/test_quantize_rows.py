@@ -56,6 +56,17 @@ def test_swiglu(tokens: int, n: int, static: bool) -> None:
     assert_quantised(found[0], expected[0])
 
 
+@pytest.mark.parametrize(("tokens", "n"), [(1, 64), (7, 100), (37, 128), (3, 4096)])
+@pytest.mark.parametrize("static", [False, True])
+def test_plain_rows(tokens: int, n: int, static: bool) -> None:
+    x = torch.randn(tokens, n + 8, device=DEVICE)[:, :n]
+    scale = torch.tensor([0.01], device=DEVICE) if static else None
+    found = quantize_rows.quantize_fp8(x, scale=scale)
+    expected = quantize_rows.quantize_fp8_reference(x, scale=scale)
+    torch.testing.assert_close(found[1], expected[1])
+    assert_quantised(found[0], expected[0])
+
+
 def test_values_out_of_range_are_clamped_and_rows_of_zeros_stay_zero() -> None:
     gate_up = torch.zeros(2, 64, device=DEVICE)
     gate_up[0] = 100.0

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from katydid_kernels.gemm.plain import plain_gemm
 from katydid_kernels.gemm.tuning import narrow_tile, wide_tile
+from katydid_kernels.linear import linear_reference
 
 __all__ = ["gemm", "gemm_reference", "runs_gluon"]
 
@@ -110,7 +111,8 @@ def gemm_reference(
     residual: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    total = a.float() @ b.float().T
+    # A row's bits must not depend on the rows beside it: see `linear`.
+    total = linear_reference(a.float(), b.float())
     if row_scale is not None:
         total *= row_scale.reshape(-1, 1)
     if col_scale is not None:
