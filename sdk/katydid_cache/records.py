@@ -68,6 +68,7 @@ class PutRefusal(enum.IntEnum):
     DISK_FULL = 7
     DISK_FAILING = 8
     STORE_UNAVAILABLE = 9
+    QUOTA = 10
 
     @classmethod
     def _missing_(cls, _value: object) -> PutRefusal:

@@ -154,6 +154,8 @@ class _PutRefusalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PutRefusal
     """DURABILITY_DISK: the disk fails."""
     PUT_REFUSAL_STORE_UNAVAILABLE: _PutRefusal.ValueType  # 9
     """The service did not answer; said by clients alone."""
+    PUT_REFUSAL_QUOTA: _PutRefusal.ValueType  # 10
+    """The tenant has all that its quota allows, and everything of it is pinned."""
 
 class PutRefusal(_PutRefusal, metaclass=_PutRefusalEnumTypeWrapper):
     """Why a block was not stored."""
@@ -178,6 +180,8 @@ PUT_REFUSAL_DISK_FAILING: PutRefusal.ValueType  # 8
 """DURABILITY_DISK: the disk fails."""
 PUT_REFUSAL_STORE_UNAVAILABLE: PutRefusal.ValueType  # 9
 """The service did not answer; said by clients alone."""
+PUT_REFUSAL_QUOTA: PutRefusal.ValueType  # 10
+"""The tenant has all that its quota allows, and everything of it is pinned."""
 Global___PutRefusal: _TypeAlias = PutRefusal  # noqa: Y015
 
 @_typing.final
@@ -403,12 +407,16 @@ class LookupRequest(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     LEASE_TTL_FIELD_NUMBER: _builtins.int
     HEADS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     attachment: _builtins.int
     """From Attached."""
     hashes: _builtins.bytes
     """The chain from its first block on, 32 bytes a hash, 4096 hashes at most."""
     lease: _builtins.bool
     """Keep what is found until Release, or until lease_ttl has passed."""
+    tenant: _builtins.bytes
+    """Who asks: opaque 16-byte tenant id, or empty. With sharing by tenant only that tenant's blocks are found."""
     @_builtins.property
     def lease_ttl(self) -> _duration_pb2.Duration:
         """Time to live of the lease; at most and by default 60 s."""
@@ -416,6 +424,10 @@ class LookupRequest(_message.Message):
     @_builtins.property
     def heads(self) -> Global___HeadRange:
         """KV heads wanted; a block counts when these are committed. Zero heads: all of them."""
+
+    @_builtins.property
+    def session(self) -> Global___Session:
+        """The session that asks; blocks found live at least as long as it does."""
 
     def __init__(
         self,
@@ -425,14 +437,48 @@ class LookupRequest(_message.Message):
         lease: _builtins.bool = ...,
         lease_ttl: _duration_pb2.Duration | None = ...,
         heads: Global___HeadRange | None = ...,
+        tenant: _builtins.bytes = ...,
+        session: Global___Session | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads", "lease_ttl", b"lease_ttl"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads", "lease_ttl", b"lease_ttl", "session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "hashes", b"hashes", "heads", b"heads", "lease", b"lease", "lease_ttl", b"lease_ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "hashes", b"hashes", "heads", b"heads", "lease", b"lease", "lease_ttl", b"lease_ttl", "session", b"session", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LookupRequest: _TypeAlias = LookupRequest  # noqa: Y015
+
+@_typing.final
+class Session(_message.Message):
+    """A conversation whose blocks live and end together. What is said of one at first sight stays until it has ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    TTL_FIELD_NUMBER: _builtins.int
+    SLIDING_FIELD_NUMBER: _builtins.int
+    id: _builtins.bytes
+    """Opaque id of 16 bytes; empty: no session."""
+    sliding: _builtins.bool
+    """True: counted from its last Lookup, Put or Reserve; false: from the first."""
+    @_builtins.property
+    def ttl(self) -> _duration_pb2.Duration:
+        """Its time; unset: the service's policy."""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.bytes = ...,
+        ttl: _duration_pb2.Duration | None = ...,
+        sliding: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "sliding", b"sliding", "ttl", b"ttl"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Session: _TypeAlias = Session  # noqa: Y015
 
 @_typing.final
 class HeadRange(_message.Message):
@@ -596,6 +642,8 @@ class GetStart(_message.Message):
     LAYERS_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
     HAVE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     attachment: _builtins.int
     """From Attached."""
     lease: _builtins.int
@@ -610,6 +658,10 @@ class GetStart(_message.Message):
     """Number of layers; 0 is all from first_layer on."""
     credit: _builtins.int
     """Credit to begin with, in payload bytes."""
+    tenant: _builtins.bytes
+    """As in LookupRequest."""
+    session: _builtins.bytes
+    """Id of the session, as in LookupRequest."""
     @_builtins.property
     def heads(self) -> Global___HeadRange:
         """KV heads wanted; zero heads: all."""
@@ -631,10 +683,12 @@ class GetStart(_message.Message):
         layers: _builtins.int = ...,
         credit: _builtins.int = ...,
         have: _abc.Iterable[_builtins.int] | None = ...,
+        tenant: _builtins.bytes = ...,
+        session: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "credit", b"credit", "first_layer", b"first_layer", "hashes", b"hashes", "have", b"have", "heads", b"heads", "layers", b"layers", "lease", b"lease"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "credit", b"credit", "first_layer", b"first_layer", "hashes", b"hashes", "have", b"have", "heads", b"heads", "layers", b"layers", "lease", b"lease", "session", b"session", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -916,12 +970,16 @@ class PutStart(_message.Message):
     TTL_FIELD_NUMBER: _builtins.int
     HEADS_FIELD_NUMBER: _builtins.int
     HOLD_FIELD_NUMBER: _builtins.int
+    SLIDING_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     attachment: _builtins.int
     """From Attached."""
     tenant: _builtins.bytes
-    """Opaque 16-byte tenant id, or empty; reserved for quotas."""
+    """Opaque 16-byte tenant id, or empty: whose quota the blocks count against."""
     durability: Global___Durability.ValueType
     """When a block counts as done."""
+    sliding: _builtins.bool
+    """True: ttl counts from the last use of a block, not from its write."""
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
         """Time to live of the blocks; unset: the service's policy."""
@@ -934,6 +992,10 @@ class PutStart(_message.Message):
     def hold(self) -> _duration_pb2.Duration:
         """Keep the blocks at least so long, for a hand-off."""
 
+    @_builtins.property
+    def session(self) -> Global___Session:
+        """The session that writes; without a ttl the blocks live as long as it does."""
+
     def __init__(
         self,
         *,
@@ -943,10 +1005,12 @@ class PutStart(_message.Message):
         ttl: _duration_pb2.Duration | None = ...,
         heads: Global___HeadRange | None = ...,
         hold: _duration_pb2.Duration | None = ...,
+        sliding: _builtins.bool = ...,
+        session: Global___Session | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads", "hold", b"hold", "ttl", b"ttl"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads", "hold", b"hold", "session", b"session", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "durability", b"durability", "heads", b"heads", "hold", b"hold", "tenant", b"tenant", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "durability", b"durability", "heads", b"heads", "hold", b"hold", "session", b"session", "sliding", b"sliding", "tenant", b"tenant", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1060,6 +1124,7 @@ class ReserveRequest(_message.Message):
     HEADS_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     HOLD_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     attachment: _builtins.int
     """From Attached."""
     hashes: _builtins.bytes
@@ -1067,7 +1132,7 @@ class ReserveRequest(_message.Message):
     parents: _builtins.bytes
     """Hashes of the blocks before each; 32 zero bytes for a first block."""
     tenant: _builtins.bytes
-    """Opaque 16-byte tenant id, or empty; reserved for quotas."""
+    """Opaque 16-byte tenant id, or empty: whose quota the blocks count against."""
     @_builtins.property
     def heads(self) -> Global___HeadRange:
         """Heads that this client writes; zero heads: all."""
@@ -1075,6 +1140,10 @@ class ReserveRequest(_message.Message):
     @_builtins.property
     def hold(self) -> _duration_pb2.Duration:
         """Keep the blocks at least so long once they are there, for a hand-off; those present, from now on."""
+
+    @_builtins.property
+    def session(self) -> Global___Session:
+        """The session that writes, as in PutStart."""
 
     def __init__(
         self,
@@ -1085,10 +1154,11 @@ class ReserveRequest(_message.Message):
         heads: Global___HeadRange | None = ...,
         tenant: _builtins.bytes = ...,
         hold: _duration_pb2.Duration | None = ...,
+        session: Global___Session | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads", "hold", b"hold"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads", "hold", b"hold", "session", b"session"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "hashes", b"hashes", "heads", b"heads", "hold", b"hold", "parents", b"parents", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "hashes", b"hashes", "heads", b"heads", "hold", b"hold", "parents", b"parents", "session", b"session", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1138,6 +1208,7 @@ class CommitRequest(_message.Message):
     DURABILITY_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
     LINEAR_CHECKSUMS_FIELD_NUMBER: _builtins.int
+    SLIDING_FIELD_NUMBER: _builtins.int
     attachment: _builtins.int
     """From Attached."""
     reservation: _builtins.int
@@ -1152,6 +1223,8 @@ class CommitRequest(_message.Message):
     """64-bit linear checksums of the same slots, 8 bytes each, little-endian, when a GPU wrote them; then `checksums` is
     empty. For reservations of all heads alone.
     """
+    sliding: _builtins.bool
+    """As in PutStart."""
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
         """Time to live; unset: the service's policy."""
@@ -1165,10 +1238,11 @@ class CommitRequest(_message.Message):
         durability: Global___Durability.ValueType = ...,
         ttl: _duration_pb2.Duration | None = ...,
         linear_checksums: _builtins.bytes = ...,
+        sliding: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "checksums", b"checksums", "durability", b"durability", "linear_checksums", b"linear_checksums", "reservation", b"reservation", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "checksums", b"checksums", "durability", b"durability", "linear_checksums", b"linear_checksums", "reservation", b"reservation", "sliding", b"sliding", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1214,12 +1288,18 @@ class PrefetchRequest(_message.Message):
     HASHES_FIELD_NUMBER: _builtins.int
     DEADLINE_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     attachment: _builtins.int
     """From Attached."""
     hashes: _builtins.bytes
     """Blocks, 32 bytes a hash."""
     wait: _builtins.bool
     """Answer when the blocks are in memory or the deadline has passed, not at once. Ends with the call."""
+    tenant: _builtins.bytes
+    """As in LookupRequest."""
+    session: _builtins.bytes
+    """Id of the session, as in LookupRequest."""
     @_builtins.property
     def deadline(self) -> _duration_pb2.Duration:
         """Not worth anything after this time."""
@@ -1231,10 +1311,12 @@ class PrefetchRequest(_message.Message):
         hashes: _builtins.bytes = ...,
         deadline: _duration_pb2.Duration | None = ...,
         wait: _builtins.bool = ...,
+        tenant: _builtins.bytes = ...,
+        session: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "deadline", b"deadline", "hashes", b"hashes", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "deadline", b"deadline", "hashes", b"hashes", "session", b"session", "tenant", b"tenant", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1333,19 +1415,27 @@ class OpenLaneRequest(_message.Message):
 
     ATTACHMENT_FIELD_NUMBER: _builtins.int
     HASHES_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     attachment: _builtins.int
     """From Attached."""
     hashes: _builtins.bytes
     """Blocks, 32 bytes a hash, 4096 hashes at most. All their heads are sent."""
+    tenant: _builtins.bytes
+    """As in LookupRequest."""
+    session: _builtins.bytes
+    """Id of the session, as in LookupRequest."""
     def __init__(
         self,
         *,
         attachment: _builtins.int = ...,
         hashes: _builtins.bytes = ...,
+        tenant: _builtins.bytes = ...,
+        session: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "hashes", b"hashes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "hashes", b"hashes", "session", b"session", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1405,6 +1495,8 @@ class PullRequest(_message.Message):
     HASHES_FIELD_NUMBER: _builtins.int
     PARENTS_FIELD_NUMBER: _builtins.int
     DEADLINE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     attachment: _builtins.int
     """From Attached."""
     source: _builtins.str
@@ -1413,6 +1505,10 @@ class PullRequest(_message.Message):
     """Blocks, 32 bytes a hash, 4096 hashes at most."""
     parents: _builtins.bytes
     """Hashes of the blocks before each; 32 zero bytes for a first block."""
+    tenant: _builtins.bytes
+    """Whose blocks these are, there and here, as in LookupRequest."""
+    session: _builtins.bytes
+    """Id of the session, as in LookupRequest."""
     @_builtins.property
     def deadline(self) -> _duration_pb2.Duration:
         """Give up after this time; what has arrived stays."""
@@ -1425,10 +1521,12 @@ class PullRequest(_message.Message):
         hashes: _builtins.bytes = ...,
         parents: _builtins.bytes = ...,
         deadline: _duration_pb2.Duration | None = ...,
+        tenant: _builtins.bytes = ...,
+        session: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "deadline", b"deadline", "hashes", b"hashes", "parents", b"parents", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "deadline", b"deadline", "hashes", b"hashes", "parents", b"parents", "session", b"session", "source", b"source", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1503,6 +1601,7 @@ class StatsResponse(_message.Message):
     PULLED_FIELD_NUMBER: _builtins.int
     SENT_BYTES_FIELD_NUMBER: _builtins.int
     RECEIVED_BYTES_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
     leases: _builtins.int
     """Leases held now."""
     reservations: _builtins.int
@@ -1527,6 +1626,10 @@ class StatsResponse(_message.Message):
     def speeds(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReadSpeed]:
         """Measured speeds by tier and size of a read."""
 
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantStats]:
+        """By tenant; tenants beyond the number told apart are counted together under an empty id, with those that have none."""
+
     def __init__(
         self,
         *,
@@ -1540,14 +1643,103 @@ class StatsResponse(_message.Message):
         pulled: _builtins.int = ...,
         sent_bytes: _builtins.int = ...,
         received_bytes: _builtins.int = ...,
+        tenants: _abc.Iterable[Global___TenantStats] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachments", b"attachments", "boot_epoch", b"boot_epoch", "leases", b"leases", "pulled", b"pulled", "quarantined", b"quarantined", "received_bytes", b"received_bytes", "reservations", b"reservations", "sent_bytes", b"sent_bytes", "speeds", b"speeds", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachments", b"attachments", "boot_epoch", b"boot_epoch", "leases", b"leases", "pulled", b"pulled", "quarantined", b"quarantined", "received_bytes", b"received_bytes", "reservations", b"reservations", "sent_bytes", b"sent_bytes", "speeds", b"speeds", "tenants", b"tenants", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatsResponse: _TypeAlias = StatsResponse  # noqa: Y015
+
+@_typing.final
+class TenantStats(_message.Message):
+    """Figures of one tenant since the service's start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    MISSED_TOKENS_FIELD_NUMBER: _builtins.int
+    SAVED_PREFILL_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    SHARED_HITS_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.bytes
+    """Its 16-byte id, or empty."""
+    missed_tokens: _builtins.int
+    """Tokens looked up and found nowhere."""
+    refused: _builtins.int
+    """Writes refused because its quota was used up."""
+    shared_hits: _builtins.int
+    """Blocks found that another tenant had written."""
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantTierStats]:
+        """By tier."""
+
+    @_builtins.property
+    def saved_prefill(self) -> _duration_pb2.Duration:
+        """Prefill time that the tokens found would have cost."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.bytes = ...,
+        tiers: _abc.Iterable[Global___TenantTierStats] | None = ...,
+        missed_tokens: _builtins.int = ...,
+        saved_prefill: _duration_pb2.Duration | None = ...,
+        refused: _builtins.int = ...,
+        shared_hits: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["saved_prefill", b"saved_prefill"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["missed_tokens", b"missed_tokens", "refused", b"refused", "saved_prefill", b"saved_prefill", "shared_hits", b"shared_hits", "tenant", b"tenant", "tiers", b"tiers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantStats: _TypeAlias = TenantStats  # noqa: Y015
+
+@_typing.final
+class TenantTierStats(_message.Message):
+    """What a tenant has of one tier."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    HIT_BYTES_FIELD_NUMBER: _builtins.int
+    GUARANTEED_BYTES_FIELD_NUMBER: _builtins.int
+    LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    tier: Global___Tier.ValueType
+    """The tier."""
+    bytes: _builtins.int
+    """Bytes of it that hold the tenant's blocks."""
+    hit_tokens: _builtins.int
+    """Tokens looked up and found here."""
+    hit_bytes: _builtins.int
+    """Bytes of the blocks found here."""
+    guaranteed_bytes: _builtins.int
+    """Bytes that are the tenant's before anyone else's."""
+    limit_bytes: _builtins.int
+    """Most it may have; 0: as much as others leave."""
+    def __init__(
+        self,
+        *,
+        tier: Global___Tier.ValueType = ...,
+        bytes: _builtins.int = ...,
+        hit_tokens: _builtins.int = ...,
+        hit_bytes: _builtins.int = ...,
+        guaranteed_bytes: _builtins.int = ...,
+        limit_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "guaranteed_bytes", b"guaranteed_bytes", "hit_bytes", b"hit_bytes", "hit_tokens", b"hit_tokens", "limit_bytes", b"limit_bytes", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantTierStats: _TypeAlias = TenantTierStats  # noqa: Y015
 
 @_typing.final
 class ReadSpeed(_message.Message):
@@ -1595,6 +1787,10 @@ class TierStats(_message.Message):
     EVICTIONS_FIELD_NUMBER: _builtins.int
     CORRUPT_FIELD_NUMBER: _builtins.int
     SHED_FIELD_NUMBER: _builtins.int
+    SHEDS_FIELD_NUMBER: _builtins.int
+    EVICTION_FIELD_NUMBER: _builtins.int
+    ADMISSION_FIELD_NUMBER: _builtins.int
+    HIT_RATES_FIELD_NUMBER: _builtins.int
     tier: Global___Tier.ValueType
     """The tier."""
     blocks: _builtins.int
@@ -1615,6 +1811,20 @@ class TierStats(_message.Message):
     """Blocks whose checksum was wrong."""
     shed: _builtins.int
     """Writes given up because the tier was full, slow or failing."""
+    eviction: _builtins.str
+    """Which blocks go first: "lru", "lfu", "arc" or "s3fifo"."""
+    admission: _builtins.str
+    """Which blocks displace others: "all", "second_touch" or "adaptive"."""
+    @_builtins.property
+    def sheds(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShedCount]:
+        """The same by reason."""
+
+    @_builtins.property
+    def hit_rates(self) -> _containers.RepeatedCompositeFieldContainer[Global___HitRatePoint]:
+        """What share of the blocks looked up would be found with other sizes of this tier, by LRU, from the keys of the last
+        lookups.
+        """
+
     def __init__(
         self,
         *,
@@ -1628,14 +1838,74 @@ class TierStats(_message.Message):
         evictions: _builtins.int = ...,
         corrupt: _builtins.int = ...,
         shed: _builtins.int = ...,
+        sheds: _abc.Iterable[Global___ShedCount] | None = ...,
+        eviction: _builtins.str = ...,
+        admission: _builtins.str = ...,
+        hit_rates: _abc.Iterable[Global___HitRatePoint] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "capacity_bytes", b"capacity_bytes", "corrupt", b"corrupt", "evictions", b"evictions", "hits", b"hits", "misses", b"misses", "shed", b"shed", "tier", b"tier", "writes", b"writes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "blocks", b"blocks", "bytes", b"bytes", "capacity_bytes", b"capacity_bytes", "corrupt", b"corrupt", "eviction", b"eviction", "evictions", b"evictions", "hit_rates", b"hit_rates", "hits", b"hits", "misses", b"misses", "shed", b"shed", "sheds", b"sheds", "tier", b"tier", "writes", b"writes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TierStats: _TypeAlias = TierStats  # noqa: Y015
+
+@_typing.final
+class ShedCount(_message.Message):
+    """Writes to a tier given up for one reason."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """"queue_full", "failing", "full", "evicted" or "too_slow"."""
+    blocks: _builtins.int
+    """How many."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShedCount: _TypeAlias = ShedCount  # noqa: Y015
+
+@_typing.final
+class HitRatePoint(_message.Message):
+    """A point of the miss-ratio curve."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    ADMIT_ALL_FIELD_NUMBER: _builtins.int
+    SECOND_TOUCH_FIELD_NUMBER: _builtins.int
+    capacity_bytes: _builtins.int
+    """Size of the tier."""
+    admit_all: _builtins.float
+    """Share found if every block is admitted."""
+    second_touch: _builtins.float
+    """Share found if blocks are admitted the second time they are looked up."""
+    def __init__(
+        self,
+        *,
+        capacity_bytes: _builtins.int = ...,
+        admit_all: _builtins.float = ...,
+        second_touch: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_all", b"admit_all", "capacity_bytes", b"capacity_bytes", "second_touch", b"second_touch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HitRatePoint: _TypeAlias = HitRatePoint  # noqa: Y015
 
 @_typing.final
 class WatchRequest(_message.Message):
