@@ -70,9 +70,9 @@ async def get(cache: Cache, space: Namespace, name: int, mask: int = 3) -> bytes
 
 
 def flip(folder: Path, slab: int, index: int, at: int) -> None:
-    """Flip a byte of a slot: of the header's fields below 272, of the payload above."""
+    """Flip a byte of a slot: of the header's fields below 296, of the payload above."""
     (segment,) = (folder / "segments").glob(f"{slab:08d}-*.seg")
-    position = index * int(segment.stem.partition("-")[2]) + (at if at < 272 else 4096 + at - 272)
+    position = index * int(segment.stem.partition("-")[2]) + (at if at < 296 else 4096 + at - 296)
     with segment.open("r+b") as file:
         file.seek(position)
         byte = file.read(1)[0]

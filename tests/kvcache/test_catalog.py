@@ -23,6 +23,8 @@ rows = st.builds(
     slot=st.builds(Slot, st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)),
     checksum=st.binary(min_size=16, max_size=16),
     expires_at=st.floats(0, 1e12),
+    tenant=st.one_of(st.just(b""), st.binary(min_size=16, max_size=16).filter(any)),
+    sliding_s=st.floats(0, 1e9),
 )
 
 
@@ -35,7 +37,7 @@ def test_row_round_trip(example: Row) -> None:
     assert Row.decode(example.key, example.encode()) == example
 
 
-@given(rows, st.integers(0, 79 * 8))
+@given(rows, st.integers(0, 103 * 8))
 def test_a_flipped_row_is_no_row(example: Row, bit: int) -> None:
     value = bytearray(example.encode())
     value[bit // 8] ^= 1 << (bit % 8)

@@ -64,7 +64,7 @@ def test_flipped_bits_on_disk_are_never_served(tmp_path: Path) -> None:
                 assert block.disk is not None
                 if block.memory is not None:
                     cache.store.leave(cache.store.memory, block)
-                flip(tmp_path, block.disk.slab, block.disk.index, dice.randrange(272 + BLOCK))
+                flip(tmp_path, block.disk.slab, block.disk.index, dice.randrange(296 + BLOCK))
             served = [await get(cache, space, name) for name in range(60)]
             assert set(served) <= {BlockMissReason.CORRUPT, BlockMissReason.ABSENT}
             assert not space.blocks

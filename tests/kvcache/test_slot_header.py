@@ -23,6 +23,8 @@ headers = st.builds(
     generation=st.integers(0, 2**64 - 1),
     checksum=st.binary(min_size=16, max_size=16),
     expires_at=st.floats(0, 1e12),
+    tenant=st.one_of(st.just(b""), st.binary(min_size=16, max_size=16).filter(any)),
+    sliding_s=st.floats(0, 1e9),
     layout=layouts,
 )
 EXAMPLE = SlotHeader(
@@ -37,7 +39,7 @@ def test_round_trip(header: SlotHeader) -> None:
     assert SlotHeader.decode(page) == header
 
 
-@given(headers, st.integers(0, 280 * 8 - 1))
+@given(headers, st.integers(0, 304 * 8 - 1))
 @example(EXAMPLE, 0)
 def test_any_flipped_bit_of_the_fields_is_noticed(header: SlotHeader, bit: int) -> None:
     page = bytearray(header.encode())

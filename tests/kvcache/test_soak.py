@@ -55,7 +55,7 @@ def test_a_thousand_flipped_and_torn_pieces_serve_nothing_wrong(tmp_path: Path) 
                     elif block.disk is not None:
                         if block.memory is not None:
                             cache.store.leave(cache.store.memory, block)
-                        flip(tmp_path, block.disk.slab, block.disk.index, dice.randrange(272 + LAYOUT.block_bytes))
+                        flip(tmp_path, block.disk.slab, block.disk.index, dice.randrange(296 + LAYOUT.block_bytes))
                         injected += 1
                 for name in names:
                     answer = await get(cache, space, name)

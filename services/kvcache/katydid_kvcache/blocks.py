@@ -35,7 +35,8 @@ class Block:
     `memory` and `disk` are its slots, None where it isn't. `heads` has a bit for each committed head, `writing` for
     each head being written; a block is complete when all heads are committed. `checksum` is xxh3-128 of the whole
     object of a complete block; until then `parts` holds one checksum for each range of heads committed. `pins` counts
-    the leases, reads and writes that need the block to stay. `expires_at` is in Unix seconds, 0 for never.
+    the leases, reads and writes that need the block to stay. `expires_at` is in Unix seconds, 0 for never; every use
+    moves it to `sliding_s` from then if that is not 0. `tenant` is who wrote it, 16 bytes or empty.
     """
 
     __slots__ = (
@@ -50,10 +51,12 @@ class Block:
         "parked",
         "parts",
         "pins",
+        "sliding_s",
+        "tenant",
         "writing",
     )
 
-    def __init__(self, namespace: Namespace, block_hash: bytes, parent: bytes) -> None:
+    def __init__(self, namespace: Namespace, block_hash: bytes, parent: bytes, tenant: bytes = b"") -> None:
         self.namespace = namespace
         self.hash = block_hash
         self.parent = parent
@@ -65,6 +68,8 @@ class Block:
         self.parts: dict[Span, bytes] = {}
         self.pins = 0
         self.expires_at = 0.0
+        self.sliding_s = 0.0
+        self.tenant = tenant
         # Set while an eviction has passed the block over because it was pinned: it is in no queue then.
         self.parked = False
 

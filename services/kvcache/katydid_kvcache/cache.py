@@ -314,8 +314,9 @@ class Cache:
         for row in folder.rows:
             if row.expires_at and row.expires_at <= now:
                 continue
-            block = Block(store.namespaces[row.identity], row.hash, row.parent)
+            block = Block(store.namespaces[row.identity], row.hash, row.parent, row.tenant)
             block.checksum, block.expires_at, block.disk = row.checksum, row.expires_at, row.slot
+            block.sliding_s = row.sliding_s
             by_slab.setdefault(row.slot.slab, {})[row.slot.index] = (row.slot.generation, block)
             restored.append(block)
         for slab, owners in by_slab.items():

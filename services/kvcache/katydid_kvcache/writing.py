@@ -178,6 +178,8 @@ class Writer:
             block.checksum,
             block.expires_at,
             namespace.layout,
+            block.tenant,
+            block.sliding_s,
         )
         self._store.pin([block])
         self._in_flight[block] = result

@@ -22,7 +22,7 @@ from katydid_kvcache.slabs import Slot
 
 __all__ = ["Catalog", "Row"]
 
-_ROW = struct.Struct("<IIQd16s32s")
+_ROW = struct.Struct("<IIQd16s32s16sd")
 _CHECK = struct.Struct("<Q")
 _BLOCKS, _NAMESPACES, _META = b"blocks", b"namespaces", b"meta"
 _BOOT, _COMPLETE = b"boot", b"complete"
@@ -39,11 +39,22 @@ class Row:
     slot: Slot
     checksum: bytes
     expires_at: float
+    tenant: bytes = b""
+    sliding_s: float = 0.0
 
     @classmethod
     def of(cls, header: SlotHeader, slot: Slot) -> Row:
         """The row of a slot with this header."""
-        return cls(header.identity, header.hash, header.parent, slot, header.checksum, header.expires_at)
+        return cls(
+            header.identity,
+            header.hash,
+            header.parent,
+            slot,
+            header.checksum,
+            header.expires_at,
+            header.tenant,
+            header.sliding_s,
+        )
 
     @property
     def key(self) -> bytes:
@@ -52,7 +63,14 @@ class Row:
     def encode(self) -> bytes:
         slot = self.slot
         fields = _ROW.pack(
-            slot.slab, slot.index, slot.generation, self.expires_at, self.checksum, self.parent or bytes(32)
+            slot.slab,
+            slot.index,
+            slot.generation,
+            self.expires_at,
+            self.checksum,
+            self.parent or bytes(32),
+            self.tenant or bytes(16),
+            self.sliding_s,
         )
         return fields + _CHECK.pack(xxh3_64_intdigest(self.key + fields))
 
@@ -62,9 +80,12 @@ class Row:
         fields, check = value[: _ROW.size], value[_ROW.size :]
         if len(key) != _KEY_BYTES or len(fields) != _ROW.size or check != _CHECK.pack(xxh3_64_intdigest(key + fields)):
             return None
-        slab, index, generation, expires_at, checksum, parent = _ROW.unpack(fields)
+        slab, index, generation, expires_at, checksum, parent, tenant, sliding_s = _ROW.unpack(fields)
         parent = b"" if parent == bytes(32) else parent
-        return cls(key[:32], key[32:], parent, Slot(slab, index, generation), checksum, expires_at)
+        tenant = b"" if tenant == bytes(16) else tenant
+        return cls(
+            key[:32], key[32:], parent, Slot(slab, index, generation), checksum, expires_at, tenant, sliding_s
+        )
 
 
 class Catalog:

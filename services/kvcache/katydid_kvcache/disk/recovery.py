@@ -33,7 +33,7 @@ __all__ = ["GENERATION_BITS", "DiskFolder", "lock_folder", "open_folder"]
 GENERATION_BITS = 40
 """A slot generation is the boot number shifted by so many bits, plus a count: later writes always have larger ones."""
 
-_FORMAT = "katydid-kvcache disk tier, format 1\n"
+_FORMAT = "katydid-kvcache disk tier, format 2\n"
 
 logger = logging.getLogger(__name__)
 

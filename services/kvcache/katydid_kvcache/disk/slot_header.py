@@ -1,7 +1,8 @@
 """The 4 KiB page in front of every slot on disk: it alone says what the slot holds, the index only finds it.
 
     magic 8 | version u32 | payload bytes u64 | generation u64 | expires_at f64 | identity 32 | hash 32 | parent 32 |
-    payload checksum 16 | layers u32 | kv_heads u32 | head_dim u32 | dtype 16 | xxh3-128 of all before 16 | zeros
+    payload checksum 16 | layers u32 | kv_heads u32 | head_dim u32 | dtype 16 | tenant 16 | sliding_s f64 |
+    xxh3-128 of all before 16 | zeros
 
 Little-endian. A header that fails its own checksum is no header; a payload that fails the header's checksum is torn or
 rotten. The layout stands in every header so that a scan can rebuild namespaces when the index is gone.
@@ -23,14 +24,17 @@ __all__ = ["HEADER_BYTES", "SlotHeader"]
 HEADER_BYTES = PAGE_BYTES
 
 _MAGIC = b"katydKV\x01"
-_VERSION = 1
-_FIELDS = struct.Struct("<8sIQQd32s32s32s16sIII16s")
+_VERSION = 2
+_FIELDS = struct.Struct("<8sIQQd32s32s32s16sIII16s16sd")
 _CHECKSUM_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class SlotHeader:
-    """What one slot holds. `parent` is empty for a first block; `expires_at` in Unix seconds, 0 for never."""
+    """What one slot holds. `parent` is empty for a first block; `expires_at` in Unix seconds, 0 for never.
+
+    `tenant` is empty when nobody's; `sliding_s` is the time to live that starts anew with every use, 0 when it doesn't.
+    """
 
     identity: bytes
     hash: bytes
@@ -39,6 +43,8 @@ class SlotHeader:
     checksum: bytes
     expires_at: float
     layout: BlockLayout
+    tenant: bytes = b""
+    sliding_s: float = 0.0
 
     def encode(self) -> bytes:
         """The header page, HEADER_BYTES long."""
@@ -57,6 +63,8 @@ class SlotHeader:
             layout.kv_heads,
             layout.head_dim,
             layout.dtype.encode(),
+            self.tenant or bytes(16),
+            self.sliding_s,
         )
         return (fields + xxh3_128_digest(fields)).ljust(HEADER_BYTES, b"\0")
 
@@ -82,6 +90,8 @@ class SlotHeader:
             heads,
             dim,
             dtype,
+            tenant,
+            sliding_s,
         ) = _FIELDS.unpack(fields)
         try:
             layout = BlockLayout(layers, heads, dim, dtype.rstrip(b"\0").decode("ascii", "replace"))
@@ -90,4 +100,5 @@ class SlotHeader:
         if version != _VERSION or size != layout.block_bytes:
             return None
         parent = b"" if parent == bytes(32) else parent
-        return cls(identity, block_hash, parent, generation, checksum, expires_at, layout)
+        tenant = b"" if tenant == bytes(16) else tenant
+        return cls(identity, block_hash, parent, generation, checksum, expires_at, layout, tenant, sliding_s)
