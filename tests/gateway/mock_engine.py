@@ -204,6 +204,9 @@ class MockEngine(EngineServiceServicer):
         prompt = array("I", message.prompt_ids)
         sampling = message.sampling
         outputs = [self.options.script(prompt, sampling, choice)[: sampling.max_tokens] for choice in range(sampling.n)]
+        if generated := array("I", message.generated_ids).tolist():
+            assert outputs[0][: len(generated)] == generated, "it would have said something else"
+            outputs = [outputs[0][len(generated) :]]
         chain = hash_chain(
             message.prompt_ids,
             identity=self.options.identity,
@@ -274,7 +277,8 @@ class MockEngine(EngineServiceServicer):
         self, frame: pb.SessionResponse, number: int, choice: int, running: _Running, output: list[int]
     ) -> None:
         stopped = bool(output) and output[-1] in {self.options.eos, *running.message.sampling.stop_token_ids}
-        short = len(output) < running.message.sampling.max_tokens
+        made = len(running.message.generated_ids) // 4 + len(output)
+        short = made < running.message.sampling.max_tokens
         finish = frame.finishes.add(
             request=number,
             choice=choice,

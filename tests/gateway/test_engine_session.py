@@ -58,7 +58,7 @@ def test_before_the_first_token_another_engine_takes_over(chatml: Path) -> None:
     run(chatml, scenario, engines=2)
 
 
-def test_in_mid_stream_the_client_gets_a_typed_error_at_once(chatml: Path) -> None:
+def test_without_resume_the_client_gets_a_typed_error_at_once(chatml: Path) -> None:
     async def scenario(built: Rig) -> None:
         for engine in built.engines:
             engine.options.step_s = 0.02
@@ -77,7 +77,7 @@ def test_in_mid_stream_the_client_gets_a_typed_error_at_once(chatml: Path) -> No
         assert "data: [DONE]" not in lines
         assert (await built.chat()).status_code == 200, "the other engine"
 
-    run(chatml, scenario, engines=2)
+    run(chatml, scenario, engines=2, resume=False)
 
 
 def test_when_every_engine_is_gone_the_answer_is_503_and_a_restart_rejoins(chatml: Path) -> None:

@@ -122,8 +122,7 @@ def test_kill_9_of_an_engine_in_mid_load(chatml: Path) -> None:
             for thread in threads:
                 thread.join(30)
             assert len(outcomes) == 24, "nothing hangs"
-            assert set(outcomes) <= {"ok", "engine_lost"}
-            assert outcomes.count("ok") >= 12
+            assert set(outcomes) == {"ok"}, "those in mid-answer went on elsewhere"
             port = engines[0][1]
             engines.append(mock_engine(chatml, "--listen", port))
             deadline = time.monotonic() + 30

@@ -2,21 +2,25 @@
 
 Between the two lies one delta a choice, which grows until the writer comes: a fast reader gets a token a chunk, a slow
 one gets larger chunks, and beyond `buffer_bytes` the answer ends with SlowClientError and the engine is told at once.
-An engine that dies before the first token is replaced by another; later, the answer ends with EngineLostError.
+An engine that dies is replaced by another. Before the first token that one gets the request as it was; later, each
+unfinished choice goes on by itself behind the tokens that came, at the same seed and position: it says what the lost
+engine would have said.
 """
 
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from katydid_runtime.block_hash import unpack_ids
+from katydid_runtime.block_hash import pack_ids, unpack_ids
 from katydid_runtime.errors import EngineLostError, InternalError, KatydidError, SlowClientError
 from katydid_runtime.rpc_errors import internal_error
 
 from katydid_gateway.choice_stream import ChoiceStream, token_logprobs
 from katydid_gateway.dispatch import Dispatch, Dispatcher
 from katydid_gateway.engines.frames import EngineTrace, Finish, RequestStep
+from katydid_gateway.flight import Flight, Part
 from katydid_gateway.request_clock import RequestClock
 from katydid_gateway.requests import CachedTokens, Delta, FinishedRequest, FinishReason, TokenLogprob, Usage
 from katydid_gateway.text.detokenizer import Vocabulary
@@ -29,16 +33,17 @@ SLOW_CLIENT_GRACE_S = 5.0
 # What a delta costs a client beside its text: framing of an event.
 _DELTA_BYTES = 256
 _LOGPROB_BYTES = 96
-# Engines asked before the caller is told.
+# Engines asked before the caller is told: a request that kills its engines must not go through the fleet.
 MAX_ATTEMPTS = 3
 
 
 class Answer:
-    """Listens to the engine, and is iterated by one writer with `batches`. `start` must be called first.
+    """Listens to its flights, and is iterated by one writer with `batches`. `start` must be called first.
 
     `on_overflow` is called when the client's buffer fills: its writer is stuck and has to be stopped from outside.
 
-    `send(answer, failed)` sends the request to the best engine that is not named in `failed`.
+    `send(flight, failed)` sends a flight to the best engine that is not named in `failed`. With `resume` false an
+    answer that has begun ends with its engine.
     """
 
     def __init__(
@@ -53,7 +58,8 @@ class Answer:
         dispatcher: Dispatcher,
         clock: RequestClock,
         buffer_bytes: int,
-        send: Callable[[Answer, set[str]], Awaitable[Dispatch]],
+        send: Callable[[Flight, set[str]], Awaitable[Dispatch]],
+        resume: bool = True,
     ) -> None:
         self.request_id = request_id
         self.model = model
@@ -63,20 +69,23 @@ class Answer:
         self.clock = clock
         self.trace = EngineTrace()
         self.on_overflow: Callable[[], object] | None = None
+        self.resumes = 0
         self._choices = choices
         self._vocabulary = vocabulary
         self._dispatcher = dispatcher
         self._buffer_bytes = buffer_bytes
         self._send = send
-        self._dispatch: Dispatch | None = None
-        self._running = set(range(len(choices)))
+        self._resume = resume
+        self._flights: set[Flight] = set()
+        self._generated = [array("I") for _ in choices]
+        self._begun = False
         self._failed: set[str] = set()
-        self._attempts = 0
         self._cached = CachedTokens()
         self._pending: dict[int, Delta] = {}
         self._pending_bytes = 0
         self._ready = asyncio.Event()
-        self._retry_for: KatydidError | None = None
+        self._to_send: list[Flight] = []
+        self._lost_by: KatydidError | None = None
         self._failure: KatydidError | None = None
         self._result: FinishedRequest | None = None
 
@@ -112,7 +121,7 @@ class Answer:
 
     async def start(self) -> None:
         """Send it. Raises UnavailableError when no engine can take it."""
-        self._dispatch = await self._send(self, self._failed)
+        await self._launch(Flight(self, range(len(self._choices))))
 
     def close(self) -> None:
         """Nobody listens any more: an unfinished request is aborted on its engine."""
@@ -137,7 +146,7 @@ class Answer:
                 yield []
                 continue
             self._ready.clear()
-            if self._retry_for is not None:
+            if self._to_send and self._failure is None:
                 await self._try_again()
             if self._pending:
                 batch, self._pending, self._pending_bytes = list(self._pending.values()), {}, 0
@@ -149,34 +158,34 @@ class Answer:
                 self._result = FinishedRequest(self.usage, self.clock.timing(self.tokens))
                 return
 
-    def on_step(self, step: RequestStep, arrived_ns: int) -> bool:
-        """See EngineListener."""
+    def on_step(self, flight: Flight, step: RequestStep, arrived_ns: int) -> None:
+        """See FlightListener."""
         try:
-            self._take(step, arrived_ns)
+            self._take(flight, step, arrived_ns)
         except Exception as error:  # one request's text must not end the session of all
             self.fail(internal_error(error, f"request {self.request_id}"))
-        return self._dispatch is None
 
-    def on_lost(self, error: KatydidError) -> None:
-        """See EngineListener."""
-        self._engine_failed(error, retryable=True)
+    def on_lost(self, flight: Flight, error: KatydidError) -> None:
+        """See FlightListener."""
+        self._engine_failed(flight, error, retryable=True)
 
-    def _take(self, step: RequestStep, arrived_ns: int) -> None:
-        if self._dispatch is None:
-            return
-        if step.first:
-            self._cached = step.cached
-            self.clock.first_frame(arrived_ns, step.trace)
-            self._dispatcher.first_token(self._dispatch, step.cached, step.trace)
+    def _take(self, flight: Flight, step: RequestStep, arrived_ns: int) -> None:
+        if step.first and flight.dispatch is not None:
+            if not self._begun:
+                self._begun, self._cached = True, step.cached
+                self.clock.first_frame(arrived_ns, step.trace)
+            self._dispatcher.first_token(flight.dispatch, step.cached, step.trace)
         if step.prompt_logprobs is not None:
             ids = unpack_ids(self.prompt_ids)[1:]
             self.prompt_logprobs = token_logprobs(ids, step.prompt_logprobs, self._vocabulary)
         for row in step.rows:
-            choice = self._choices[row.choice]
+            index = flight.choices[row.choice]
+            choice = self._choices[index]
             if not choice.done:
+                self._generated[index].extend(row.ids)
                 self._push(choice.feed(row))
         for finish in step.finishes:
-            self._on_finish(finish)
+            self._on_finish(flight, finish)
         if self._done:
             self._let_go()
             self._ready.set()
@@ -185,46 +194,67 @@ class Answer:
             if self.on_overflow is not None:
                 self.on_overflow()
 
-    def _on_finish(self, finish: Finish) -> None:
-        self._running.discard(finish.choice)
+    def _on_finish(self, flight: Flight, finish: Finish) -> None:
+        index = flight.choices[finish.choice]
+        choice = self._choices[index]
+        flight.running.discard(index)
         if finish.trace.phases:
             self.trace = finish.trace
         if finish.error is not None:
-            self._engine_failed(finish.error, retryable=finish.retryable)
+            self._engine_failed(flight, finish.error, retryable=finish.retryable)
             return
-        if finish.reason is FinishReason.ABORT and not self._choices[finish.choice].done:
-            self._engine_failed(EngineLostError("the engine aborted the request"), retryable=True)
+        if finish.reason is FinishReason.ABORT and not choice.done:
+            self._engine_failed(flight, EngineLostError("the engine aborted the request"), retryable=True)
             return
-        if finish.cached.total:
+        if finish.cached.total and flight.part is None:
             self._cached = finish.cached
-        choice = self._choices[finish.choice]
         if not choice.done:
             self._push(choice.finish(finish.reason or FinishReason.STOP))
+        if not flight.running:
+            self._land(flight)
 
-    def _engine_failed(self, error: KatydidError, *, retryable: bool) -> None:
-        if self._dispatch is None:
+    def _engine_failed(self, flight: Flight, error: KatydidError, *, retryable: bool) -> None:
+        if flight.dispatch is None:
             return
-        self._failed.add(self._dispatch.engine)
-        self._attempts += 1
-        self._dispatcher.failed(self._dispatch)
-        if retryable and not self.tokens and self._attempts < MAX_ATTEMPTS:
-            self._let_go()
+        engine = flight.dispatch.engine
+        self._failed.add(engine)
+        self._dispatcher.failed(flight.dispatch)
+        begun = self.tokens > 0
+        self._land(flight)
+        if not retryable or flight.attempt >= MAX_ATTEMPTS or (begun and not self._resume):
+            if self._failure is None and not self._done:
+                # The client gets what came before: an error in mid-stream is always one of a stream that began.
+                self._break_off(error)
+            return
+        if begun:
+            lost = [index for index in flight.choices if not self._choices[index].done]
+            parts = [Part(index, pack_ids(self._generated[index])) for index in lost]
+            self._to_send += [Flight(self, (part.choice,), part, flight.attempt + 1) for part in parts]
+            self.resumes += bool(parts)
+            self._dispatcher.resumed(engine, len(parts))
+        else:
             self.clock.lost()
-            self._retry_for = error
-            self._ready.set()
-        elif self._failure is None and not self._done:
-            # The client gets what came before the loss: an error in mid-stream is always one of a stream that began.
-            self._break_off(error)
+            self._to_send.append(Flight(self, flight.choices, flight.part, flight.attempt + 1))
+        self._lost_by = error
+        self._ready.set()
 
     async def _try_again(self) -> None:
-        error, self._retry_for = self._retry_for, None
-        self._running = set(range(len(self._choices)))
+        flights, self._to_send = self._to_send, []
         try:
-            self._dispatch = await self._send(self, self._failed)
+            for flight in flights:
+                await self._launch(flight)
         except KatydidError as no_other:
+            error = self._lost_by
             no_other.__cause__ = error
-            # Nothing was delivered, so a lost engine is a reason to try again; an engine's own refusal says more.
-            self._failure = no_other if error is None or isinstance(error, EngineLostError) else error
+            # Where nothing was delivered, a lost engine is a reason to try again; an engine's own refusal says more.
+            again = error is None or (isinstance(error, EngineLostError) and not self.tokens)
+            self._break_off(no_other if again or error is None else error)
+
+    async def _launch(self, flight: Flight) -> None:
+        flight.dispatch = await self._send(flight, self._failed)
+        self._flights.add(flight)
+        if self._failure is not None or self._done:
+            self._land(flight)
 
     def _push(self, delta: Delta) -> None:
         waiting = self._pending.get(delta.index)
@@ -249,8 +279,15 @@ class Answer:
         self._ready.set()
 
     def _let_go(self) -> None:
-        dispatch, self._dispatch = self._dispatch, None
+        self._to_send = []
+        for flight in tuple(self._flights):
+            self._land(flight)
+
+    def _land(self, flight: Flight) -> None:
+        """Hear no more of a flight; what the engine has not ended of it is aborted."""
+        self._flights.discard(flight)
+        dispatch, flight.dispatch = flight.dispatch, None
         if dispatch is not None:
             self._dispatcher.ended(dispatch)
-            if self._running:
+            if flight.running:
                 dispatch.abort()

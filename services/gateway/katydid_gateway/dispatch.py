@@ -103,6 +103,10 @@ class Dispatcher:
         """The engine gave the request up."""
         self._metrics.failed.labels(dispatch.engine).inc()
 
+    def resumed(self, engine: str, choices: int) -> None:
+        """So many choices that `engine` had begun go on elsewhere."""
+        self._metrics.resumed.labels(engine).inc(choices)
+
     def ended(self, dispatch: Dispatch) -> None:
         """The router need not count the request as unreported any more."""
         self._router.settled(dispatch.book, dispatch.candidate.holder)

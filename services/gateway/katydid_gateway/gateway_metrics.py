@@ -35,6 +35,9 @@ class GatewayMetrics:
         )
         self.routed = metrics.counter("routed_requests", "Requests sent, by engine", ("engine",))
         self.failed = metrics.counter("failed_requests", "Requests an engine failed or refused", ("engine",))
+        self.resumed = metrics.counter(
+            "resumed_choices", "Choices that went on elsewhere in mid-answer, by the engine that was lost", ("engine",)
+        )
         self.connected = metrics.gauge("connected_engines", "1 while the engine's session is up", ("engine",))
         self.refused = metrics.counter(
             "refused_engines", "Times an engine failed the parity check", ("engine", "field")

@@ -35,6 +35,7 @@ from katydid_gateway.choice_stream import ChoiceStream
 from katydid_gateway.dispatch import Dispatch, Dispatcher
 from katydid_gateway.engines.fleet import Fleet
 from katydid_gateway.engines.submission import Submission
+from katydid_gateway.flight import Flight, Part
 from katydid_gateway.gateway_metrics import GatewayMetrics
 from katydid_gateway.request_clock import RequestClock
 from katydid_gateway.requests import Caller, GenerationRequest, Prompt, Sampling, TokenPrompt
@@ -165,7 +166,7 @@ class Generator:
                 allowed=", ".join(self.fleet.connections),
             )
         encoded = await self.encode(model, prompt)
-        routed = self._routed(encoded, affinity, self._salt(tenant), bypass=False)
+        routed = self._routed(encoded.ids, affinity, self._salt(tenant), bypass=False)
         return routed, self.fleet.router.decide(routed, time.monotonic(), {without} if without else ())
 
     async def _tokenise(self, request: GenerationRequest, clock: RequestClock) -> EncodedPrompt:
@@ -204,7 +205,7 @@ class Generator:
             model=limits.model,
             encoded=encoded,
             sampling=sampling,
-            routed=cache(lambda: self._routed(encoded, options.prompt_cache_key, salt, options.bypass_cache)),
+            routed=cache(lambda: self._routed(encoded.ids, options.prompt_cache_key, salt, options.bypass_cache)),
             submission=submission,
             deadline_ns=deadline_ns,
         )
@@ -227,12 +228,14 @@ class Generator:
             for index in range(sampling.n)
         ]
 
-        async def send(answer: Answer, failed: set[str]) -> Dispatch:
+        async def send(flight: Flight, failed: set[str]) -> Dispatch:
+            if (part := flight.part) is not None:
+                return await self._resume(prepared, flight, part, failed, clock)
             with clock.phase("route"), self._telemetry.start("gateway.route", clock.span.context) as span:
                 await self._delayed("route")
                 routed = prepared.routed()
                 candidate = self._dispatcher.decide(routed, span, failed)
-                dispatch = self._dispatcher.send(routed, prepared.submission, candidate, answer, prepared.timeout_s)
+                dispatch = self._dispatcher.send(routed, prepared.submission, candidate, flight, prepared.timeout_s)
             clock.submitted(dispatch.engine)
             return dispatch
 
@@ -247,15 +250,31 @@ class Generator:
             clock=clock,
             buffer_bytes=self._settings.client_buffer_bytes,
             send=send,
+            resume=self._settings.resume,
         )
 
-    def _routed(self, encoded: EncodedPrompt, affinity: str, salt: bytes, bypass: bool) -> RoutedPrompt:
+    async def _resume(
+        self, prepared: _Prepared, flight: Flight, part: Part, failed: set[str], clock: RequestClock
+    ) -> Dispatch:
+        """Send one choice on its way again, behind what it has said."""
+        submission = prepared.submission.continued(part.choice, part.generated)
+        options = submission.options
+        with self._telemetry.start("gateway.resume", clock.span.context) as span:
+            ids = submission.prompt_ids + part.generated
+            routed = self._routed(ids, options.prompt_cache_key, submission.cache_salt, options.bypass_cache)
+            candidate = self._dispatcher.decide(routed, span, failed)
+            span.set_all({"resume.choice": part.choice, "resume.generated_tokens": len(part.generated) // 4})
+            dispatch = self._dispatcher.send(routed, submission, candidate, flight, prepared.timeout_s)
+        clock.moved(dispatch.engine)
+        return dispatch
+
+    def _routed(self, ids: bytes, affinity: str, salt: bytes, bypass: bool) -> RoutedPrompt:
         chain = b""
         if not bypass:
             public = self._settings.public_blocks if salt else 0
-            chain = hash_chain(encoded.ids, identity=self.fleet.identity, salt=salt, public_blocks=public)
-        digest = b"" if chain else sha256(encoded.ids).digest()
-        return RoutedPrompt(tuple(split_hashes(chain)), encoded.tokens, affinity, digest)
+            chain = hash_chain(ids, identity=self.fleet.identity, salt=salt, public_blocks=public)
+        digest = b"" if chain else sha256(ids).digest()
+        return RoutedPrompt(tuple(split_hashes(chain)), len(ids) // 4, affinity, digest)
 
     def _salt(self, tenant: str) -> bytes:
         if self._secret is None or not tenant:
@@ -288,6 +307,7 @@ class Generator:
                 "request.engine": clock.engine,
                 "request.output_tokens": usage.completion_tokens,
                 "request.cached_tokens": usage.cached.total,
+                "request.resumes": answer.resumes,
             }
         )
         logger.info(

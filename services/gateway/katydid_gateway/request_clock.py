@@ -76,6 +76,10 @@ class RequestClock:
         self.engine = engine
         self._submitted_ns = time.monotonic_ns()
 
+    def moved(self, engine: str) -> None:
+        """After its first token it went on to another engine: no part of the time to first token."""
+        self.engine = engine
+
     def lost(self) -> None:
         """That engine failed before it answered."""
         self.add("retry", time.monotonic_ns() - self._submitted_ns)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from katydid.engine.v1 import engine_pb2 as pb
 from katydid_runtime.duration import to_duration
@@ -14,6 +15,7 @@ __all__ = ["Submission"]
 
 # An engine takes no timeout of 0; the gateway's own timer ends such a request.
 _SHORTEST_TIMEOUT_S = 0.001
+_SEEDS = 2**64
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,18 @@ class Submission:
     cache_salt: bytes = b""
     public_blocks: int = 0
     tenant: bytes = b""
+    generated_ids: bytes = b""
+
+    def continued(self, choice: int, generated_ids: bytes) -> Self:
+        """The same request for one of its choices alone, after what it has said already (packed ids)."""
+        sampling = replace(
+            self.sampling,
+            seed=(self.sampling.seed + choice) % _SEEDS,
+            n=1,
+            prompt_logprobs=self.sampling.prompt_logprobs and not generated_ids,
+        )
+        name = self.request_id if self.sampling.n == 1 else f"{self.request_id}.{choice}"
+        return replace(self, request_id=name, sampling=sampling, generated_ids=generated_ids)
 
     def message(self, number: int, dp_rank: int, timeout_s: float) -> pb.SubmitRequest:
         """The message, with the time the caller still gives it."""
@@ -35,6 +49,7 @@ class Submission:
             request=number,
             request_id=self.request_id,
             prompt_ids=self.prompt_ids,
+            generated_ids=self.generated_ids,
             sampling=_sampling(self.sampling),
             dp_rank=dp_rank,
             priority=self.options.priority,
