@@ -5,13 +5,16 @@ torch reference beside it that defines the result.
 from katydid_kernels.decode_attention import DecodeScratch, decode_attention, decode_attention_reference, decode_ctas
 from katydid_kernels.decode_plan import decode_plan
 from katydid_kernels.fused_moe import fused_moe, fused_moe_reference
+from katydid_kernels.fused_moe_w4a8 import fused_moe_w4a8, fused_moe_w4a8_reference
 from katydid_kernels.gemm.expert_scales import ExpertScales
 from katydid_kernels.kv_pack import kv_pack, kv_pack_reference, kv_unpack, kv_unpack_reference, object_bytes
 from katydid_kernels.linear import linear, linear_reference
 from katydid_kernels.linear_fp8 import linear_fp8, linear_fp8_reference, segment_scale
+from katydid_kernels.linear_w4a8 import linear_w4a8, linear_w4a8_reference
 from katydid_kernels.prefill_attention import prefill_attention, prefill_attention_reference, prefill_plan
 from katydid_kernels.qkv_post import QkNorm, qkv_post, qkv_post_reference
 from katydid_kernels.quantize_rows import (
+    FP8_MAX,
     add_rms_norm_quantize,
     add_rms_norm_quantize_reference,
     quantize_fp8,
@@ -33,10 +36,13 @@ from katydid_kernels.sample import (
     sample_reference,
 )
 from katydid_kernels.swiglu import swiglu, swiglu_reference
+from katydid_kernels.w4a8.packing import Int4Weight, dequantize_int4, pack_int4, quantize_int4, unpack_int4
 
 __all__ = [
+    "FP8_MAX",
     "DecodeScratch",
     "ExpertScales",
+    "Int4Weight",
     "LogitBias",
     "Logprobs",
     "Penalties",
@@ -50,8 +56,11 @@ __all__ = [
     "decode_attention_reference",
     "decode_ctas",
     "decode_plan",
+    "dequantize_int4",
     "fused_moe",
     "fused_moe_reference",
+    "fused_moe_w4a8",
+    "fused_moe_w4a8_reference",
     "kv_pack",
     "kv_pack_reference",
     "kv_unpack",
@@ -60,9 +69,12 @@ __all__ = [
     "linear_fp8",
     "linear_fp8_reference",
     "linear_reference",
+    "linear_w4a8",
+    "linear_w4a8_reference",
     "logprobs",
     "logprobs_reference",
     "object_bytes",
+    "pack_int4",
     "prefill_attention",
     "prefill_attention_reference",
     "prefill_plan",
@@ -70,6 +82,7 @@ __all__ = [
     "qkv_post_reference",
     "quantize_fp8",
     "quantize_fp8_reference",
+    "quantize_int4",
     "rms_norm",
     "rms_norm_reference",
     "rope",
@@ -84,4 +97,5 @@ __all__ = [
     "swiglu_quantize",
     "swiglu_quantize_reference",
     "swiglu_reference",
+    "unpack_int4",
 ]

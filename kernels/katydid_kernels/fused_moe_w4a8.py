@@ -1,0 +1,131 @@
+"""Routed experts with int4 weights and fp8 activations: `fused_moe` at half the bytes.
+
+    h = e4m3(swiglu(W13[e] x[t] * x_scale[t]) / h_scale)
+    y[t] = sum over j of weights[t, j] * h_scale * W2[e] h,  e = ids[t, j],   (+ shared_output[t])
+
+int4 values are exact in e4m3, so the only roundings are those of x and h. A rank that holds experts ``first_expert ..
+first_expert + E - 1`` skips ids outside them; adding the ranks' outputs gives the whole.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from katydid_kernels.linear import linear_reference
+from katydid_kernels.swiglu import swiglu_reference
+from katydid_kernels.w4a8.packing import Int4Weight, dequantize_int4, unpack_int4
+
+__all__ = ["fused_moe_w4a8", "fused_moe_w4a8_reference"]
+
+_E4M3 = torch.float8_e4m3fn
+_E4M3_MAX = 448.0
+
+
+def fused_moe_w4a8(
+    x: Tensor,
+    w13: Int4Weight,
+    w2: Int4Weight,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    x_scale: Tensor,
+    h_scale: Tensor,
+    *,
+    first_expert: int = 0,
+    shared_output: Tensor | None = None,
+) -> Tensor:
+    """Returns bf16 ``[T, hidden]``.
+
+    Args:
+        x: e4m3 ``[T, hidden]``.
+        w13: packed ``[E, 2 * n, hidden]``, gated.
+        w2: packed ``[E, hidden, n]``.
+        topk_weights: fp32 ``[T, top_k]``.
+        topk_ids: int32 ``[T, top_k]``, over all experts of the model.
+        x_scale: fp32 of one element, or ``[T]``: what x was divided by.
+        h_scale: fp32 of one element: what h is divided by before it is rounded to e4m3.
+        first_expert: id of the first packed expert.
+        shared_output: ``[T, hidden]``, added in fp32 before rounding.
+
+    Raises ValueError for shapes, dtypes or scales that do not fit each other.
+    """
+    _check(x, w13, w2, topk_weights, topk_ids, x_scale, h_scale, shared_output)
+    return fused_moe_w4a8_reference(
+        x, w13, w2, topk_weights, topk_ids, x_scale, h_scale, first_expert=first_expert, shared_output=shared_output
+    )
+
+
+def _check(
+    x: Tensor,
+    w13: Int4Weight,
+    w2: Int4Weight,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    x_scale: Tensor,
+    h_scale: Tensor,
+    shared_output: Tensor | None,
+) -> None:
+    if x.ndim != 2 or x.dtype != _E4M3:
+        raise ValueError(f"x must be float8_e4m3fn [T, hidden], got {x.dtype} {tuple(x.shape)}")
+    tokens, hidden = x.shape
+    if not w13.gated or w2.gated or w13.codes.ndim != 4 or w2.codes.ndim != 4 or len(w13.codes) != len(w2.codes):
+        raise ValueError(
+            f"w13 must be packed gated experts and w2 as many not gated, got codes {tuple(w13.codes.shape)} "
+            f"gated={w13.gated} and {tuple(w2.codes.shape)} gated={w2.gated}"
+        )
+    if w13.cols != hidden or w2.rows != hidden or w13.rows != 2 * w2.cols:
+        raise ValueError(
+            f"w13 [2n, {hidden}] and w2 [{hidden}, n] must fit x of {hidden} columns, "
+            f"got [{w13.rows}, {w13.cols}] and [{w2.rows}, {w2.cols}]"
+        )
+    if topk_ids.dtype != torch.int32 or topk_ids.ndim != 2 or len(topk_ids) != tokens:
+        raise ValueError(f"topk_ids must be int32 [{tokens}, top_k], got {topk_ids.dtype} {tuple(topk_ids.shape)}")
+    if topk_weights.dtype != torch.float32 or topk_weights.shape != topk_ids.shape:
+        raise ValueError(
+            f"topk_weights must be fp32 {tuple(topk_ids.shape)}, got {topk_weights.dtype} {tuple(topk_weights.shape)}"
+        )
+    for name, scale, sizes in (("x_scale", x_scale, {1, tokens}), ("h_scale", h_scale, {1})):
+        if scale.dtype != torch.float32 or scale.numel() not in sizes:
+            raise ValueError(
+                f"{name} must be fp32 with {' or '.join(map(str, sorted(sizes)))} elements, "
+                f"got {scale.dtype} {tuple(scale.shape)}"
+            )
+    if shared_output is not None and shared_output.shape != x.shape:
+        raise ValueError(f"shared_output must be [{tokens}, {hidden}], got {list(shared_output.shape)}")
+
+
+def fused_moe_w4a8_reference(
+    x: Tensor,
+    w13: Int4Weight,
+    w2: Int4Weight,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    x_scale: Tensor,
+    h_scale: Tensor,
+    *,
+    first_expert: int = 0,
+    shared_output: Tensor | None = None,
+) -> Tensor:
+    wide = x.float() * x_scale.reshape(-1, 1)
+    # One row per (token, choice) first, then a sum in the order of choice: a token's rounding never depends on
+    # which other tokens share its experts.
+    parts = wide.new_zeros((*topk_ids.shape, x.shape[1]))
+    local_ids = topk_ids.long() - first_expert
+    hit: list[int] = local_ids.unique().tolist()
+    for expert in hit:
+        if 0 <= expert < len(w13.codes):
+            token, choice = torch.where(local_ids == expert)
+            gate_up = linear_reference(wide[token], _expert(w13, expert))
+            h = (swiglu_reference(gate_up) / h_scale).clamp(-_E4M3_MAX, _E4M3_MAX).to(_E4M3)
+            parts[token, choice] = linear_reference(h.float(), _expert(w2, expert)) * h_scale
+    total = torch.zeros_like(parts[:, 0])
+    for column in range(topk_ids.shape[1]):
+        total += topk_weights[:, column, None] * parts[:, column]
+    if shared_output is not None:
+        total += shared_output.float()
+    return total.bfloat16()
+
+
+def _expert(weight: Int4Weight, expert: int) -> Tensor:
+    one = Int4Weight(weight.codes[expert], weight.scales[expert], weight.rows, weight.cols, weight.gated)
+    return dequantize_int4(*unpack_int4(one))
