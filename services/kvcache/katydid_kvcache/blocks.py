@@ -36,7 +36,8 @@ class Block:
     each head being written; a block is complete when all heads are committed. `checksum` is xxh3-128 of the whole
     object of a complete block; until then `parts` holds one checksum for each range of heads committed. `pins` counts
     the leases, reads and writes that need the block to stay. `expires_at` is in Unix seconds, 0 for never; every use
-    moves it to `sliding_s` from then if that is not 0. `tenant` is who wrote it, 16 bytes or empty.
+    moves it to `sliding_s` from then if that is not 0. `tenant` is who wrote it, 16 bytes or empty. `linear` is the
+    64-bit linear checksum that a GPU made of a whole block, 0 when none did.
     """
 
     __slots__ = (
@@ -45,6 +46,7 @@ class Block:
         "expires_at",
         "hash",
         "heads",
+        "linear",
         "memory",
         "namespace",
         "parent",
@@ -69,6 +71,7 @@ class Block:
         self.pins = 0
         self.expires_at = 0.0
         self.sliding_s = 0.0
+        self.linear = 0
         self.tenant = tenant
         # Set while an eviction has passed the block over because it was pinned: it is in no queue then.
         self.parked = False

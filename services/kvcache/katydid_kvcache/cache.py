@@ -316,7 +316,7 @@ class Cache:
                 continue
             block = Block(store.namespaces[row.identity], row.hash, row.parent, row.tenant)
             block.checksum, block.expires_at, block.disk = row.checksum, row.expires_at, row.slot
-            block.sliding_s = row.sliding_s
+            block.sliding_s, block.linear = row.sliding_s, row.linear
             by_slab.setdefault(row.slot.slab, {})[row.slot.index] = (row.slot.generation, block)
             restored.append(block)
         for slab, owners in by_slab.items():

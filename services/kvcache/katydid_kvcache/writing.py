@@ -180,6 +180,7 @@ class Writer:
             namespace.layout,
             block.tenant,
             block.sliding_s,
+            block.linear,
         )
         self._store.pin([block])
         self._in_flight[block] = result

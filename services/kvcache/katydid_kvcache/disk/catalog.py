@@ -22,7 +22,7 @@ from katydid_kvcache.slabs import Slot
 
 __all__ = ["Catalog", "Row"]
 
-_ROW = struct.Struct("<IIQd16s32s16sd")
+_ROW = struct.Struct("<IIQd16s32s16sdQ")
 _CHECK = struct.Struct("<Q")
 _BLOCKS, _NAMESPACES, _META = b"blocks", b"namespaces", b"meta"
 _BOOT, _COMPLETE = b"boot", b"complete"
@@ -41,6 +41,7 @@ class Row:
     expires_at: float
     tenant: bytes = b""
     sliding_s: float = 0.0
+    linear: int = 0
 
     @classmethod
     def of(cls, header: SlotHeader, slot: Slot) -> Row:
@@ -54,6 +55,7 @@ class Row:
             header.expires_at,
             header.tenant,
             header.sliding_s,
+            header.linear,
         )
 
     @property
@@ -71,6 +73,7 @@ class Row:
             self.parent or bytes(32),
             self.tenant or bytes(16),
             self.sliding_s,
+            self.linear,
         )
         return fields + _CHECK.pack(xxh3_64_intdigest(self.key + fields))
 
@@ -80,11 +83,11 @@ class Row:
         fields, check = value[: _ROW.size], value[_ROW.size :]
         if len(key) != _KEY_BYTES or len(fields) != _ROW.size or check != _CHECK.pack(xxh3_64_intdigest(key + fields)):
             return None
-        slab, index, generation, expires_at, checksum, parent, tenant, sliding_s = _ROW.unpack(fields)
+        slab, index, generation, expires_at, checksum, parent, tenant, sliding_s, linear = _ROW.unpack(fields)
         parent = b"" if parent == bytes(32) else parent
         tenant = b"" if tenant == bytes(16) else tenant
         return cls(
-            key[:32], key[32:], parent, Slot(slab, index, generation), checksum, expires_at, tenant, sliding_s
+            key[:32], key[32:], parent, Slot(slab, index, generation), checksum, expires_at, tenant, sliding_s, linear
         )
 
 

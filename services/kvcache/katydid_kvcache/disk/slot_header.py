@@ -2,7 +2,7 @@
 
     magic 8 | version u32 | payload bytes u64 | generation u64 | expires_at f64 | identity 32 | hash 32 | parent 32 |
     payload checksum 16 | layers u32 | kv_heads u32 | head_dim u32 | dtype 16 | tenant 16 | sliding_s f64 |
-    xxh3-128 of all before 16 | zeros
+    linear checksum u64 | xxh3-128 of all before 16 | zeros
 
 Little-endian. A header that fails its own checksum is no header; a payload that fails the header's checksum is torn or
 rotten. The layout stands in every header so that a scan can rebuild namespaces when the index is gone.
@@ -25,7 +25,7 @@ HEADER_BYTES = PAGE_BYTES
 
 _MAGIC = b"katydKV\x01"
 _VERSION = 2
-_FIELDS = struct.Struct("<8sIQQd32s32s32s16sIII16s16sd")
+_FIELDS = struct.Struct("<8sIQQd32s32s32s16sIII16s16sdQ")
 _CHECKSUM_BYTES = 16
 
 
@@ -34,6 +34,7 @@ class SlotHeader:
     """What one slot holds. `parent` is empty for a first block; `expires_at` in Unix seconds, 0 for never.
 
     `tenant` is empty when nobody's; `sliding_s` is the time to live that starts anew with every use, 0 when it doesn't.
+    `linear` is the 64-bit linear checksum that a GPU made of the payload, beside the xxh3-128 `checksum`; 0: none did.
     """
 
     identity: bytes
@@ -45,6 +46,7 @@ class SlotHeader:
     layout: BlockLayout
     tenant: bytes = b""
     sliding_s: float = 0.0
+    linear: int = 0
 
     def encode(self) -> bytes:
         """The header page, HEADER_BYTES long."""
@@ -65,6 +67,7 @@ class SlotHeader:
             layout.dtype.encode(),
             self.tenant or bytes(16),
             self.sliding_s,
+            self.linear,
         )
         return (fields + xxh3_128_digest(fields)).ljust(HEADER_BYTES, b"\0")
 
@@ -92,6 +95,7 @@ class SlotHeader:
             dtype,
             tenant,
             sliding_s,
+            linear,
         ) = _FIELDS.unpack(fields)
         try:
             layout = BlockLayout(layers, heads, dim, dtype.rstrip(b"\0").decode("ascii", "replace"))
@@ -101,4 +105,4 @@ class SlotHeader:
             return None
         parent = b"" if parent == bytes(32) else parent
         tenant = b"" if tenant == bytes(16) else tenant
-        return cls(identity, block_hash, parent, generation, checksum, expires_at, layout, tenant, sliding_s)
+        return cls(identity, block_hash, parent, generation, checksum, expires_at, layout, tenant, sliding_s, linear)
