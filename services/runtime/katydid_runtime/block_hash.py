@@ -23,6 +23,7 @@ from typing import TypeAlias
 __all__ = [
     "BLOCK_TOKENS",
     "HASH_BYTES",
+    "RUN_BLOCKS",
     "ChainKey",
     "TokenIds",
     "fingerprint",
@@ -34,6 +35,8 @@ __all__ = [
 
 BLOCK_TOKENS = 64
 HASH_BYTES = 32
+RUN_BLOCKS = 128
+"""Blocks of a chain that one cache instance keeps together, counted from the chain's beginning (docs/kvcache.md)."""
 
 TokenIds: TypeAlias = "bytes | bytearray | memoryview | array[int]"
 

@@ -1,0 +1,103 @@
+"""Get over bulk lanes: whole blocks over raw TCP, in threads beside the loop, several lanes at a time.
+
+A batch of blocks is asked for over gRPC and received on whichever lane is idle; the next batch is prepared by the
+service meanwhile. Whatever does not arrive (a lane that broke, a block that is not there) is left to the stream, which
+also knows the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+from katydid.kvcache.v1 import kvcache_pb2 as pb
+from katydid_runtime.block_hash import HASH_BYTES
+
+from katydid_cache.lane import CHECKSUM_BYTES, Lane, receive
+
+__all__ = ["LEAST_BYTES", "LaneReads", "dialled_host"]
+
+LEAST_BYTES = 4 * 1024 * 1024
+"""Less than this goes by stream as fast."""
+
+_BATCH_BYTES = 16 * 1024 * 1024
+_STALL_S = 2.0
+_PAUSE_S = 5.0
+
+OpenLane = Callable[[bytes], Awaitable[pb.OpenLaneResponse]]
+
+logger = logging.getLogger(__name__)
+
+
+class LaneReads:
+    """`count` lanes at most to the service at `host`. After a lane broke, `usable` is False for a moment."""
+
+    def __init__(self, host: str, count: int) -> None:
+        self._host = host
+        self._count = count
+        self._idle: list[Lane] = []
+        self._threads: ThreadPoolExecutor | None = None
+        self._port = 0
+        self._retry_at = 0.0
+
+    def usable(self, size: int) -> bool:
+        """Whether a read of `size` bytes should go this way."""
+        return size >= LEAST_BYTES and self._count > 0 and time.monotonic() >= self._retry_at
+
+    async def get(
+        self, open_lane: OpenLane, port: int, hashes: bytes, into: Sequence[memoryview], wanted: Sequence[int]
+    ) -> list[bool]:
+        """Read the blocks whose place is in `wanted`; True for each block that arrived and is right."""
+        if port != self._port:
+            self.close()
+            self._port = port
+        found = [False] * len(into)
+        if not wanted:
+            return found
+        step = max(1, _BATCH_BYTES // len(into[0]))
+        batches = [wanted[start : start + step] for start in range(0, len(wanted), step)]
+        batches.reverse()
+        prepared: list[tuple[Sequence[int], pb.OpenLaneResponse]] = []
+
+        async def prepare() -> None:
+            if batches:
+                batch = batches.pop()
+                offer = await open_lane(b"".join(hashes[HASH_BYTES * at : HASH_BYTES * (at + 1)] for at in batch))
+                prepared.append((batch, offer))
+
+        async def serve() -> None:
+            await prepare()
+            while prepared:
+                batch, offer = prepared.pop()
+                following = asyncio.create_task(prepare())
+                try:
+                    await self._receive(batch, offer, into, found)
+                finally:
+                    await asyncio.gather(following, return_exceptions=True)
+
+        lanes = [asyncio.create_task(serve()) for _ in range(min(self._count, len(batches)))]
+        try:
+            await asyncio.gather(*lanes)
+        except (OSError, grpc.RpcError) as error:
+            logger.warning("bulk lane broke: %s", error, extra={"host": self._host, "port": port})
+            self._retry_at = time.monotonic() + _PAUSE_S
+        finally:
+            for lane in lanes:
+                lane.cancel()
+            await asyncio.gather(*lanes, return_exceptions=True)
+        return found
+
+    def close(self) -> None:
+        for lane in self._idle:
+            lane.close()
+        self._idle.clear()
+
+    async def dialled_host(address: str) -> str | None:
+    """The host of a gRPC address; None for a Unix socket, over which blocks are not sent."""
+    if address.startswith("unix:"):
+        return None
+    return address.removeprefix("dns:").lstrip("/").rpartition(":")[0].strip("[]")

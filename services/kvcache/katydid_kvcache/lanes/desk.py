@@ -1,0 +1,240 @@
+"""The sending end of bulk lanes: tokens are issued against pinned blocks, and the kernel sends them out of the arena.
+
+`sendfile` hands the arena's own pages to the connection, so a block is read once, by the receiver. That is also why it
+stays pinned until the receipt: pages on their way must not become another block. The receiver checks every block; one
+that it names is looked at here and quarantined if it is wrong here too. A thread serves a connection only while blocks
+go out; between tokens a connection costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from katydid_cache.lane import RECEIPT, TOKEN_BYTES, end_silence_after
+from katydid_cache.records import BlockMissReason, Tier
+from katydid_runtime.errors import AddressInUseError
+from katydid_runtime.exposition import split_address
+
+from katydid_kvcache.blocks import Block, Namespace
+from katydid_kvcache.cache import Cache
+
+__all__ = ["LaneDesk", "Offer"]
+
+_TOKEN_LIFE_S = 30.0
+_IDLE_S = 120.0
+_RETRY_S = 0.5
+_CONNECTION_LIMIT = 256
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Blocks ready to go: `token` to show (empty: none), `checksums` packed, `misses` by place in the request, and
+    `times` (blocks, seconds to have them in memory) by the tier they came from."""
+
+    token: bytes
+    checksums: bytes
+    misses: dict[int, BlockMissReason]
+    times: dict[Tier, tuple[int, float]]
+
+
+@dataclass(slots=True, eq=False)
+class _Parcel:
+    """What a token stands for."""
+
+    blocks: list[Block]
+    offsets: list[int]
+    size: int
+    expiry: asyncio.TimerHandle | None = None
+
+
+class LaneDesk:
+    """Lanes out of `cache`: `threads` connections are served at a time, none may be silent for `stall_s`."""
+
+    def __init__(self, cache: Cache, *, threads: int, stall_s: float) -> None:
+        self._cache = cache
+        self._stall_s = stall_s
+        self._parcels: dict[bytes, _Parcel] = {}
+        self._connections: set[socket.socket] = set()
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="lane")
+        self._listening: asyncio.Task[None] | None = None
+        self.port = 0
+        self.bytes = 0
+
+    async def open(self, namespace: Namespace, hashes: Sequence[bytes]) -> Offer:
+        """Pin the blocks and have them in memory, for whoever shows the token in time."""
+        store, found, misses = self._cache.store, dict[int, Block](), dict[int, BlockMissReason]()
+        for place, block_hash in enumerate(hashes):
+            block = store.find(namespace, block_hash, namespace.all_heads)
+            if block is None:
+                misses[place] = BlockMissReason.ABSENT
+            else:
+                found[place] = block
+        store.pin(found.values())
+        parcel = _Parcel([], [], namespace.layout.block_bytes)
+        times: dict[Tier, tuple[int, float]] = {}
+        try:
+            results = await asyncio.gather(*map(self._raise, found.values()))
+            for (place, block), (reason, tier, elapsed_s) in zip(found.items(), results, strict=True):
+                if reason is not None or block.memory is None:
+                    misses[place] = reason or BlockMissReason.ABSENT
+                    continue
+                blocks, total_s = times.get(tier, (0, 0.0))
+                times[tier] = blocks + 1, max(total_s, elapsed_s)
+                parcel.blocks.append(block)
+                parcel.offsets.append(self._cache.memory.arena_offset(block.memory))
+        finally:
+            kept = set(map(id, parcel.blocks))
+            store.unpin(block for block in found.values() if id(block) not in kept)
+        if not parcel.blocks:
+            return Offer(b"", b"", misses, times)
+        token = secrets.token_bytes(TOKEN_BYTES)
+        parcel.expiry = asyncio.get_running_loop().call_later(_TOKEN_LIFE_S, self._expire, token)
+        self._parcels[token] = parcel
+        return Offer(token, b"".join(block.checksum for block in parcel.blocks), misses, times)
+
+    def start(self, listen: str) -> None:
+        """Listen at "host:port". Raises AddressInUseError."""
+        host, port = split_address(listen)
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(64)
+        except OSError as error:
+            listener.close()
+            reason = error.strerror or str(error)
+            raise AddressInUseError(
+                f"cannot listen on {listen}: {reason}", field="lane_listen", value=listen
+            ) from error
+        listener.setblocking(False)
+        self.port = int(listener.getsockname()[1])
+        self._listening = asyncio.create_task(self._listen(listener))
+
+    async def stop(self) -> None:
+        """Break all lanes and unpin what was promised."""
+        if self._listening is not None:
+            for connection in self._connections:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            self._listening.cancel()
+            await asyncio.gather(self._listening, return_exceptions=True)
+        await asyncio.to_thread(self._threads.shutdown)
+        for token in list(self._parcels):
+            self._expire(token)
+
+    async def _raise(self, block: Block) -> tuple[BlockMissReason | None, Tier, float]:
+        """Bring a block into memory; why not, where it was, and the time it took."""
+        if block.memory is not None:
+            return None, Tier.MEMORY, 0.0
+        started = time.monotonic()
+        reason = await self._cache.reader.promote(block)
+        return reason, Tier.DISK, time.monotonic() - started
+
+    def _expire(self, token: bytes) -> None:
+        if (parcel := self._take(token)) is not None:
+            self._cache.store.unpin(parcel.blocks)
+
+    def _take(self, token: bytes) -> _Parcel | None:
+        parcel = self._parcels.pop(token, None)
+        if parcel is not None and parcel.expiry is not None:
+            parcel.expiry.cancel()
+        return parcel
+
+    async def _listen(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as lanes:
+            with listener:
+                while True:
+                    try:
+                        connection, _ = await loop.sock_accept(listener)
+                    except OSError as error:
+                        # Mostly a process out of descriptors: whoever waits is served once there are some again.
+                        logger.error("cannot take a bulk lane: %s", error)
+                        await asyncio.sleep(_RETRY_S)
+                        continue
+                    if len(self._connections) >= _CONNECTION_LIMIT:
+                        connection.close()
+                        continue
+                    lanes.create_task(self._serve(connection))
+
+    async def _serve(self, connection: socket.socket) -> None:
+        """One lane: tokens, one after another, until the other side closes or shows a wrong one."""
+        loop = asyncio.get_running_loop()
+        self._connections.add(connection)
+        with contextlib.closing(connection), contextlib.suppress(OSError, TimeoutError):
+            try:
+                while (parcel := self._take(await _token(loop, connection))) is not None:
+                    try:
+                        end_silence_after(connection, self._stall_s)
+                        # Shielded: the blocks may be unpinned only when the thread no longer sends them.
+                        sending = loop.run_in_executor(self._threads, _send, connection, self._cache.arena.fd, parcel)
+                        self._look_at(await _finish(sending))
+                    finally:
+                        self._cache.store.unpin(parcel.blocks)
+                    self.bytes += parcel.size * len(parcel.blocks)
+                    connection.setblocking(False)
+            finally:
+                self._connections.discard(connection)
+
+    def _look_at(self, suspects: Sequence[Block]) -> None:
+        """Blocks that arrived wrong: quarantine those that are wrong here."""
+        store = self._cache.store
+        for block in suspects:
+            if block.memory is not None and not self._cache.memory.intact(block, block.namespace.all_heads):
+                store.leave(store.memory, block, corrupt=True)
+
+
+async def _token(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> bytes:
+    token = b""
+    async with asyncio.timeout(_IDLE_S):
+        while len(token) < TOKEN_BYTES:
+            received = await loop.sock_recv(connection, TOKEN_BYTES - len(token))
+            if not received:
+                return b""
+            token += received
+    return token
+
+
+async def _finish(sending: asyncio.Future[list[Block]]) -> list[Block]:
+    """The result of a thread's work, waited for even when the waiting is cancelled."""
+    try:
+        return await asyncio.shield(sending)
+    except asyncio.CancelledError:
+        await asyncio.gather(sending, return_exceptions=True)
+        raise
+
+
+def _send(connection: socket.socket, arena: int, parcel: _Parcel) -> list[Block]:
+    """Send a parcel and read its receipt: the blocks that arrived wrong. Raises OSError."""
+    for offset in parcel.offsets:
+        at, end = offset, offset + parcel.size
+        while at < end:
+            at += os.sendfile(connection.fileno(), arena, at, end - at)
+    (count,) = RECEIPT.unpack(_exactly(connection, RECEIPT.size))
+    if count > len(parcel.blocks):
+        raise ConnectionError(f"a receipt names {count} of {len(parcel.blocks)} blocks")
+    places = [place for (place,) in RECEIPT.iter_unpack(_exactly(connection, RECEIPT.size * count))]
+    if any(place >= len(parcel.blocks) for place in places):
+        raise ConnectionError("a receipt names a block that was not sent")
+    return [parcel.blocks[place] for place in places]
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    received = b""
+    while len(received) < size:
+        more = connection.recv(size - len(received))
+        if not more:
+            raise ConnectionError("the lane was closed before its receipt")
+        received += more
+    return received

@@ -1,0 +1,182 @@
+"""Pulls blocks from other instances into the arena: over bulk lanes in worker processes, or over streams without them.
+
+The instances know nothing of each other until a client that may write asks for a pull and names the source, which must
+be one of those the service is told it may pull from. A pull is a client of the source like any other, and a writer here
+like any other: slots are taken, filled, checked and made visible.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from katydid_cache.client import CacheClient
+from katydid_cache.instances import Instances
+from katydid_cache.lane_reads import dialled_host
+from katydid_cache.layout import Span
+from katydid_cache.records import PutStatus
+from katydid_runtime.errors import KatydidError, PermissionDeniedError, UnavailableError
+from katydid_runtime.tls import Tls
+from xxhash import xxh3_128_digest
+
+from katydid_kvcache.blocks import Namespace
+from katydid_kvcache.cache import Cache
+from katydid_kvcache.lanes.receiver import Order
+from katydid_kvcache.lanes.workers import LaneWorkers
+from katydid_kvcache.store import Write
+
+__all__ = ["Pulled", "Puller"]
+
+_BATCH_BYTES = 32 * 1024 * 1024
+_BATCH_BLOCKS = 4096
+_STALL_S = 2.0
+_ATTACH_S = 2.0
+_CLIENTS = 64
+
+
+@dataclass(slots=True)
+class Pulled:
+    """Blocks that came, that were here already, and that could not be had."""
+
+    pulled: int = 0
+    present: int = 0
+    missed: int = 0
+
+
+class Puller:
+    """Pulls into `cache` from `sources`, over `lanes` lanes at a time for all pulls together."""
+
+    def __init__(self, cache: Cache, sources: Instances, lanes: int, *, tls: Tls | None, token: str | None) -> None:
+        self._cache = cache
+        self._sources = sources
+        self._workers = LaneWorkers(cache.arena, lanes)
+        self._turns = asyncio.Semaphore(lanes)
+        self._tls = tls
+        self._token = token
+        self._clients: OrderedDict[tuple[str, bytes], CacheClient] = OrderedDict()
+        self.blocks = 0
+
+    async def pull(
+        self, namespace: Namespace, source: str, hashes: Sequence[bytes], parents: Sequence[bytes], deadline_s: float
+    ) -> Pulled:
+        """Fetch blocks in order until done or `deadline_s` has passed; what has come by then stays.
+
+        Raises PermissionDeniedError for a source that is not to be pulled from, UnavailableError when it does not
+        answer.
+        """
+        if source not in self._sources.addresses:
+            raise PermissionDeniedError(
+                f"this service does not pull from {source}", field="source", value=source, allowed="see pull_from"
+            )
+        client = await self._client(namespace, source)
+        pulled = Pulled()
+        step = max(1, min(_BATCH_BYTES // namespace.layout.block_bytes, _BATCH_BLOCKS))
+        deadline = time.monotonic() + deadline_s
+
+        async def batch(start: int) -> None:
+            async with self._turns:
+                await self._batch(client, namespace, source, hashes[start:], parents[start:], step, deadline, pulled)
+
+        tasks = [asyncio.create_task(batch(start)) for start in range(0, len(hashes), step)]
+        try:
+            done, _ = await asyncio.wait(tasks, timeout=deadline_s) if tasks else (set(), None)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        pulled.missed = len(hashes) - pulled.pulled - pulled.present
+        self.blocks += pulled.pulled
+        return pulled
+
+    async def close(self) -> None:
+        self._workers.stop()
+        for client in self._clients.values():
+            await client.close()
+        self._clients.clear()
+
+    async def _client(self, namespace: Namespace, source: str) -> CacheClient:
+        """A client attached to the source; raises UnavailableError."""
+        key = (source, namespace.identity)
+        client = self._clients.get(key)
+        if client is None:
+            client = self._clients[key] = CacheClient(source, name="pull", tls=self._tls, token=self._token)
+            try:
+                await client.attach(namespace.identity, namespace.layout, timeout_s=_ATTACH_S)
+            except KatydidError:
+                if self._clients.get(key) is client:
+                    del self._clients[key]
+                await client.close()
+                raise
+            if len(self._clients) > _CLIENTS:
+                await self._clients.popitem(last=False)[1].close()
+        elif not client.attached:
+            raise UnavailableError(f"the cache service at {source} does not answer")
+        self._clients.move_to_end(key)
+        return client
+
+    async def _batch(
+        self,
+        client: CacheClient,
+        namespace: Namespace,
+        source: str,
+        hashes: Sequence[bytes],
+        parents: Sequence[bytes],
+        count: int,
+        deadline: float,
+        pulled: Pulled,
+    ) -> None:
+        """Take slots for the first `count` blocks, fill them and make them visible."""
+        writes: list[Write] = []
+        for block_hash, parent in zip(hashes[:count], parents[:count], strict=True):
+            begun = self._cache.store.begin_write(namespace, block_hash, parent, Span())
+            if isinstance(begun, Write):
+                writes.append(begun)
+            else:
+                pulled.present += begun.present is not None
+        open_writes = dict(enumerate(writes))
+        try:
+            if writes:
+                wanted = b"".join(write.block.hash for write in writes)
+                timeout_s = max(0.01, deadline - time.monotonic())
+                fill = self._over_lane if client.lane_port else self._over_stream
+                for place, checksum in (await fill(client, source, wanted, writes, timeout_s)).items():
+                    outcome = self._cache.writer.finish(open_writes.pop(place), checksum, None, computed=checksum)
+                    pulled.pulled += outcome.status is PutStatus.STORED
+        finally:
+            for write in open_writes.values():
+                self._cache.writer.abort(write)
+
+    async def _over_lane(
+        self, client: CacheClient, source: str, wanted: bytes, writes: Sequence[Write], timeout_s: float
+    ) -> dict[int, bytes]:
+        """Checksum by place of the writes whose blocks have arrived right."""
+        offer = await client.open_lane(wanted, timeout_s=timeout_s)
+        sent = [place for place in range(len(writes)) if place not in offer.misses]
+        if not sent:
+            return {}
+        places = []
+        for place, checksum in zip(sent, offer.checksums, strict=True):
+            slot = writes[place].block.memory
+            assert slot is not None
+            places.append((self._cache.memory.arena_offset(slot), checksum))
+        host = dialled_host(source)
+        assert host is not None
+        size = writes[0].block.namespace.layout.block_bytes
+        intact = await self._workers.run(Order(host, client.lane_port, offer.token, _STALL_S, size, places))
+        return {
+            place: checksum
+            for place, checksum, good in zip(sent, offer.checksums, intact, strict=True)
+            if good
+        }
+
+    async def _over_stream(
+        self, client: CacheClient, _source: str, wanted: bytes, writes: Sequence[Write], timeout_s: float
+    ) -> dict[int, bytes]:
+        views = [self._cache.memory.view(write.block) for write in writes]
+        got = await client.get(0, wanted, into=views, timeout_s=timeout_s)
+        return {place: xxh3_128_digest(views[place]) for place, found in enumerate(got.found) if found}
