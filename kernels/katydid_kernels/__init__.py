@@ -24,7 +24,7 @@ from katydid_kernels.quantize_rows import (
 )
 from katydid_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from katydid_kernels.rope import rope, rope_reference, rope_table
-from katydid_kernels.router import router, router_reference
+from katydid_kernels.router import RouterWeight, router, router_reference
 from katydid_kernels.sample import (
     LogitBias,
     Logprobs,
@@ -47,6 +47,7 @@ __all__ = [
     "Logprobs",
     "Penalties",
     "QkNorm",
+    "RouterWeight",
     "SamplingBatch",
     "add_rms_norm",
     "add_rms_norm_quantize",

@@ -5,7 +5,9 @@ from typing import Literal
 
 import pytest
 import torch
-from katydid_kernels import router
+from katydid_kernels import RouterWeight, router
+from katydid_kernels.router import split_into_bf16
+from katydid_kernels.router.weight import experts_per_tile
 
 Scoring = Literal["sigmoid", "softmax"]
 
@@ -77,3 +79,43 @@ def test_low_precision_input_is_scored_in_fp32() -> None:
 def test_no_tokens() -> None:
     weights, ids = router(torch.empty(0, 4), torch.ones(8, 4), top_k=2, scoring="softmax")
     assert weights.shape == ids.shape == (0, 2)
+
+
+def test_a_prepared_weight_gives_the_same() -> None:
+    torch.manual_seed(2)
+    x, weight = torch.randn(5, 32), torch.randn(13, 32)
+    for found, expected in zip(
+        router(x, RouterWeight.prepare(weight), top_k=3, scoring="softmax"),
+        router(x, weight, top_k=3, scoring="softmax"),
+        strict=True,
+    ):
+        assert torch.equal(found, expected)
+
+
+def test_three_terms_are_the_weight_and_two_keep_sixteen_bits() -> None:
+    torch.manual_seed(3)
+    weight = torch.randn(70, 40) * torch.logspace(-12, 12, 40)
+    for terms, bound in ((3, 0.0), (2, 2.0**-17)):
+        parts = split_into_bf16(weight, terms)
+        assert parts.dtype == torch.bfloat16
+        assert (parts[:, 70:] == 0).all()
+        total = parts.double().sum(0)[:70]
+        assert ((total - weight.double()).abs() <= bound * weight.double().abs()).all()
+
+
+@pytest.mark.parametrize(("experts", "tile"), [(1, 64), (64, 64), (128, 128), (192, 192), (256, 128), (257, 192)])
+def test_experts_are_cut_into_few_equal_tiles(experts: int, tile: int) -> None:
+    assert experts_per_tile(experts) == tile
+    assert split_into_bf16(torch.zeros(experts, 8), 2).shape[1] % tile == 0
+
+
+def test_bad_input_is_named() -> None:
+    x, weight = torch.ones(2, 4), torch.ones(8, 4)
+    with pytest.raises(ValueError, match=r"x must be \[T, 4\]"):
+        router(x[:, :3], weight, top_k=2, scoring="sigmoid")
+    with pytest.raises(ValueError, match="top_k must be 1 to the 8 experts, got 9"):
+        router(x, weight, top_k=9, scoring="sigmoid")
+    with pytest.raises(ValueError, match=r"selection_bias must be \[8\]"):
+        router(x, weight, top_k=2, scoring="sigmoid", selection_bias=torch.ones(7))
+    with pytest.raises(ValueError, match="weight must be fp32"):
+        RouterWeight.prepare(weight.bfloat16())

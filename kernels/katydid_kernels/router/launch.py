@@ -1,0 +1,85 @@
+"""Launches of the router's kernels: grids, slices of K, scratch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+from torch import Tensor
+
+from katydid_kernels.gemm.launch import descriptor, sm_count
+from katydid_kernels.router.few_kernel import few_tokens_kernel
+from katydid_kernels.router.many_kernel import many_tokens_kernel
+from katydid_kernels.router.weight import CHUNK_EXPERTS, MOST_TILES, experts_per_tile
+
+__all__ = ["Choice", "launch_few", "launch_many", "many_splits"]
+
+BLOCK_K = 64
+TILE_TOKENS = 128
+SHARED_BYTES = 220 * 1024
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How experts are chosen, and where the result goes; `router`'s arguments of these names."""
+
+    top_k: int
+    scoring: Literal["sigmoid", "softmax"]
+    selection_bias: Tensor | None
+    renormalise: bool
+    scale: float
+    weights: Tensor
+    ids: Tensor
+
+
+def launch_few(x: Tensor, terms: Tensor, counters: Tensor, experts: int, choice: Choice, *, depth: int = 2) -> None:
+    """Up to 64 tokens; `depth` blocks of K a CTA."""
+    count, padded, hidden = terms.shape
+    tokens = x.shape[0]
+    splits = triton.cdiv(hidden, depth * BLOCK_K)
+    box = max(8, triton.next_power_of_2(tokens))
+    partial = torch.empty(splits, tokens, padded, device=x.device)
+    few_tokens_kernel[(splits * (padded // CHUNK_EXPERTS),)](
+        descriptor(x, [box, BLOCK_K]), descriptor(terms.view(-1, hidden), [CHUNK_EXPERTS, BLOCK_K]),
+        partial, counters, choice.selection_bias, choice.scale, choice.weights, choice.ids, tokens, experts,
+        E_PAD=padded, TERMS=count, DEPTH=depth, SPLITS=splits, POWER_S=triton.next_power_of_2(splits),
+        POWER_E=max(128, triton.next_power_of_2(padded)), TOP_K=choice.top_k,
+        POWER_K=triton.next_power_of_2(choice.top_k), SIGMOID=choice.scoring == "sigmoid",
+        RENORMALISE=choice.renormalise, num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+
+
+def many_splits(tokens: int, expert_tiles: int, sms: int) -> int:
+    """Slices of K, a power of two, so that the tiles of tokens and experts keep the GPU busy in one round."""
+    tiles = triton.cdiv(tokens, TILE_TOKENS) * expert_tiles
+    splits = 1
+    while splits < 16 and 2 * splits * tiles <= sms:
+        splits *= 2
+    return splits
+
+
+def launch_many(
+    x: Tensor, terms: Tensor, counters: Tensor, experts: int, choice: Choice, *, splits: int | None = None
+) -> None:
+    """Up to ``128 * MOST_TILES`` tokens."""
+    count, padded, hidden = terms.shape
+    tokens = x.shape[0]
+    tile_experts = experts_per_tile(experts)
+    expert_tiles = padded // tile_experts
+    if splits is None:
+        splits = many_splits(tokens, expert_tiles, sm_count(x.device))
+    tiles = triton.cdiv(tokens, TILE_TOKENS)
+    assert tiles <= MOST_TILES
+    stage_bytes = (TILE_TOKENS + count * tile_experts) * BLOCK_K * 2
+    partial = torch.empty(splits, tokens, padded, device=x.device)
+    many_tokens_kernel[(tiles * splits * expert_tiles,)](
+        descriptor(x, [TILE_TOKENS // 2, BLOCK_K]), descriptor(terms.view(-1, hidden), [CHUNK_EXPERTS, BLOCK_K]),
+        partial, counters, choice.selection_bias, choice.scale, choice.weights, choice.ids, tokens, experts,
+        triton.cdiv(hidden, BLOCK_K),
+        E_PAD=padded, TERMS=count, CHUNKS=tile_experts // CHUNK_EXPERTS, STAGES=min(8, SHARED_BYTES // stage_bytes),
+        SPLITS=splits, POWER_E=max(32, triton.next_power_of_2(padded)), TOP_K=choice.top_k,
+        POWER_K=triton.next_power_of_2(choice.top_k), SIGMOID=choice.scoring == "sigmoid",
+        RENORMALISE=choice.renormalise, num_warps=4, maxnreg=168, launch_pdl=True,
+    )  # fmt: skip

@@ -1,0 +1,49 @@
+"""Compiles for sm_90 the Gluon router kernels as the wrappers launch them; prints JSON lines.
+
+A script of its own because the kernels must be defined outside Triton's interpreter, which the tests beside it run in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+from typing import Literal
+
+import torch
+from compile_gluon import Recorder
+from katydid_kernels.router.weight import split_into_bf16
+
+# The package names its ops' functions, which hide the folders of the same names from a plain import statement.
+launch = importlib.import_module("katydid_kernels.router.launch")
+
+
+def run(tokens: int, experts: int, terms: int, scoring: Literal["sigmoid", "softmax"]) -> None:
+    x, weight = torch.zeros(tokens, 4096, dtype=torch.bfloat16), torch.zeros(experts, 4096)
+    weights, ids = torch.zeros(tokens, 8), torch.zeros(tokens, 8, dtype=torch.int32)
+    bias = torch.zeros(experts) if scoring == "sigmoid" else None
+    choice = launch.Choice(8, scoring, bias, True, 2.826, weights, ids)
+    counters = torch.zeros(1, dtype=torch.int32)
+    call = launch.launch_few if tokens <= 64 else launch.launch_many
+    call(x, split_into_bf16(weight, terms), counters, experts, choice)
+
+
+def main() -> None:
+    launch.few_tokens_kernel = Recorder(launch.few_tokens_kernel)
+    launch.many_tokens_kernel = Recorder(launch.many_tokens_kernel)
+    launch.sm_count = lambda device: 132
+    cases = {
+        "1 token": (1, 192, 2, "sigmoid"),
+        "1024 tokens": (1024, 192, 2, "sigmoid"),
+        "16384 tokens": (16384, 192, 2, "sigmoid"),
+        "257 experts, softmax": (4096, 257, 2, "softmax"),
+    }
+    for case, arguments in cases.items():
+        Recorder.launched.clear()
+        run(*arguments)  # type: ignore[arg-type]
+        for kernel, cubin in Recorder.launched:
+            print(json.dumps({"case": case, "kernel": kernel, "spills": cubin.spills, **dataclasses.asdict(cubin)}))
+
+
+if __name__ == "__main__":
+    main()

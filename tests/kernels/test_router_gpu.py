@@ -1,0 +1,132 @@
+"""The router's kernels on the GPU against float64: odd sizes, equal logits, three terms, the same bits every time."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+from katydid_kernels import RouterWeight, router  # noqa: E402
+from katydid_kernels.router.launch import Choice, launch_few, launch_many  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+Scoring = Literal["sigmoid", "softmax"]
+TOKENS = [1, 7, 8, 33, 64, 65, 130, 1000, 4097, 17000]
+
+
+def oracle(x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """Preferences and scores in float64."""
+    logits = x.double() @ weight.double().T
+    scores = torch.sigmoid(logits) if scoring == "sigmoid" else logits.softmax(1)
+    return scores if bias is None else scores + bias.double(), scores
+
+
+def assert_chosen(
+    found: tuple[Tensor, Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, scoring: Scoring, renormalise: bool
+) -> None:
+    """Ids in order of float64's preference up to rounding, none twice, weights to rounding."""
+    weights, ids = found
+    top_k = ids.shape[1]
+    assert not weights.isnan().any()
+    assert ids.min() >= 0
+    assert ids.max() < weight.shape[0]
+    preference, scores = oracle(x, weight, bias, top_k, scoring)
+    best = preference.topk(top_k).values
+    assert (preference.gather(1, ids.long()) - best).abs().max() < 3e-6
+    assert (ids.sort(1).values.diff(dim=1) > 0).all()
+    expected = scores.gather(1, ids.long())
+    if renormalise:
+        expected = expected / expected.sum(1, keepdim=True)
+    torch.testing.assert_close(weights.double(), 2.5 * expected, atol=1e-7, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("experts", "hidden", "top_k", "scoring", "terms"),
+    [(192, 4096, 8, "sigmoid", 2), (192, 4096, 8, "sigmoid", 3), (128, 2048, 8, "softmax", 2),
+     (257, 1000, 1, "sigmoid", 2), (5, 72, 5, "softmax", 2), (64, 4104, 6, "sigmoid", 2)],
+)  # fmt: skip
+def test_against_float64(experts: int, hidden: int, top_k: int, scoring: Scoring, terms: Literal[2, 3]) -> None:
+    torch.manual_seed(experts)
+    weight = torch.randn(experts, hidden, device="cuda") * hidden**-0.5
+    prepared = RouterWeight.prepare(weight, terms=terms)
+    bias = 0.1 * torch.randn(experts, device="cuda") if scoring == "sigmoid" else None
+    for tokens in TOKENS:
+        # A row stride that is not the width, and NaN where no row is.
+        storage = torch.full((tokens + 1, hidden + 8), float("nan"), device="cuda", dtype=torch.bfloat16)
+        x = storage[:tokens, :hidden]
+        x.copy_(torch.randn(tokens, hidden, device="cuda"))
+        for renormalise in (True, False):
+            found = router(
+                x, prepared, top_k=top_k, scoring=scoring, selection_bias=bias, renormalise=renormalise, scale=2.5
+            )
+            assert_chosen(found, x, weight, bias, scoring, renormalise)
+
+
+@pytest.mark.parametrize("slices", [1, 2, 4, 8, 16])
+def test_any_slicing_of_k(slices: int) -> None:
+    weight = torch.randn(257, 1096, device="cuda") * 0.03
+    prepared = RouterWeight.prepare(weight)
+    assert prepared.terms is not None
+    assert prepared.counters is not None
+    for launch, tokens in ((launch_few, 61), (launch_many, 333)):
+        x = torch.randn(tokens, 1096, device="cuda").bfloat16()
+        weights = torch.full((tokens, 8), float("nan"), device="cuda")
+        ids = torch.full((tokens, 8), -1, device="cuda", dtype=torch.int32)
+        choice = Choice(8, "sigmoid", None, True, 2.5, weights, ids)
+        option = {"depth": slices} if launch is launch_few else {"splits": slices}
+        launch(x, prepared.terms, prepared.counters, 257, choice, **option)
+        assert_chosen((weights, ids), x, weight, None, "sigmoid", True)
+        assert not prepared.counters.any()
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 300, 5000])
+def test_equal_logits_go_to_the_lower_expert(tokens: int) -> None:
+    weight = torch.randn(192, 512, device="cuda")
+    weight[1::2] = weight[::2]
+    x = torch.randn(tokens, 512, device="cuda").bfloat16()
+    _, ids = router(x, RouterWeight.prepare(weight), top_k=8, scoring="sigmoid")
+    assert (ids[:, ::2] % 2 == 0).all()
+    assert torch.equal(ids[:, 1::2], ids[:, ::2] + 1)
+    _, ids = router(x * 0, RouterWeight.prepare(weight), top_k=8, scoring="sigmoid")
+    assert (ids == torch.arange(8, device="cuda")).all()
+
+
+def test_the_same_bits_every_time_and_in_a_graph() -> None:
+    prepared = RouterWeight.prepare(torch.randn(192, 4096, device="cuda") * 0.02)
+    for tokens in (3, 64, 1024, 4096):
+        x = torch.randn(tokens, 4096, device="cuda").bfloat16()
+        first = router(x, prepared, top_k=8, scoring="sigmoid")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = [router(x, prepared, top_k=8, scoring="sigmoid") for _ in range(3)]
+        for _ in range(20):
+            graph.replay()
+        torch.cuda.synchronize()
+        for weights, ids in found:
+            assert torch.equal(weights, first[0])
+            assert torch.equal(ids, first[1])
+
+
+def test_a_token_does_not_depend_on_its_batch() -> None:
+    prepared = RouterWeight.prepare(torch.randn(192, 4096, device="cuda") * 0.02)
+    x = torch.randn(64, 4096, device="cuda").bfloat16()
+    whole = router(x, prepared, top_k=8, scoring="sigmoid")
+    for count in (1, 9, 33):
+        part = router(x[:count], prepared, top_k=8, scoring="sigmoid")
+        assert torch.equal(part[0], whole[0][:count])
+        assert torch.equal(part[1], whole[1][:count])
+
+
+def test_nan_chooses_experts_that_exist() -> None:
+    prepared = RouterWeight.prepare(torch.randn(192, 512, device="cuda"))
+    for tokens in (2, 300):
+        x = torch.randn(tokens, 512, device="cuda").bfloat16()
+        x[1] = float("nan")
+        _, ids = router(x, prepared, top_k=8, scoring="sigmoid")
+        assert ids.min() >= 0
+        assert ids.max() < 192
