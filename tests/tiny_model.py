@@ -85,6 +85,9 @@ class _RecordedSource:
     def has(self, name: str) -> bool:
         return False
 
+    def stored(self, name: str) -> None:
+        return None
+
     def read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         if len(shape) == 1:

@@ -83,7 +83,6 @@ def test_end_of_sequence(
         ({"head_dim": 15}, "head_dim", "is 15, expected an even number"),
         ({"hidden_act": "gelu"}, "hidden_act", "is 'gelu', expected one of silu"),
         ({"use_sliding_window": True}, "use_sliding_window", "is True, expected false"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config", "expected none"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps", "is 'small', expected a number"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings", "is 1, expected true or false"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.rope_type", "is 'yarn', expected one of"),

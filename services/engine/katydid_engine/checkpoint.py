@@ -12,9 +12,11 @@ from katydid_runtime.errors import ModelFolderError
 from safetensors import safe_open
 from torch import Tensor
 
+from katydid_engine.weights import FLOATS
+
 __all__ = ["Checkpoint", "TensorEntry"]
 
-_DTYPE_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
+_DTYPE_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I32": 4, "I64": 8}
 # The format's own limit (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
 _MAX_HEADER_BYTES = 100_000_000
 
@@ -55,7 +57,11 @@ class Checkpoint:
     def has(self, name: str) -> bool:
         return name in self.entries
 
-    def skip(self, name: str, shape: tuple[int, ...]) -> None:
+    def stored(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        entry = self.entries.get(name)
+        return None if entry is None else (entry.dtype, entry.shape)
+
+    def skip(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = FLOATS) -> None:
         entry = self.entries.get(name)
         if entry is None:
             raise ModelFolderError(
@@ -70,21 +76,24 @@ class Checkpoint:
                 value=list(entry.shape),
                 allowed=str(list(shape)),
             )
-        if entry.dtype not in _DTYPE_BYTES:
+        if entry.dtype not in dtypes:
             raise ModelFolderError(
-                f"{entry.shard}: tensor {name} has type {entry.dtype}, expected one of {', '.join(_DTYPE_BYTES)}",
+                f"{entry.shard}: tensor {name} has type {entry.dtype}, expected one of {', '.join(dtypes)}",
                 field=name,
                 value=entry.dtype,
-                allowed=", ".join(_DTYPE_BYTES),
+                allowed=", ".join(dtypes),
             )
         self._used.add(name)
 
-    def read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...]) -> Tensor:
-        self.skip(name, shape)
+    def read(
+        self, name: str, shape: tuple[int, ...], part: tuple[slice, ...], dtypes: tuple[str, ...] = FLOATS
+    ) -> Tensor:
+        self.skip(name, shape, dtypes)
         shard = self.entries[name].shard
         if shard not in self._open:
             self._open[shard] = safe_open(shard, framework="pt")
-        tensor: Tensor = self._open[shard].get_slice(name)[part]
+        # A slice of a tensor without dimensions does not exist.
+        tensor: Tensor = self._open[shard].get_slice(name)[part] if part else self._open[shard].get_tensor(name)
         return tensor
 
     def unused(self) -> list[str]:

@@ -35,6 +35,7 @@ from katydid_engine.identity import model_identity
 from katydid_engine.kv_connector import KvConnector
 from katydid_engine.messages import Load, Ready
 from katydid_engine.model_config import ModelConfig, read_model_config
+from katydid_engine.quantization import Scheme, kv_dtype, scheme_to_apply
 from katydid_engine.service import EngineService
 from katydid_engine.settings import EngineSettings
 from katydid_engine.staging import Staging, StagingShape
@@ -246,17 +247,21 @@ async def _started(settings: EngineSettings, telemetry: Telemetry, metrics: Engi
 
 
 async def _read_model(settings: EngineSettings) -> ModelFacts:
-    """Raises ModelFolderError."""
+    """Raises ModelFolderError, or SettingsError for a quantisation that does not fit the model's own."""
     config = read_model_config(settings.model)
     dtype: str = settings.dtype
     if dtype == "auto":
         dtype = "float32" if settings.device == "cpu" else config.checkpoint_dtype
-    identity = await asyncio.to_thread(model_identity, settings.model, kv_dtype=dtype, compute_dtype=dtype)
+    pages = kv_dtype(settings.kv_cache_dtype, config.quantization, dtype)
+    scheme = scheme_to_apply(settings.quantization, config.quantization)
+    # What the checkpoint itself says of its quantisation is part of config.json.
+    compute = dtype if scheme is Scheme.NONE else f"{dtype} {scheme.value}"
+    identity = await asyncio.to_thread(model_identity, settings.model, kv_dtype=pages, compute_dtype=compute)
     layout = BlockLayout(
         layers=config.num_layers + config.num_mtp_layers,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        dtype=dtype,
+        dtype=pages,
     )
     has_tokenizer = (settings.model / "tokenizer.json").exists()
     return ModelFacts(config, dtype, identity, layout, tokenizer_digest(settings.model) if has_tokenizer else b"")
@@ -273,6 +278,8 @@ def _worker_config(settings: EngineSettings, model: ModelFacts, dp_rank: int, st
         folder=str(settings.model),
         device="cpu" if settings.device == "cpu" else f"cuda:{dp_rank * settings.tp}",
         dtype=model.dtype,
+        quantization=settings.quantization,
+        kv_cache_dtype=settings.kv_cache_dtype,
         tp=settings.tp,
         tp_rank=0,
         dp_rank=dp_rank,

@@ -18,6 +18,7 @@ from katydid_engine.models.dense import build_dense
 from katydid_engine.models.hy_v3 import build_hy_v3, count_mtp_layers
 from katydid_engine.models.qwen3_moe import build_qwen3_moe
 from katydid_engine.parallel import ParallelPlan
+from katydid_engine.quantization import Scheme, kv_dtype, scheme_to_apply
 from katydid_engine.weights import TensorSource, Weights
 
 __all__ = ["build_model", "load_model"]
@@ -41,20 +42,24 @@ def load_model(
     dtype: torch.dtype | None = None,
     plan: ParallelPlan | None = None,
     collectives: Collectives | None = None,
+    quantization: str = "auto",
+    kv_cache_dtype: str = "auto",
 ) -> DecoderLM:
     """Loads this rank's share of a Hugging Face model folder.
 
     Args:
         folder: holds ``config.json`` and safetensors shards.
         device: where weights and pages live.
-        dtype: compute and KV dtype; by default fp32 on CPU (the reference path) and the checkpoint's dtype elsewhere.
+        dtype: of activations and plain weights; by default fp32 on CPU (the reference path), else the checkpoint's.
         plan: how the model is cut; by default one rank holds all of it.
         collectives: the TP group; its ``size`` must equal ``plan.tp``. By default a group of one.
+        quantization: "auto" takes linear weights as they are stored; "fp8" quantises a checkpoint that is not.
+        kv_cache_dtype: "auto" for pages of ``dtype``, or fp8 where the checkpoint was calibrated for it; "fp8".
 
     Raises:
         ModelFolderError: the config is absent, broken or asks for something not implemented; a tensor is missing,
             misshaped, of another type or unexpected; a shard is corrupt. Names tensor, found and expected.
-        SettingsError: the plan does not fit the model or the group.
+        SettingsError: the plan does not fit the model or the group; the checkpoint is quantised otherwise than asked.
     """
     config = read_model_config(folder)
     device = torch.device(device)
@@ -62,7 +67,16 @@ def load_model(
         dtype = torch.float32 if device.type == "cpu" else getattr(torch, config.checkpoint_dtype)
     checkpoint = Checkpoint(folder)
     try:
-        model = build_model(config, checkpoint, device=device, dtype=dtype, plan=plan, collectives=collectives)
+        model = build_model(
+            config,
+            checkpoint,
+            device=device,
+            dtype=dtype,
+            plan=plan,
+            collectives=collectives,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
+        )
     finally:
         checkpoint.close()
     unexpected = [name for name in checkpoint.unused() if not _ignored(name, config)]
@@ -85,22 +99,35 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     plan: ParallelPlan | None = None,
     collectives: Collectives | None = None,
+    quantization: str = "auto",
+    kv_cache_dtype: str = "auto",
 ) -> DecoderLM:
     """Builds this rank's share from any source of tensors (``RandomSource`` needs no checkpoint).
 
     Raises:
         ModelFolderError: a tensor of the source is missing, misshaped or of another type.
-        SettingsError: the plan does not fit the model or the group.
+        SettingsError: the plan does not fit the model or the group; the source is quantised otherwise than asked, or
+            computes in another dtype than bf16 on a GPU.
     """
     plan = plan or ParallelPlan()
     collectives = collectives or SingleRank()
     _check_plan(plan, config, collectives)
-    weights = Weights(source, torch.device(device), dtype, collectives.rank, collectives.size)
+    stored, device = config.quantization, torch.device(device)
+    scheme = scheme_to_apply(quantization, stored)
+    pages = getattr(torch, kv_dtype(kv_cache_dtype, stored, str(dtype).removeprefix("torch.")))
+    if device.type == "cuda" and dtype != torch.bfloat16 and (scheme, stored.scheme) != (Scheme.NONE, Scheme.NONE):
+        raise SettingsError(
+            f"dtype is {dtype}, but quantised weights are computed in bfloat16 on a GPU",
+            field="dtype",
+            value=str(dtype),
+            allowed="bfloat16",
+        )
+    weights = Weights(source, device, dtype, collectives.rank, collectives.size, quantization=stored, scheme=scheme)
     if config.architecture == "hy_v3":
         config = replace(
             config, num_mtp_layers=max(config.num_mtp_layers, count_mtp_layers(weights, config.num_layers))
         )
-    return _BUILDERS[config.architecture](RankContext(config, plan, collectives), weights)
+    return _BUILDERS[config.architecture](RankContext(config, plan, collectives, pages), weights)
 
 
 def _check_plan(plan: ParallelPlan, config: ModelConfig, collectives: Collectives) -> None:

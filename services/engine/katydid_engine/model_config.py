@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from katydid_runtime.errors import ModelFolderError
+from katydid_engine.config_fields import ConfigFields, read_json_object
+from katydid_engine.quantization import UNQUANTISED, StoredQuantization, read_quantization
 
 __all__ = ["ARCHITECTURES", "ModelConfig", "MoeConfig", "RopeConfig", "read_model_config"]
 
@@ -62,6 +62,7 @@ class ModelConfig:
         lm_head_fp32: logits are computed from fp32 weights and hidden states.
         eos_token_ids: any of these ends a generation; ``generation_config.json`` wins over ``config.json``.
         checkpoint_dtype: dtype the weights were saved in, as named in the config ("bfloat16").
+        quantization: how linear weights are stored.
     """
 
     architecture: str
@@ -86,6 +87,7 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     checkpoint_dtype: str
+    quantization: StoredQuantization = UNQUANTISED
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -93,10 +95,10 @@ def read_model_config(folder: Path) -> ModelConfig:
 
     Raises:
         ModelFolderError: no such file, broken JSON, a field missing or out of range, or something this engine does not
-            implement: an architecture not in ``ARCHITECTURES``, a quantised checkpoint, a sliding window.
+            implement: an architecture not in ``ARCHITECTURES``, another quantisation, a sliding window.
     """
     path = folder / "config.json"
-    fields = _Fields(path, _read_json_object(path))
+    fields = ConfigFields(path, read_json_object(path))
     architecture = fields.choice("model_type", ARCHITECTURES)
     hidden_size = fields.positive("hidden_size")
     num_heads = fields.positive("num_attention_heads")
@@ -110,8 +112,6 @@ def read_model_config(folder: Path) -> ModelConfig:
     fields.choice("hidden_act", ("silu",), "silu")
     if fields.flag("use_sliding_window", False):
         raise fields.wrong("use_sliding_window", "false (full attention in every layer)")
-    if fields.values.get("quantization_config") is not None:
-        raise fields.wrong("quantization_config", "none (a bf16, fp16 or fp32 checkpoint)")
     moe, sparse_layers = _moe(fields, architecture, num_layers)
     return ModelConfig(
         architecture=architecture,
@@ -138,10 +138,11 @@ def read_model_config(folder: Path) -> ModelConfig:
         checkpoint_dtype=fields.choice(
             "torch_dtype" if "torch_dtype" in fields.values else "dtype", ("bfloat16", "float16", "float32"), "float32"
         ),
+        quantization=read_quantization(fields),
     )
 
 
-def _moe(fields: _Fields, architecture: str, num_layers: int) -> tuple[MoeConfig | None, tuple[bool, ...]]:
+def _moe(fields: ConfigFields, architecture: str, num_layers: int) -> tuple[MoeConfig | None, tuple[bool, ...]]:
     if architecture == "hy_v3":
         return _hy_v3_moe(fields, num_layers)
     if architecture == "qwen3_moe":
@@ -149,7 +150,7 @@ def _moe(fields: _Fields, architecture: str, num_layers: int) -> tuple[MoeConfig
     return None, (False,) * num_layers
 
 
-def _hy_v3_moe(fields: _Fields, num_layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
+def _hy_v3_moe(fields: ConfigFields, num_layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
     # The released checkpoint calls the experts' width expert_hidden_dim, transformers moe_intermediate_size.
     width = "moe_intermediate_size" if "moe_intermediate_size" in fields.values else "expert_hidden_dim"
     intermediate_size = fields.positive(width)
@@ -175,7 +176,7 @@ def _hy_v3_moe(fields: _Fields, num_layers: int) -> tuple[MoeConfig, tuple[bool,
     return moe, tuple(kind == "sparse" for kind in kinds)
 
 
-def _qwen3_moe(fields: _Fields, num_layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
+def _qwen3_moe(fields: ConfigFields, num_layers: int) -> tuple[MoeConfig, tuple[bool, ...]]:
     # transformers 5 renames num_experts to num_local_experts when it saves.
     num_experts = fields.positive("num_experts" if "num_experts" in fields.values else "num_local_experts")
     dense = fields.values.get("mlp_only_layers") or []
@@ -194,20 +195,20 @@ def _qwen3_moe(fields: _Fields, num_layers: int) -> tuple[MoeConfig, tuple[bool,
     return moe, tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
 
 
-def _top_k(fields: _Fields, num_experts: int) -> int:
+def _top_k(fields: ConfigFields, num_experts: int) -> int:
     top_k = fields.positive("num_experts_per_tok")
     if top_k > num_experts:
         raise fields.wrong("num_experts_per_tok", f"at most num_experts={num_experts}")
     return top_k
 
 
-def _rope(fields: _Fields, default_theta: float) -> RopeConfig:
+def _rope(fields: ConfigFields, default_theta: float) -> RopeConfig:
     """Both spellings: ``rope_parameters`` (transformers 5), and ``rope_theta`` with ``rope_scaling`` (before it)."""
     name = "rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling"
     scaling = fields.values.get(name) or {}
     if not isinstance(scaling, dict):
         raise fields.wrong(name, "an object")
-    nested = _Fields(fields.path, {"rope_theta": fields.values.get("rope_theta"), **scaling}, prefix=f"{name}.")
+    nested = ConfigFields(fields.path, {"rope_theta": fields.values.get("rope_theta"), **scaling}, prefix=f"{name}.")
     kind = nested.choice("rope_type" if "rope_type" in scaling else "type", ("default", "linear", "llama3"), "default")
     if nested.number("partial_rotary_factor", 1.0) != 1.0:
         raise nested.wrong("partial_rotary_factor", "1.0")
@@ -221,10 +222,10 @@ def _rope(fields: _Fields, default_theta: float) -> RopeConfig:
     )
 
 
-def _eos_token_ids(folder: Path, fields: _Fields) -> tuple[int, ...]:
+def _eos_token_ids(folder: Path, fields: ConfigFields) -> tuple[int, ...]:
     generation = folder / "generation_config.json"
     if generation.exists():
-        overrides = _Fields(generation, _read_json_object(generation))
+        overrides = ConfigFields(generation, read_json_object(generation))
         if overrides.values.get("eos_token_id") is not None:
             fields = overrides
     value = fields.values.get("eos_token_id")
@@ -232,69 +233,3 @@ def _eos_token_ids(folder: Path, fields: _Fields) -> tuple[int, ...]:
     if not all(isinstance(token, int) and token >= 0 for token in ids):
         raise fields.wrong("eos_token_id", "a token id or a list of them")
     return tuple(ids)
-
-
-def _read_json_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelFolderError(f"{path}: no such file; expected a Hugging Face model folder", field="model") from None
-    except (OSError, ValueError) as error:
-        raise ModelFolderError(f"{path}: not readable as JSON: {error}", field="model") from error
-    if not isinstance(value, dict):
-        raise ModelFolderError(f"{path}: expected a JSON object, found {type(value).__name__}", field="model")
-    return value
-
-
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """Typed access to a JSON object; ``null`` counts as absent. Errors name the file, the field and what is allowed."""
-
-    path: Path
-    values: dict[str, Any]
-    prefix: str = ""
-
-    def wrong(self, name: str, allowed: str) -> ModelFolderError:
-        value = self.values.get(name)
-        found = "is missing" if value is None else f"is {value!r}"
-        field = self.prefix + name
-        return ModelFolderError(
-            f"{self.path}: {field} {found}, expected {allowed}", field=field, value=value, allowed=allowed
-        )
-
-    def choice(self, name: str, allowed: tuple[str, ...], default: str | None = None) -> str:
-        value = self.values.get(name)
-        value = default if value is None else value
-        if value not in allowed:
-            raise self.wrong(name, f"one of {', '.join(allowed)}")
-        return str(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.values.get(name)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise self.wrong(name, "true or false")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = self.values.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.wrong(name, "a number")
-        return float(value)
-
-    def optional_count(self, name: str) -> int | None:
-        return None if self.values.get(name) is None else self.count(name, None)
-
-    def count(self, name: str, default: int | None) -> int:
-        value = self.values.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self.wrong(name, "an integer >= 0")
-        return value
-
-    def positive(self, name: str, default: int | None = None) -> int:
-        value = self.count(name, default)
-        if value == 0:
-            raise self.wrong(name, "an integer >= 1")
-        return value

@@ -52,6 +52,8 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         dtype=getattr(torch, config.dtype),
         plan=ParallelPlan(tp=config.tp),
         collectives=collectives,
+        quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     num_pages = count_pages(model, config, collectives)
     runner = Runner(model, num_pages, collectives=collectives, objects=_map_staging(config, model))

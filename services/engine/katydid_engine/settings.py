@@ -35,6 +35,12 @@ class EngineSettings(DialingSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="of weights, activations and pages; auto: float32 on the CPU, the checkpoint's on a GPU"
     )
+    quantization: Literal["auto", "fp8"] = Field(
+        "auto", description="of linear and expert weights; auto: as they are stored; fp8: a plain checkpoint's in e4m3"
+    )
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        "auto", description="of KV pages; auto: dtype, or fp8 (e4m3) where the checkpoint was calibrated for it"
+    )
     tp: int = Field(1, ge=1, le=64, description="ranks that share one copy of the model")
     dp_ranks: int = Field(1, ge=1, le=64, description="copies of the model, each with a scheduler and pages of its own")
     threads: int | None = Field(

@@ -9,7 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["RandomSource", "TensorSource", "Weights"]
+from katydid_engine.quantization import UNQUANTISED, Scheme, StoredQuantization
+
+__all__ = ["FLOATS", "RandomSource", "TensorSource", "Weights"]
+
+FLOATS = ("BF16", "F16", "F32")
 
 
 class TensorSource(Protocol):
@@ -19,15 +23,21 @@ class TensorSource(Protocol):
         """Whether the source holds a tensor of this name."""
         ...
 
-    def read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...]) -> Tensor:
-        """The ``part`` of the tensor ``name``, whose whole shape must be ``shape``.
+    def stored(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """Type (as safetensors spells it, "BF16") and shape of a tensor; None where the source has none."""
+        ...
+
+    def read(
+        self, name: str, shape: tuple[int, ...], part: tuple[slice, ...], dtypes: tuple[str, ...] = FLOATS
+    ) -> Tensor:
+        """The ``part`` of the tensor ``name``, whose whole shape must be ``shape`` and its type one of ``dtypes``.
 
         Raises:
             ModelFolderError: no such tensor, or another shape or type.
         """
         ...
 
-    def skip(self, name: str, shape: tuple[int, ...]) -> None:
+    def skip(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = FLOATS) -> None:
         """Checks a tensor as ``read`` does without reading it (another rank holds it)."""
         ...
 
@@ -41,6 +51,8 @@ class Weights:
         device, dtype: what tensors become unless asked otherwise.
         rank, size: this rank in its TP group; a sharded dimension is cut into ``size`` equal parts.
         prefix: prepended to every name ("model.layers.3.").
+        quantization: how the source stores its linear weights.
+        scheme: what linear weights that it stores unquantised become.
     """
 
     source: TensorSource
@@ -49,10 +61,16 @@ class Weights:
     rank: int = 0
     size: int = 1
     prefix: str = ""
+    quantization: StoredQuantization = UNQUANTISED
+    scheme: Scheme = Scheme.NONE
 
     def scope(self, name: str) -> Weights:
         """The same source one level down."""
         return replace(self, prefix=f"{self.prefix}{name}.")
+
+    def replicated(self) -> Weights:
+        """The same source, for a linear that every rank holds whole and that stays as it is stored."""
+        return replace(self, rank=0, size=1, scheme=Scheme.NONE)
 
     def has(self, name: str) -> bool:
         return self.source.has(self.prefix + name)
@@ -83,6 +101,10 @@ class Weights:
             part[shard] = slice(self.rank * step, (self.rank + 1) * step)
         return self.slice(spellings, shape, tuple(part), dtype=dtype)
 
+    def encoded(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...], dtype: str) -> Tensor:
+        """An explicit part of a tensor that must be stored as ``dtype``, with the bytes it has there."""
+        return self.source.read(self.prefix + name, shape, part, (dtype,)).to(self.device)
+
     def slice(
         self,
         spellings: str | tuple[str, ...],
@@ -94,6 +116,19 @@ class Weights:
         """An explicit part of a tensor; otherwise as ``tensor``."""
         tensor = self.source.read(self._resolve(spellings), shape, part)
         return tensor.to(device=self.device, dtype=dtype or self.dtype)
+
+    def stored(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        """Type and shape of a tensor in the source."""
+        return self.source.stored(self.prefix + name)
+
+    def numbers(self, *spellings: str) -> Tensor | None:
+        """A small tensor of whatever shape, scales above all: fp32 ``[n]``, or None where the source has none."""
+        for name in spellings:
+            stored = self.stored(name)
+            if stored is not None:
+                part = tuple(slice(0, n) for n in stored[1])
+                return self.source.read(self.prefix + name, stored[1], part).to(self.device, torch.float32).reshape(-1)
+        return None
 
     def skip(self, spellings: str | tuple[str, ...], shape: tuple[int, ...]) -> None:
         """Checks a tensor that another rank holds."""
@@ -118,12 +153,21 @@ class RandomSource:
     def has(self, name: str) -> bool:  # noqa: ARG002
         return False
 
-    def read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...]) -> Tensor:
+    def stored(self, name: str) -> tuple[str, tuple[int, ...]] | None:  # noqa: ARG002
+        return None
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        part: tuple[slice, ...],
+        dtypes: tuple[str, ...] = FLOATS,  # noqa: ARG002
+    ) -> Tensor:
         size = [len(range(*cut.indices(n))) for n, cut in zip(shape, part, strict=True)]
         if len(size) == 1:
             return torch.ones(size, device=self._device, dtype=self._dtype)
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(f"{name}{part}".encode()))
         return torch.empty(size, device=self._device, dtype=self._dtype).normal_(0.0, 0.02, generator=generator)
 
-    def skip(self, name: str, shape: tuple[int, ...]) -> None:
+    def skip(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = FLOATS) -> None:
         """Every name exists."""

@@ -25,7 +25,8 @@ class WorkerConfig:
     Attributes:
         folder: of the model.
         device: "cpu" or "cuda:3".
-        dtype: name of a torch dtype; of weights, activations and pages.
+        dtype: name of a torch dtype; of activations and of weights that are not quantised.
+        quantization, kv_cache_dtype: as in the settings.
         tp, tp_rank: size of the TP group and this rank in it; the first rank schedules.
         rendezvous: path of a file through which the group's ranks find each other; unused when ``tp`` is 1.
         num_pages: KV pages; None takes ``kv_memory_bytes``, or on a GPU ``gpu_memory_share`` of what is free.
@@ -37,6 +38,8 @@ class WorkerConfig:
     folder: str
     device: str
     dtype: str
+    quantization: str
+    kv_cache_dtype: str
     tp: int
     tp_rank: int
     dp_rank: int

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
-from katydid_kernels import decode_attention, prefill_attention, qkv_post
+from katydid_kernels import decode_attention, prefill_attention, qkv_post, quantize_fp8
+from katydid_runtime.errors import ModelFolderError
 from torch import Tensor
 
 from katydid_engine.forward_batch import ForwardBatch
+from katydid_engine.layers.activations import Activations
 from katydid_engine.layers.linear import ColumnLinear, RowLinear
 from katydid_engine.model_config import ModelConfig
 from katydid_engine.weights import Weights
@@ -15,9 +17,14 @@ __all__ = ["Attention"]
 
 
 class Attention:
-    """This rank's heads; the result is its summand of the output projection."""
+    """This rank's heads; the result is its summand of the output projection.
 
-    def __init__(self, weights: Weights, config: ModelConfig) -> None:
+    Args:
+        kv_dtype: of the pages. e4m3 pages hold K and V over the checkpoint's constant scales, or over 1, and q is then
+            quantised too, with a scale for each token and head.
+    """
+
+    def __init__(self, weights: Weights, config: ModelConfig, kv_dtype: torch.dtype) -> None:
         q_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         self._qkv = ColumnLinear(
@@ -29,10 +36,14 @@ class Attention:
         self._output = RowLinear(weights.scope("o_proj"), q_size, config.hidden_size, bias=config.attention_bias)
         self._q_norm = weights.tensor("q_norm.weight", (config.head_dim,)) if config.qk_norm else None
         self._k_norm = weights.tensor("k_norm.weight", (config.head_dim,)) if config.qk_norm else None
+        scales = [_page_scale(weights, name, config.num_kv_heads) for name in ("k", "v")]
+        quantised = kv_dtype.itemsize == 1
+        self._k_scale, self._v_scale = (scale if quantised else None for scale in scales)
+        self.input = self._qkv.input
         self._eps = config.rms_norm_eps
         self._scale = config.head_dim**-0.5
 
-    def __call__(self, x: Tensor, table: Tensor, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+    def __call__(self, x: Activations, table: Tensor, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor) -> Tensor:
         """``[T, hidden] -> [T, hidden]``; stores the tokens' K and V first.
 
         Args:
@@ -50,6 +61,8 @@ class Attention:
             k_norm_weight=self._k_norm,
             qk_norm="none" if self._q_norm is None else "before_rope",
             eps=self._eps,
+            k_scale=self._k_scale,
+            v_scale=self._v_scale,
         )
         return self._output(self._attend(q, batch, k_pages, v_pages).flatten(1))
 
@@ -58,6 +71,10 @@ class Attention:
         split, split_tokens, plan = batch.num_decodes, batch.num_decode_tokens, batch.attention
         assert plan is not None
         out = torch.empty_like(q)
+        q_scale = None
+        if self._k_scale is not None:
+            values, scales = quantize_fp8(q.flatten(0, 1))
+            q, q_scale = values.view_as(q), scales.view(q.shape[:2])
         if split:
             shape = (split, batch.decode_q_len, *q.shape[1:])
             decode_attention(
@@ -67,6 +84,9 @@ class Attention:
                 batch.block_table[:split],
                 batch.context_lens[:split],
                 scale=self._scale,
+                q_scale=None if q_scale is None else q_scale[:split_tokens].view(shape[:3]),
+                k_scale=self._k_scale,
+                v_scale=self._v_scale,
                 plan=plan.decode,
                 scratch=plan.scratch,
                 out=out[:split_tokens].view(shape),
@@ -80,7 +100,28 @@ class Attention:
                 batch.context_lens[split:],
                 plan.prefill_cu_q_lens,
                 scale=self._scale,
+                q_scale=None if q_scale is None else q_scale[split_tokens:],
+                k_scale=self._k_scale,
+                v_scale=self._v_scale,
                 plan=plan.prefill,
                 out=out[split_tokens:],
             )
         return out
+
+
+def _page_scale(weights: Weights, name: str, kv_heads: int) -> Tensor:
+    """fp32 ``[1]``, or ``[kv_heads / tp]`` where each head has its own; 1 where the checkpoint has none.
+
+    Read whatever the pages' dtype, so that no tensor of the checkpoint stays unread.
+    """
+    scale = weights.numbers(f"{name}_scale", f"{name}_proj.{name}_scale", f"{name}_proj.output_scale")
+    if scale is None:
+        return torch.ones(1, device=weights.device)
+    if scale.numel() not in (1, kv_heads):
+        raise ModelFolderError(
+            f"tensor {weights.prefix}{name}_scale has {scale.numel()} numbers, expected 1 or {kv_heads}",
+            field=f"{weights.prefix}{name}_scale",
+            value=scale.numel(),
+            allowed=f"1 or {kv_heads}",
+        )
+    return scale if scale.numel() == 1 else scale.chunk(weights.size)[weights.rank].contiguous()

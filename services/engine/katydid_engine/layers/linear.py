@@ -1,43 +1,120 @@
 """Linear layers cut over a TP group: by output rows (each rank makes some columns of y), or by input columns (each
-rank makes a summand of y, which the residual exchange adds up)."""
+rank makes a summand of y, which the residual exchange adds up). What a layer multiplies with is a product of its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
-from katydid_kernels import linear
+from katydid_kernels import linear, linear_fp8, segment_scale
+from katydid_runtime.errors import ModelFolderError
 from torch import Tensor
 
+from katydid_engine.layers.activations import Activations, Fp8Input
+from katydid_engine.matrices import Fp8Matrix, Matrix, PlainMatrix, read_matrix
 from katydid_engine.weights import Weights
 
 __all__ = ["ColumnLinear", "RowLinear"]
 
 
-class ColumnLinear:
-    """Several projections of one input as a single product; each is cut by its output rows.
+class Product(Protocol):
+    """y = x W^T + b with weights of one kind; ``input`` is what it wants of x, None for plain rows."""
 
-    ``weight`` is ``[sum(out) / tp, in]``: this rank's rows of the first projection, then of the second, and so on.
-    """
+    @property
+    def input(self) -> Fp8Input | None: ...
+
+    def __call__(self, x: Activations) -> Tensor: ...
+
+
+class PlainProduct:
+    """Weights in the dtype of x."""
+
+    input = None
+
+    def __init__(self, matrices: Sequence[PlainMatrix], bias: Tensor | None) -> None:
+        self._weight = torch.cat([matrix.weight for matrix in matrices])
+        self._bias = bias
+
+    def __call__(self, x: Activations) -> Tensor:
+        assert isinstance(x, Tensor)
+        return linear(x, self._weight, self._bias)
+
+
+class Fp8Product:
+    """Weights and rows in e4m3. Each matrix keeps its scale; constant scales of x are joined to the largest."""
+
+    def __init__(self, matrices: Sequence[Fp8Matrix], bias: Tensor | None, dtype: torch.dtype) -> None:
+        self._weight = torch.cat([matrix.weight for matrix in matrices])
+        self._scale = _joined_scale(matrices)
+        self._bias = bias
+        self._dtype = dtype
+        input_scales = [matrix.input_scale for matrix in matrices if matrix.input_scale is not None]
+        self.input = Fp8Input(torch.cat(input_scales).amax().reshape(1) if input_scales else None)
+
+    def __call__(self, x: Activations) -> Tensor:
+        rows = self.input.quantize(x)
+        return linear_fp8(rows.values, self._weight, rows.scale, self._scale, bias=self._bias, out_dtype=self._dtype)
+
+
+class ColumnLinear:
+    """Several projections of one input as a single product; each is cut by its output rows."""
 
     def __init__(self, weights: Weights, projections: Sequence[tuple[str, int]], in_size: int, *, bias: bool) -> None:
         """``projections`` are (name, output size over all ranks)."""
         scopes = [(weights.scope(name), out) for name, out in projections]
-        self.weight = torch.cat([scope.tensor("weight", (out, in_size), shard=0) for scope, out in scopes])
-        self.bias = torch.cat([scope.tensor("bias", (out,), shard=0) for scope, out in scopes]) if bias else None
+        matrices = [
+            read_matrix(scope, (out, in_size), (_share(weights, out), slice(0, in_size)), row_scales=True)
+            for scope, out in scopes
+        ]
+        biases = [scope.tensor("bias", (out,), shard=0) for scope, out in scopes] if bias else []
+        self._product = _product(weights, matrices, torch.cat(biases) if bias else None)
+        self.input = self._product.input
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+    def __call__(self, x: Activations) -> Tensor:
+        return self._product(x)
 
 
 class RowLinear:
-    """``weight [out, in / tp]``; the result is this rank's summand, so only the first rank adds the bias."""
+    """The result is this rank's summand, so only the first rank adds the bias."""
 
     def __init__(self, weights: Weights, in_size: int, out_size: int, *, bias: bool) -> None:
-        self.weight = weights.tensor("weight", (out_size, in_size), shard=1)
-        self.bias = weights.tensor("bias", (out_size,)) if bias else None
-        if weights.rank > 0:
-            self.bias = None
+        part = (slice(0, out_size), _share(weights, in_size))
+        matrix = read_matrix(weights, (out_size, in_size), part, row_scales=True)
+        addend = weights.tensor("bias", (out_size,)) if bias else None
+        self._product = _product(weights, [matrix], addend if weights.rank == 0 else None)
+        self.input = self._product.input
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+    def __call__(self, x: Activations) -> Tensor:
+        return self._product(x)
+
+
+def _share(weights: Weights, size: int) -> slice:
+    """This rank's part of a dimension, which the loader has checked to be divisible."""
+    step = size // weights.size
+    return slice(weights.rank * step, (weights.rank + 1) * step)
+
+
+def _product(weights: Weights, matrices: Sequence[Matrix], bias: Tensor | None) -> Product:
+    plain = [matrix for matrix in matrices if isinstance(matrix, PlainMatrix)]
+    if len(plain) == len(matrices):
+        return PlainProduct(plain, bias)
+    fp8 = [matrix for matrix in matrices if isinstance(matrix, Fp8Matrix)]
+    if len(fp8) == len(matrices):
+        return Fp8Product(fp8, bias, weights.dtype)
+    raise ModelFolderError(
+        f"projections under {weights.prefix} are multiplied as one, but only some of them are quantised",
+        field=weights.prefix.rstrip("."),
+        allowed="all or none",
+    )
+
+
+def _joined_scale(matrices: Sequence[Fp8Matrix]) -> Tensor:
+    """One scale for all rows, or one a row."""
+    if len(matrices) == 1:
+        return matrices[0].scale
+    sizes = [len(matrix.weight) for matrix in matrices]
+    if all(matrix.scale.numel() == 1 for matrix in matrices):
+        return segment_scale(torch.cat([matrix.scale for matrix in matrices]), sizes)
+    return torch.cat([matrix.scale.expand(size) for matrix, size in zip(matrices, sizes, strict=True)])

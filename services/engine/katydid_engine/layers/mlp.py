@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from katydid_kernels import swiglu
+from katydid_kernels import swiglu, swiglu_quantize
 from torch import Tensor
 
+from katydid_engine.layers.activations import Activations, QuantizedRows
 from katydid_engine.layers.linear import ColumnLinear, RowLinear
 from katydid_engine.weights import Weights
 
@@ -19,7 +20,11 @@ class DenseMlp:
             weights, [("gate_proj", intermediate_size), ("up_proj", intermediate_size)], hidden_size, bias=bias
         )
         self._down = RowLinear(weights.scope("down_proj"), intermediate_size, hidden_size, bias=bias)
+        self.input = self._gate_up.input
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Activations) -> Tensor:
         """``[T, hidden] -> [T, hidden]``."""
-        return self._down(swiglu(self._gate_up(x)))
+        gate_up = self._gate_up(x)
+        if self._down.input is None:
+            return self._down(swiglu(gate_up))
+        return self._down(QuantizedRows(*swiglu_quantize(gate_up, scale=self._down.input.scale)))

@@ -12,7 +12,7 @@ from katydid_engine.attention_plan import AttentionPlanner
 from katydid_engine.collectives import Collectives
 from katydid_engine.forward_batch import ForwardBatch
 from katydid_engine.kv_cache import KvCache
-from katydid_engine.layers.decoder import DecoderLayer
+from katydid_engine.layers.decoder import DecoderLayer, FeedForward
 from katydid_engine.layers.embedding import Embedding, LmHead
 from katydid_engine.layers.exchange import Exchange
 from katydid_engine.layers.norm import RmsNorm
@@ -23,18 +23,18 @@ from katydid_engine.weights import Weights
 
 __all__ = ["DecoderLM", "FeedForward", "FeedForwardBuilder", "RankContext"]
 
-FeedForward = Callable[[Tensor], Tensor]
 FeedForwardBuilder = Callable[["RankContext", Weights, int], FeedForward]
-"""Builds the feed-forward block of layer ``index`` from that layer's weights: where architectures differ."""
+"""Builds the feed-forward block of layer ``index`` from that layer's scope: where architectures differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """What every part of a model on this rank is built with."""
+    """What every part of a model on this rank is built with; ``kv_dtype`` is the pages'."""
 
     config: ModelConfig
     plan: ParallelPlan
     collectives: Collectives
+    kv_dtype: torch.dtype
 
     @property
     def expert_parallel(self) -> bool:
@@ -47,7 +47,7 @@ class DecoderLM:
     Attributes:
         config: of the whole model, not of this rank's share.
         device: of weights, pages and batches.
-        dtype: of hidden states and pages.
+        dtype: of hidden states.
     """
 
     def __init__(self, context: RankContext, weights: Weights, feed_forward: FeedForwardBuilder) -> None:
@@ -84,7 +84,7 @@ class DecoderLM:
             num_pages=num_pages,
             num_kv_heads=self.config.num_kv_heads // self._context.plan.tp,
             head_dim=self.config.head_dim,
-            dtype=self.dtype,
+            dtype=self._context.kv_dtype,
             device=self.device,
         )
 
@@ -111,5 +111,9 @@ class DecoderLM:
 
     def _decoder_layer(self, weights: Weights, index: int, feed_forward: FeedForwardBuilder) -> DecoderLayer:
         return DecoderLayer(
-            weights, self.config, self._exchange, feed_forward(self._context, weights.scope("mlp"), index)
+            weights,
+            self.config,
+            self._exchange,
+            feed_forward(self._context, weights, index),
+            self._context.kv_dtype,
         )

@@ -6,8 +6,9 @@ What tells these apart is in the config alone: Qwen3 adds a per-head RMSNorm of 
 
 from __future__ import annotations
 
+from katydid_engine.layers.decoder import FeedForward
 from katydid_engine.layers.mlp import DenseMlp
-from katydid_engine.models.decoder_lm import DecoderLM, FeedForward, RankContext
+from katydid_engine.models.decoder_lm import DecoderLM, RankContext
 from katydid_engine.weights import Weights
 
 __all__ = ["build_dense", "dense_feed_forward"]
@@ -21,4 +22,4 @@ def build_dense(context: RankContext, weights: Weights) -> DecoderLM:
 def dense_feed_forward(context: RankContext, weights: Weights, index: int) -> FeedForward:  # noqa: ARG001
     """The same dense block in every layer."""
     config = context.config
-    return DenseMlp(weights, config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+    return DenseMlp(weights.scope("mlp"), config.hidden_size, config.intermediate_size, bias=config.mlp_bias)

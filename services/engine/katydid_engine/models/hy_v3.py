@@ -12,17 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from katydid_kernels import linear
 from torch import Tensor
 
 from katydid_engine.forward_batch import ForwardBatch
 from katydid_engine.kv_cache import KvCache
-from katydid_engine.layers.decoder import DecoderLayer
+from katydid_engine.layers.decoder import DecoderLayer, FeedForward
 from katydid_engine.layers.exchange import Exchange
+from katydid_engine.layers.linear import ColumnLinear
 from katydid_engine.layers.moe import MoeNames, SparseMoe
 from katydid_engine.layers.norm import RmsNorm
+from katydid_engine.matrices import has_matrix
 from katydid_engine.model_config import ModelConfig
-from katydid_engine.models.decoder_lm import DecoderLM, FeedForward, RankContext
+from katydid_engine.models.decoder_lm import DecoderLM, RankContext
 from katydid_engine.models.dense import dense_feed_forward
 from katydid_engine.weights import Weights
 
@@ -44,7 +45,7 @@ def build_hy_v3(context: RankContext, weights: Weights) -> HyV3:
 def count_mtp_layers(weights: Weights, num_layers: int) -> int:
     """Draft layers in a checkpoint: those appended after the decoder layers, whether or not the config counts them."""
     count = 0
-    while weights.has(f"model.layers.{num_layers + count}.eh_proj.weight"):
+    while has_matrix(weights.scope(f"model.layers.{num_layers + count}.eh_proj")):
         count += 1
     return count
 
@@ -101,7 +102,7 @@ class MtpLayer:
         self._exchange = exchange
         self._embedding_norm = RmsNorm(weights.scope("enorm"), size, eps)
         self._hidden_norm = RmsNorm(weights.scope("hnorm"), size, eps)
-        self._merge = weights.tensor("eh_proj.weight", (size, 2 * size))
+        self._merge = ColumnLinear(weights.replicated(), [("eh_proj", size)], 2 * size, bias=False)
         # Some exporters nest the decoder layer one level down.
         block = weights.scope("mtp_block") if weights.has("mtp_block.input_layernorm.weight") else weights
         self._block = build_decoder_layer(block)
@@ -114,7 +115,7 @@ class MtpLayer:
         # The first position has no predecessor whose draft it could be; the model was trained with it blanked.
         embedded = embedded.masked_fill((batch.positions == 0).unsqueeze(1), 0.0)
         merged = torch.cat((self._embedding_norm(embedded), self._hidden_norm(hidden)), dim=-1)
-        x = self._exchange.split(linear(merged, self._merge))
+        x = self._exchange.split(self._merge(merged))
         x, residual = self._block(x, None, table, batch, k_pages, v_pages)
         normed, _ = self._final_norm.add(x, residual)
         return self._exchange.enter(normed, batch.num_tokens)
@@ -124,4 +125,7 @@ def _feed_forward(context: RankContext, weights: Weights, index: int) -> FeedFor
     config = context.config
     if config.moe is None or (index < config.num_layers and not config.sparse_layers[index]):
         return dense_feed_forward(context, weights, index)
-    return SparseMoe(weights, config.moe, config.hidden_size, _NAMES, expert_parallel=context.expert_parallel)
+    gain = weights.tensor("post_attention_layernorm.weight", (config.hidden_size,))
+    return SparseMoe(
+        weights.scope("mlp"), config.moe, config.hidden_size, _NAMES, gain, expert_parallel=context.expert_parallel
+    )

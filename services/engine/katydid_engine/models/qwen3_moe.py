@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from katydid_engine.layers.decoder import FeedForward
 from katydid_engine.layers.moe import MoeNames, SparseMoe
-from katydid_engine.models.decoder_lm import DecoderLM, FeedForward, RankContext
+from katydid_engine.models.decoder_lm import DecoderLM, RankContext
 from katydid_engine.models.dense import dense_feed_forward
 from katydid_engine.weights import Weights
 
@@ -21,4 +22,7 @@ def _feed_forward(context: RankContext, weights: Weights, index: int) -> FeedFor
     config = context.config
     if config.moe is None or not config.sparse_layers[index]:
         return dense_feed_forward(context, weights, index)
-    return SparseMoe(weights, config.moe, config.hidden_size, _NAMES, expert_parallel=context.expert_parallel)
+    gain = weights.tensor("post_attention_layernorm.weight", (config.hidden_size,))
+    return SparseMoe(
+        weights.scope("mlp"), config.moe, config.hidden_size, _NAMES, gain, expert_parallel=context.expert_parallel
+    )
