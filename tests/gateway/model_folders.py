@@ -31,7 +31,7 @@ HY3 = (
     "{{ '</tool_call>' }}{% endfor %}"
     "{% else %}{{ message.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<｜hy_Assistant｜>' }}"
-    "{% if reasoning_effort in ['low', 'high'] %}{{ '<think>' }}{% endif %}{% endif %}"
+    "{% if reasoning_effort | default('no_think') in ['low', 'high'] %}{{ '<think>' }}{% endif %}{% endif %}"
 )
 HY3_MARKERS = (
     "<think>", "</think>", "<tool_calls>", "</tool_calls>", "<tool_call>", "</tool_call>", "<tool_sep>",

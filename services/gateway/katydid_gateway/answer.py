@@ -267,7 +267,7 @@ class Answer:
             waiting.tool_calls += delta.tool_calls
             waiting.ids += delta.ids
             waiting.logprobs += delta.logprobs
-            waiting.finish = delta.finish
+            waiting.finish, waiting.stop_string = delta.finish, delta.stop_string
         entries = sum(1 + len(entry.top) for entry in delta.logprobs)
         text = len(delta.text) + len(delta.reasoning) + sum(len(call.arguments) for call in delta.tool_calls)
         self._pending_bytes += text + len(delta.ids) + entries * _LOGPROB_BYTES

@@ -58,6 +58,7 @@ class ChoiceStream:
         delta.reasoning += rest.reasoning
         delta.tool_calls += rest.tool_calls
         called = reason is FinishReason.STOP and self._parser.calls > 0
+        delta.stop_string = self._text.stop_string
         delta.finish = FinishReason.TOOL_CALLS if called else reason
         self.done = True
 

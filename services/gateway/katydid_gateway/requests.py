@@ -223,7 +223,7 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class Delta:
-    """New output of one choice; `ids` are packed little-endian uint32."""
+    """New output of one choice; `ids` are packed little-endian uint32. `stop_string` is what ended it, if one did."""
 
     index: int
     text: str = ""
@@ -232,6 +232,7 @@ class Delta:
     ids: bytes = b""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason | None = None
+    stop_string: str | None = None
 
     @property
     def empty(self) -> bool:

@@ -1,4 +1,4 @@
-"""Routes of the gateway's HTTP side, and what surrounds every one: authentication, limits, errors in OpenAI's shape."""
+"""Routes of the gateway's HTTP side, and what surrounds every one: authentication, limits, errors as its API spells."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from katydid_runtime.errors import KatydidError, NotFoundError, RequestAbortedEr
 from katydid_runtime.rpc_errors import internal_error
 from katydid_runtime.trace_context import TraceContext
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -24,7 +25,10 @@ from katydid_gateway.generation import Generator
 from katydid_gateway.http.chat import ChatCompletions
 from katydid_gateway.http.completions import Completions
 from katydid_gateway.http.exchange import Exchange
-from katydid_gateway.http.failures import error_response
+from katydid_gateway.http.failures import OPENAI_ERRORS, ErrorWords, error_response
+from katydid_gateway.http.messages import ANTHROPIC_ERRORS, CountTokens, Messages
+from katydid_gateway.http.responses import RESPONSES_ERRORS, Responses
+from katydid_gateway.http.tokenization import Detokenize, Tokenize
 from katydid_gateway.requests import Caller
 from katydid_gateway.settings import GatewaySettings
 
@@ -40,16 +44,18 @@ class _Work(Protocol):
 class _Post:
     """An endpoint as an ASGI application: everything around `work.handle`."""
 
-    def __init__(self, work: _Work, keys: ApiKeys, max_body_bytes: int) -> None:
+    def __init__(self, work: _Work, keys: ApiKeys, max_body_bytes: int, errors: ErrorWords = OPENAI_ERRORS) -> None:
         self._work = work
         self._keys = keys
         self._max_body_bytes = max_body_bytes
+        self._errors = errors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         received_ns = time.time_ns()
         exchange = Exchange(scope, receive, send)
+        exchange.errors = self._errors
         try:
-            tenant = self._keys.tenant(exchange.headers.get("authorization", ""))
+            tenant = self._keys.tenant(_authorization(exchange.headers))
             raw = await exchange.body(self._max_body_bytes)
             caller = Caller(received_ns, tenant, TraceContext.from_headers(exchange.headers.raw))
             await self._work.handle(exchange, raw, caller)
@@ -63,16 +69,24 @@ class _Post:
             await exchange.send_error(internal_error(error, f"HTTP {scope['path']}"))
 
 
+def _authorization(headers: Headers) -> str:
+    """The key where OpenAI's clients put it, or where Anthropic's do."""
+    key = headers.get("x-api-key", "")
+    return headers.get("authorization") or (f"Bearer {key}" if key else "")
+
+
 def http_app(
     settings: GatewaySettings, generator: Generator, fleet: Fleet, keys: ApiKeys, metrics: GatewayMetrics
 ) -> Starlette:
     """The ASGI application."""
-    chat = ChatCompletions(generator, settings.sse_keepalive_s)
-    completions = Completions(generator, settings.sse_keepalive_s, settings.max_prompts)
+    keepalive_s = settings.sse_keepalive_s
     started = int(time.time())
 
+    def post(path: str, work: _Work, errors: ErrorWords = OPENAI_ERRORS) -> Route:
+        return Route(path, _Post(work, keys, settings.max_body_bytes, errors), methods=["POST"])
+
     def authenticated(request: Request) -> None:
-        keys.tenant(request.headers.get("authorization", ""))
+        keys.tenant(_authorization(request.headers))
 
     async def list_models(request: Request) -> Response:
         authenticated(request)
@@ -100,8 +114,13 @@ def http_app(
 
     return Starlette(
         routes=[
-            Route("/v1/chat/completions", _Post(chat, keys, settings.max_body_bytes), methods=["POST"]),
-            Route("/v1/completions", _Post(completions, keys, settings.max_body_bytes), methods=["POST"]),
+            post("/v1/chat/completions", ChatCompletions(generator, keepalive_s)),
+            post("/v1/completions", Completions(generator, keepalive_s, settings.max_prompts)),
+            post("/v1/responses", Responses(generator, keepalive_s), RESPONSES_ERRORS),
+            post("/v1/messages", Messages(generator, keepalive_s), ANTHROPIC_ERRORS),
+            post("/v1/messages/count_tokens", CountTokens(generator), ANTHROPIC_ERRORS),
+            post("/tokenize", Tokenize(generator)),
+            post("/detokenize", Detokenize(generator)),
             Route("/v1/models", list_models),
             Route("/v1/models/{model:path}", get_model),
             Route("/healthz", alive),

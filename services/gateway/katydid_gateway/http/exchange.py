@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from katydid_gateway.answer import SLOW_CLIENT_GRACE_S, Answer
-from katydid_gateway.http.failures import error_body, error_response
+from katydid_gateway.http.failures import OPENAI_ERRORS, error_response
 
 __all__ = ["Exchange"]
 
@@ -23,7 +23,7 @@ BODY_TIMEOUT_S = 60.0
 
 
 class Exchange:
-    """Reads one request, writes one response."""
+    """Reads one request, writes one response; `errors` are spelled as the endpoint's API does."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
@@ -32,6 +32,7 @@ class Exchange:
         self.headers = Headers(scope=scope)
         self.request_id = self.headers.get("x-request-id") or f"req-{uuid.uuid4().hex}"
         self.started = False
+        self.errors = OPENAI_ERRORS
 
     async def body(self, limit: int) -> bytes:
         """The whole body.
@@ -85,7 +86,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def send_error(self, error: KatydidError) -> None:
-        """A response of its own, or the last event of a stream that has begun; no [DONE] follows an error.
+        """A response of its own, or the last event of a stream that has begun; no end mark follows an error.
 
         A client that does not read is not waited for long: the connection is closed then.
         """
@@ -93,9 +94,9 @@ class Exchange:
             async with asyncio.timeout(SLOW_CLIENT_GRACE_S):
                 if not self.started:
                     self.started = True
-                    await error_response(error, self.request_id)(self._scope, self._receive, self._send)
+                    await error_response(error, self.request_id, self.errors)(self._scope, self._receive, self._send)
                 else:
-                    await self.write(b"data: " + error_body(error) + b"\n\n")
+                    await self.write(self.errors.event(error))
                     await self.end()
 
     async def while_connected(self, answers: list[Answer], writing: Coroutine[None, None, None]) -> None:

@@ -1,7 +1,9 @@
-"""Errors in OpenAI's shape: `{"error": {message, type, param, code}}`, as a response or as an event of a stream."""
+"""Errors as a response or as an event of a stream, in the words of an API: OpenAI's, or others given."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -14,7 +16,7 @@ from katydid_runtime.errors import (
 )
 from starlette.responses import Response
 
-__all__ = ["decode_body", "error_body", "error_response"]
+__all__ = ["OPENAI_ERRORS", "ErrorWords", "decode_body", "error_detail", "error_response"]
 
 T = TypeVar("T")
 
@@ -31,8 +33,16 @@ _CODES = {
 }
 
 
-def error_body(error: KatydidError) -> bytes:
-    """The JSON text."""
+@dataclass(frozen=True, slots=True)
+class ErrorWords:
+    """How an API spells an error: the body of a response, and the event that ends a stream."""
+
+    body: Callable[[KatydidError], bytes]
+    event: Callable[[KatydidError], bytes]
+
+
+def error_detail(error: KatydidError) -> dict[str, object]:
+    """OpenAI's error object."""
     kind = next((name for cls, name in _TYPES if isinstance(error, cls)), "server_error")
     detail: dict[str, object] = {
         "message": error.message,
@@ -44,10 +54,17 @@ def error_body(error: KatydidError) -> bytes:
         detail["allowed"] = error.allowed
     if isinstance(error, InternalError) and error.error_id is not None:
         detail["error_id"] = error.error_id
-    return msgspec.json.encode({"error": detail})
+    return detail
 
 
-def error_response(error: KatydidError, request_id: str = "") -> Response:
+def _body(error: KatydidError) -> bytes:
+    return msgspec.json.encode({"error": error_detail(error)})
+
+
+OPENAI_ERRORS = ErrorWords(_body, lambda error: b"data: " + _body(error) + b"\n\n")
+
+
+def error_response(error: KatydidError, request_id: str = "", words: ErrorWords = OPENAI_ERRORS) -> Response:
     """The whole response. A feature that is missing answers 400, because clients retry every 5xx."""
     status = error.outcome.http_status
     if isinstance(error, InvalidRequestError) and status >= 500:
@@ -57,7 +74,7 @@ def error_response(error: KatydidError, request_id: str = "") -> Response:
         headers["retry-after"] = f"{max(1, round(error.retry_after_s))}"
     if isinstance(error, UnauthenticatedError):
         headers["www-authenticate"] = "Bearer"
-    return Response(error_body(error), status, headers, "application/json")
+    return Response(words.body(error), status, headers, "application/json")
 
 
 def decode_body(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:

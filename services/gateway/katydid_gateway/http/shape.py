@@ -1,13 +1,13 @@
-"""How both endpoints give their answers: deltas as they come in a stream of events, or collected into one object.
+"""How endpoints give their answers: deltas as they come in a stream of events, or collected into one object.
 
-An endpoint's own words are its `Shape`; everything else about an answer's form on the wire is here.
+An endpoint's own words are its `Form`; `Shape` is what the forms of the two completions endpoints have in common.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -17,7 +17,7 @@ from katydid_gateway.http.merge import merged
 from katydid_gateway.http.schema import StreamOptions
 from katydid_gateway.requests import Delta
 
-__all__ = ["Shape", "finite_logprob", "send_answers"]
+__all__ = ["Form", "Shape", "finite_logprob", "send_answers"]
 
 _KEEP_ALIVE = b": keep-alive\n\n"
 _DONE = b"data: [DONE]\n\n"
@@ -26,8 +26,24 @@ _LEAST_LOGPROB = -9999.0
 _encode = msgspec.json.Encoder().encode
 
 
-class Shape(ABC):
+class Form(Protocol):
     """Deltas of one request in one endpoint's words; `place` is the place of the answer among those of the request."""
+
+    def chunk(self, place: int, delta: Delta) -> bytes:
+        """The events of one delta; b"" when it has nothing to show yet."""
+
+    def last_events(self) -> bytes:
+        """What a stream ends with, once all answers have ended."""
+
+    def collect(self, place: int, delta: Delta) -> None:
+        """Keep a delta for `whole`."""
+
+    def whole(self) -> bytes:
+        """All that was collected, as one object."""
+
+
+class Shape(ABC):
+    """The form of OpenAI's completions: every event and the object are a head and a list of choices."""
 
     def __init__(self, *, id: str, object: str, model: str, stream_options: StreamOptions | None) -> None:
         self._include_usage = stream_options is not None and stream_options.include_usage
@@ -73,33 +89,33 @@ class Shape(ABC):
 
 
 async def send_answers(
-    exchange: Exchange, answers: list[Answer], shape: Shape, *, stream: bool, keepalive_s: float
+    exchange: Exchange, answers: list[Answer], form: Form, *, stream: bool, keepalive_s: float
 ) -> None:
     """Write `answers` to the client, as a stream of events or as one object.
 
     Raises what the answers fail with, RequestAbortedError when the client has left.
     """
-    writing = _stream(exchange, answers, shape, keepalive_s) if stream else _whole(exchange, answers, shape)
+    writing = _stream(exchange, answers, form, keepalive_s) if stream else _whole(exchange, answers, form)
     await exchange.while_connected(answers, writing)
 
 
-async def _stream(exchange: Exchange, answers: list[Answer], shape: Shape, keepalive_s: float) -> None:
+async def _stream(exchange: Exchange, answers: list[Answer], form: Form, keepalive_s: float) -> None:
     async for place, batch in merged(answers, keepalive_s):
         # The head waits for the first output, so that a request an engine refuses still gets its own status.
         if not exchange.started:
             await exchange.start_events()
-        content = b"".join([shape.chunk(place, delta) for delta in batch]) if batch else _KEEP_ALIVE
+        content = b"".join([form.chunk(place, delta) for delta in batch]) if batch else _KEEP_ALIVE
         if content:
             await exchange.write(content)
-    await exchange.write(shape.last_events())
+    await exchange.write(form.last_events())
     await exchange.end()
 
 
-async def _whole(exchange: Exchange, answers: list[Answer], shape: Shape) -> None:
+async def _whole(exchange: Exchange, answers: list[Answer], form: Form) -> None:
     async for place, batch in merged(answers):
         for delta in batch:
-            shape.collect(place, delta)
-    await exchange.send_json(shape.whole())
+            form.collect(place, delta)
+    await exchange.send_json(form.whole())
 
 
 def finite_logprob(logprob: float) -> float:

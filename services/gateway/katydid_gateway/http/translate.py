@@ -15,6 +15,7 @@ from katydid_gateway.http.schema import (
     MessageBody,
     NamedToolChoice,
     ResponseFormatBody,
+    ToolBody,
 )
 from katydid_gateway.requests import (
     Conversation,
@@ -31,7 +32,7 @@ from katydid_gateway.requests import (
     ToolCall,
 )
 
-__all__ = ["chat_request", "completion_requests"]
+__all__ = ["chat_conversation", "chat_request", "completion_requests", "packed_ids"]
 
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
@@ -44,18 +45,31 @@ def chat_request(body: ChatCompletionBody, request_id: str) -> GenerationRequest
             "max_tokens and max_completion_tokens contradict each other", field="max_completion_tokens"
         )
     _check_stream_options(body)
-    conversation = Conversation(
-        messages=tuple(_message(message) for message in body.messages),
-        tools=tuple(
-            Tool(tool.function.name, tool.function.description, tool.function.parameters) for tool in body.tools or ()
-        ),
-        tool_choice=_tool_choice(body),
-        reasoning_effort=body.reasoning_effort,
-        template_options=_template_options(body.chat_template_kwargs or {}),
+    conversation = chat_conversation(
+        body.messages, body.tools, _tool_choice(body), body.reasoning_effort, body.chat_template_kwargs
     )
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     sampling = _sampling(body, limit, _chat_logprobs(body), False, _format(body.response_format))
     return GenerationRequest(conversation, body.model, sampling, _options(body, request_id))
+
+
+def chat_conversation(
+    messages: list[MessageBody],
+    tools: list[ToolBody] | None,
+    tool_choice: str = "auto",
+    reasoning_effort: str | None = None,
+    template_options: dict[str, Any] | None = None,
+) -> Conversation:
+    """Raises InvalidRequestError for template options that are not the caller's to set."""
+    return Conversation(
+        messages=tuple(_message(message) for message in messages),
+        tools=tuple(
+            Tool(tool.function.name, tool.function.description, tool.function.parameters) for tool in tools or ()
+        ),
+        tool_choice=tool_choice,
+        reasoning_effort=reasoning_effort,
+        template_options=_template_options(template_options or {}),
+    )
 
 
 def completion_requests(body: CompletionBody, request_id: str, max_prompts: int) -> list[GenerationRequest]:
@@ -216,11 +230,12 @@ def _prompts(prompt: str | list[Any]) -> list[Prompt]:
     if all(isinstance(item, str) for item in prompt):
         return [TextPrompt(item) for item in prompt]
     if all(isinstance(item, list) for item in prompt):
-        return [TokenPrompt(_ids(item, f"prompt[{place}]")) for place, item in enumerate(prompt)]
-    return [TokenPrompt(_ids(prompt, "prompt"))]
+        return [TokenPrompt(packed_ids(item, f"prompt[{place}]")) for place, item in enumerate(prompt)]
+    return [TokenPrompt(packed_ids(prompt, "prompt"))]
 
 
-def _ids(ids: list[Any], field: str) -> bytes:
+def packed_ids(ids: list[Any], field: str) -> bytes:
+    """Token ids packed little-endian uint32. Raises InvalidRequestError naming `field`."""
     if not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
         raise InvalidRequestError(
             f"{field} is no list of token ids", field=field, allowed="text, or a list of integers >= 0"

@@ -19,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from katydid_runtime.errors import InvalidRequestError, ModelFolderError
 
 from katydid_gateway.requests import Conversation, Message, Role, Tool
+from katydid_gateway.text.reasoning_effort import effort_options
 
 __all__ = ["ChatTemplate"]
 
@@ -46,7 +47,7 @@ class ChatTemplate:
         """The prompt text, up to where the answer begins. Raises InvalidRequestError with the template's complaint."""
         options = dict(conversation.template_options)
         if conversation.reasoning_effort is not None:
-            options["reasoning_effort"] = conversation.reasoning_effort
+            options = effort_options(conversation.reasoning_effort, self.source) | options
         offered = conversation.tools if conversation.tool_choice != "none" else ()
         variables = self._special_tokens | options
         variables |= {

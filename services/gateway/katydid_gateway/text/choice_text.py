@@ -48,7 +48,12 @@ class ChoiceText:
     @property
     def stopped(self) -> bool:
         """Whether a stop string was found."""
-        return self._finder is not None and self._finder.stopped
+        return self.stop_string is not None
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that was found."""
+        return None if self._finder is None else self._finder.found
 
     def feed(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> TextStep:
         """New tokens; `logprobs` is empty or has one entry a token."""

@@ -14,7 +14,7 @@ __all__ = ["StopFinder"]
 
 
 class StopFinder:
-    """Searches one stream. `stopped` turns true at the first match; text fed afterwards is dropped.
+    """Searches one stream. `found` becomes the stop string of the first match; text fed afterwards is dropped.
 
     With `include` the stop string itself is part of the output.
     """
@@ -23,7 +23,12 @@ class StopFinder:
         self._stops = tuple(stops)
         self._include = include
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether there was a match."""
+        return self.found is not None
 
     @property
     def held(self) -> int:
@@ -38,7 +43,7 @@ class StopFinder:
         found = self._first_match(buffer)
         if found is not None:
             start, end = found
-            self.stopped = True
+            self.found = buffer[start:end]
             self._held = ""
             return buffer[: end if self._include else start]
         keep = held_suffix(buffer, self._stops)
