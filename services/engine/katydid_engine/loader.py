@@ -53,7 +53,7 @@ def load_model(
         dtype: of activations and plain weights; by default fp32 on CPU (the reference path), else the checkpoint's.
         plan: how the model is cut; by default one rank holds all of it.
         collectives: the TP group; its ``size`` must equal ``plan.tp``. By default a group of one.
-        quantization: "auto" takes linear weights as they are stored; "fp8" quantises a checkpoint that is not.
+        quantization: "auto" takes linear weights as they are stored; "fp8" and "w4a8" quantise plain ones.
         kv_cache_dtype: "auto" for pages of ``dtype``, or fp8 where the checkpoint was calibrated for it; "fp8".
 
     Raises:

@@ -4,7 +4,11 @@
     e4m3            weight, weight_scale | weight_scale_inv, input_scale where activations have a constant scale
     int4            weight_packed, weight_scale, weight_shape
 
-A matrix stored plain is quantised here when the engine was asked to: e4m3 with one scale a matrix, max |w| / 448.
+A matrix stored plain is quantised here when the engine was asked to: e4m3 with one scale a matrix, max |w| / 448; int4
+with the scale of least squared error for every 128 columns of a row.
+
+``weight_packed`` is compressed-tensors': int32 ``[out, in / 8]``, eight columns a word, the first in the lowest bits,
+each value plus 8.
 """
 
 from __future__ import annotations
@@ -12,18 +16,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from katydid_kernels import FP8_MAX
+import torch.nn.functional as F
+from katydid_kernels import FP8_MAX, dequantize_int4, quantize_int4
 from katydid_runtime.errors import ModelFolderError
 from torch import Tensor
 
-from katydid_engine.quantization import Scheme
+from katydid_engine.quantization import GROUP, Scheme
 from katydid_engine.weights import Weights
 
-__all__ = ["Fp8Matrix", "Matrix", "PlainMatrix", "has_matrix", "quantised", "read_matrix", "skip_matrix", "to_fp8"]
+__all__ = [
+    "Fp8Matrix",
+    "Int4Matrix",
+    "Matrix",
+    "PlainMatrix",
+    "has_matrix",
+    "pack_words",
+    "quantised",
+    "read_matrix",
+    "skip_matrix",
+    "to_fp8",
+]
 
 _E4M3 = torch.float8_e4m3fn
 _SMALLEST_SCALE = 1e-12
 _BLOCK = 128
+_WORD = 8
 _PARTS = ("weight_scale", "weight_scale_inv", "input_scale", "weight_packed", "weight_shape")
 
 
@@ -48,8 +65,24 @@ class Fp8Matrix:
     scale: Tensor
     input_scale: Tensor | None = None
 
+    def dequantised(self) -> Tensor:
+        """fp32 ``[out, in]``."""
+        return self.weight.float() * self.scale[:, None]
 
-Matrix = PlainMatrix | Fp8Matrix
+
+@dataclass(frozen=True, slots=True)
+class Int4Matrix:
+    """``codes`` int8 ``[out, in]`` in -8..7, ``scales`` bf16 ``[out, ceil(in / 128)]``; activations are e4m3."""
+
+    codes: Tensor
+    scales: Tensor
+
+    def dequantised(self) -> Tensor:
+        """fp32 ``[out, in]``."""
+        return dequantize_int4(self.codes, self.scales)
+
+
+Matrix = PlainMatrix | Fp8Matrix | Int4Matrix
 
 
 def has_matrix(weights: Weights) -> bool:
@@ -70,21 +103,26 @@ def read_matrix(weights: Weights, shape: tuple[int, int], part: tuple[slice, sli
     stored = weights.stored("weight")
     if stored is not None and stored[0] == "F8_E4M3":
         return _read_fp8(weights, shape, part, row_scales)
+    if weights.has("weight_packed"):
+        return _read_int4(weights, shape, part)
     return quantised(weights.slice("weight", shape, part), weights.scheme)
 
 
 def quantised(weight: Tensor, scheme: Scheme) -> Matrix:
     """A plain matrix ``[out, in]`` as the scheme has it."""
-    return to_fp8(weight) if scheme is Scheme.FP8 else PlainMatrix(weight)
+    if scheme is Scheme.FP8:
+        return to_fp8(weight)
+    return Int4Matrix(*quantize_int4(weight, "mse")) if scheme is Scheme.W4A8 else PlainMatrix(weight)
 
 
 def skip_matrix(weights: Weights, shape: tuple[int, int]) -> None:
     """Checks a matrix that another rank holds."""
     stored = weights.stored("weight")
-    if stored is None or stored[0] != "F8_E4M3":
+    if stored is not None and stored[0] == "F8_E4M3":
+        weights.source.skip(f"{weights.prefix}weight", shape, ("F8_E4M3",))
+    elif stored is not None or not weights.has("weight_packed"):
         weights.skip("weight", shape)
         return
-    weights.source.skip(f"{weights.prefix}weight", shape, ("F8_E4M3",))
     for name in _PARTS:
         if (companion := weights.stored(name)) is not None:
             weights.source.skip(weights.prefix + name, companion[1], (companion[0],))
@@ -110,12 +148,51 @@ def _read_fp8(weights: Weights, shape: tuple[int, int], part: tuple[slice, slice
     scale = weights.numbers("weight_scale", "weight_scale_inv")
     if scale is None or scale.numel() not in (1, shape[0]):
         raise _wrong_scale(weights, "weight_scale", f"1 or {shape[0]} numbers")
-    if scale.numel() == 1:
-        return Fp8Matrix(weight, scale, input_scale)
-    scale = scale[part[0]]
-    if row_scales:
-        return Fp8Matrix(weight, scale, input_scale)
-    return to_fp8(weight.float() * scale[:, None], input_scale=input_scale)
+    matrix = Fp8Matrix(weight, scale if scale.numel() == 1 else scale[part[0]], input_scale)
+    if row_scales or scale.numel() == 1:
+        return matrix
+    return to_fp8(matrix.dequantised(), input_scale=input_scale)
+
+
+def _read_int4(weights: Weights, shape: tuple[int, int], part: tuple[slice, slice]) -> Int4Matrix:
+    out_size, in_size = shape
+    start, stop = part[1].start, part[1].stop
+    if start % GROUP or (stop % GROUP and stop != in_size):
+        raise ModelFolderError(
+            f"{weights.prefix}weight_packed: columns {start} to {stop} cut a group of {GROUP} that has one scale",
+            field=f"{weights.prefix}weight_packed",
+            value=in_size,
+            allowed=f"parts of the TP group that are multiples of {GROUP} columns",
+        )
+    words = weights.encoded(
+        "weight_packed", (out_size, -(-in_size // _WORD)), (part[0], slice(start // _WORD, -(-stop // _WORD))), "I32"
+    )
+    groups = slice(start // GROUP, -(-stop // GROUP))
+    scales = weights.slice("weight_scale", (out_size, -(-in_size // GROUP)), (part[0], groups), dtype=torch.bfloat16)
+    told = weights.encoded("weight_shape", (2,), (slice(0, 2),), "I64").tolist()
+    if told != list(shape):
+        raise ModelFolderError(
+            f"tensor {weights.prefix}weight_shape is {told}, expected {list(shape)}",
+            field=f"{weights.prefix}weight_shape",
+            value=told,
+            allowed=str(list(shape)),
+        )
+    return Int4Matrix(_unpack_words(words)[:, : stop - start].contiguous(), scales)
+
+
+def pack_words(codes: Tensor) -> Tensor:
+    """int8 ``[out, in]`` in -8..7 as compressed-tensors stores it, int32 ``[out, ceil(in / 8)]``."""
+    padded = F.pad(codes.to(torch.int32) + 8, (0, -codes.shape[1] % _WORD)).reshape(len(codes), -1, _WORD)
+    # The eighth value reaches the sign bit, so it is put there by wrapping around and not by adding.
+    words: Tensor = padded[..., 0].clone()
+    for index in range(1, _WORD):
+        words |= padded[..., index] << 4 * index
+    return words
+
+
+def _unpack_words(words: Tensor) -> Tensor:
+    shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)
+    return (((words[..., None] >> shifts) & 15) - 8).to(torch.int8).flatten(1)
 
 
 def _block_scales(weights: Weights, shape: tuple[int, int], part: tuple[slice, slice]) -> Tensor:

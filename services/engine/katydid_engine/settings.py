@@ -35,8 +35,8 @@ class EngineSettings(DialingSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="of weights, activations and pages; auto: float32 on the CPU, the checkpoint's on a GPU"
     )
-    quantization: Literal["auto", "fp8"] = Field(
-        "auto", description="of linear and expert weights; auto: as they are stored; fp8: a plain checkpoint's in e4m3"
+    quantization: Literal["auto", "fp8", "w4a8"] = Field(
+        "auto", description="of linear and expert weights; auto: as stored; else what a plain checkpoint's become"
     )
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         "auto", description="of KV pages; auto: dtype, or fp8 (e4m3) where the checkpoint was calibrated for it"

@@ -1,7 +1,7 @@
 """Routed experts of one rank: their weights read matrix by matrix, kept in the kind that the checkpoint or the engine's
 settings chose, and multiplied by the op of that kind.
 
-Between the two products of an fp8 expert stands h = silu(gate) * up, quantised with a scale that must be known
+Between the two products of a quantised expert stands h = silu(gate) * up, quantised with a scale that must be known
 beforehand: the checkpoint's ``input_scale`` of down, or else one made of the weights. e4m3 is a float: it keeps its
 full precision over 448 / 2^-6, so a scale only has to put the typical h in the middle of that range. Of rows x with
 unit rms and the norm's gain g,
@@ -18,17 +18,18 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
-from katydid_kernels import ExpertScales, fused_moe
-from katydid_runtime.errors import ModelFolderError
+from katydid_kernels import ExpertScales, Int4Weight, fused_moe, fused_moe_w4a8, pack_int4
+from katydid_runtime.errors import ModelFolderError, SettingsError
 from torch import Tensor
 
 from katydid_engine.layers.activations import Activations, Fp8Input
-from katydid_engine.matrices import Fp8Matrix, Matrix, PlainMatrix, quantised, read_matrix, skip_matrix
+from katydid_engine.matrices import Fp8Matrix, Int4Matrix, Matrix, PlainMatrix, quantised, read_matrix, skip_matrix
 from katydid_engine.model_config import MoeConfig
 from katydid_engine.weights import Weights
 
 __all__ = ["Experts", "load_experts"]
 
+_GATED_ROWS = 32
 _TYPICAL_H = 0.6
 _SCALE_OVER_TYPICAL = 2.0
 
@@ -92,7 +93,7 @@ class Fp8Experts:
         if down.input_scale is not None:
             self._h_scales.append(down.input_scale)
         else:
-            self._typical_h.put(local, self._guess_h(gate, up))
+            self._typical_h.put(local, _typical_h(gate, up, self._gain))
 
     def finish(self) -> None:
         """Joins the scales, once every expert is there."""
@@ -115,9 +116,54 @@ class Fp8Experts:
             first_expert=self._first_expert, shared_output=shared_output, scales=scales,
         ).to(self._dtype)  # fmt: skip
 
-    def _guess_h(self, gate: Fp8Matrix, up: Fp8Matrix) -> Tensor:
-        squares = [(matrix.weight.float() * (matrix.scale * self._gain)).square().sum(1) for matrix in (gate, up)]
-        return _TYPICAL_H * (squares[0] * squares[1]).mean().sqrt()
+
+class Int4Experts:
+    """Weights in packed int4, rows and h in e4m3; rows have a scale each, h one for all."""
+
+    def __init__(self, experts: int, first_expert: int, gain: Tensor, dtype: torch.dtype) -> None:
+        self.input = Fp8Input()
+        self._codes13, self._scales13 = _Stack(experts), _Stack(experts)
+        self._codes2, self._scales2 = _Stack(experts), _Stack(experts)
+        self._typical_h = _Stack(experts)
+        self._first_expert = first_expert
+        self._gain = gain
+        self._dtype = dtype
+
+    def put(self, local: int, gate: Int4Matrix, up: Int4Matrix, down: Int4Matrix) -> None:
+        if len(gate.codes) % _GATED_ROWS:
+            raise SettingsError(
+                f"this rank's experts have {len(gate.codes)} columns, int4 needs a multiple of {_GATED_ROWS}",
+                field="tp",
+                value=len(gate.codes),
+                allowed=f"a multiple of {_GATED_ROWS}",
+            )
+        w13 = pack_int4(torch.cat((gate.codes, up.codes)), torch.cat((gate.scales, up.scales)), gated=True)
+        w2 = pack_int4(down.codes, down.scales)
+        self._codes13.put(local, w13.codes)
+        self._scales13.put(local, w13.scales)
+        self._codes2.put(local, w2.codes)
+        self._scales2.put(local, w2.scales)
+        self._typical_h.put(local, _typical_h(gate, up, self._gain))
+        self._shapes = (w13.rows, w13.cols), (w2.rows, w2.cols)
+
+    def finish(self) -> None:
+        """Makes the weights of all experts one, once every expert is there."""
+        up, down = self._shapes
+        self._w13 = Int4Weight(self._codes13.whole, self._scales13.whole, *up, gated=True)
+        self._w2 = Int4Weight(self._codes2.whole, self._scales2.whole, *down)
+        self._h_scale = _SCALE_OVER_TYPICAL * self._typical_h.whole.amax().reshape(1)
+
+    def __call__(self, x: Activations, topk_weights: Tensor, topk_ids: Tensor, shared_output: Tensor | None) -> Tensor:
+        rows = self.input.quantize(x)
+        return fused_moe_w4a8(
+            rows.values, self._w13, self._w2, topk_weights, topk_ids, rows.scale, self._h_scale,
+            first_expert=self._first_expert, shared_output=shared_output,
+        ).to(self._dtype)  # fmt: skip
+
+
+def _typical_h(gate: Fp8Matrix | Int4Matrix, up: Fp8Matrix | Int4Matrix, gain: Tensor) -> Tensor:
+    squares = [(matrix.dequantised() * gain).square().sum(1) for matrix in (gate, up)]
+    return _TYPICAL_H * (squares[0] * squares[1]).mean().sqrt()
 
 
 def load_experts(weights: Weights, moe: MoeConfig, hidden_size: int, gain: Tensor, *, expert_parallel: bool) -> Experts:
@@ -130,7 +176,7 @@ def load_experts(weights: Weights, moe: MoeConfig, hidden_size: int, gain: Tenso
         ModelFolderError: a matrix is missing or wrong, or experts of a layer are stored differently.
     """
     reader = _ExpertReader(weights, moe, hidden_size, expert_parallel)
-    experts: PlainExperts | Fp8Experts | None = None
+    experts: PlainExperts | Fp8Experts | Int4Experts | None = None
     for expert in range(moe.num_experts):
         local = expert - reader.first
         if not 0 <= local < reader.count:
@@ -140,11 +186,14 @@ def load_experts(weights: Weights, moe: MoeConfig, hidden_size: int, gain: Tenso
         if experts is None and isinstance(gate, PlainMatrix):
             experts = PlainExperts(reader.count, reader.first)
         elif experts is None:
-            experts = Fp8Experts(reader.count, reader.first, gain.float(), weights.dtype)
+            kind = Fp8Experts if isinstance(gate, Fp8Matrix) else Int4Experts
+            experts = kind(reader.count, reader.first, gain.float(), weights.dtype)
         match experts, gate, up, down:
             case PlainExperts(), PlainMatrix(), PlainMatrix(), PlainMatrix():
                 experts.put(local, gate, up, down)
             case Fp8Experts(), Fp8Matrix(), Fp8Matrix(), Fp8Matrix():
+                experts.put(local, gate, up, down)
+            case Int4Experts(), Int4Matrix(), Int4Matrix(), Int4Matrix():
                 experts.put(local, gate, up, down)
             case _:
                 raise ModelFolderError(
@@ -152,7 +201,7 @@ def load_experts(weights: Weights, moe: MoeConfig, hidden_size: int, gain: Tenso
                     field=f"{weights.prefix}experts.{expert}",
                 )
     assert experts is not None
-    if isinstance(experts, Fp8Experts):
+    if not isinstance(experts, PlainExperts):
         experts.finish()
     return experts
 

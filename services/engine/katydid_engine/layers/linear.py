@@ -5,15 +5,15 @@ rank makes a summand of y, which the residual exchange adds up). What a layer mu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
-from katydid_kernels import linear, linear_fp8, segment_scale
+from katydid_kernels import linear, linear_fp8, linear_w4a8, pack_int4, segment_scale
 from katydid_runtime.errors import ModelFolderError
 from torch import Tensor
 
 from katydid_engine.layers.activations import Activations, Fp8Input
-from katydid_engine.matrices import Fp8Matrix, Matrix, PlainMatrix, read_matrix
+from katydid_engine.matrices import Fp8Matrix, Int4Matrix, Matrix, PlainMatrix, read_matrix
 from katydid_engine.weights import Weights
 
 __all__ = ["ColumnLinear", "RowLinear"]
@@ -58,6 +58,21 @@ class Fp8Product:
         return linear_fp8(rows.values, self._weight, rows.scale, self._scale, bias=self._bias, out_dtype=self._dtype)
 
 
+class Int4Product:
+    """Weights in int4, rows in e4m3 with a scale a token."""
+
+    def __init__(self, matrices: Sequence[Int4Matrix], bias: Tensor | None, dtype: torch.dtype) -> None:
+        codes = torch.cat([matrix.codes for matrix in matrices])
+        self._weight = pack_int4(codes, torch.cat([matrix.scales for matrix in matrices]))
+        self._bias = bias
+        self._dtype = dtype
+        self.input = Fp8Input()
+
+    def __call__(self, x: Activations) -> Tensor:
+        rows = self.input.quantize(x)
+        return linear_w4a8(rows.values, self._weight, rows.scale, bias=self._bias).to(self._dtype)
+
+
 class ColumnLinear:
     """Several projections of one input as a single product; each is cut by its output rows."""
 
@@ -97,17 +112,26 @@ def _share(weights: Weights, size: int) -> slice:
 
 
 def _product(weights: Weights, matrices: Sequence[Matrix], bias: Tensor | None) -> Product:
-    plain = [matrix for matrix in matrices if isinstance(matrix, PlainMatrix)]
-    if len(plain) == len(matrices):
+    if plain := _all_of(PlainMatrix, matrices):
         return PlainProduct(plain, bias)
-    fp8 = [matrix for matrix in matrices if isinstance(matrix, Fp8Matrix)]
-    if len(fp8) == len(matrices):
+    if fp8 := _all_of(Fp8Matrix, matrices):
         return Fp8Product(fp8, bias, weights.dtype)
+    if int4 := _all_of(Int4Matrix, matrices):
+        return Int4Product(int4, bias, weights.dtype)
     raise ModelFolderError(
-        f"projections under {weights.prefix} are multiplied as one, but only some of them are quantised",
+        f"projections under {weights.prefix} are multiplied as one, but they are not stored alike",
         field=weights.prefix.rstrip("."),
-        allowed="all or none",
+        allowed="all plain, all fp8 or all int4",
     )
+
+
+_Kind = TypeVar("_Kind", PlainMatrix, Fp8Matrix, Int4Matrix)
+
+
+def _all_of(kind: type[_Kind], matrices: Sequence[Matrix]) -> list[_Kind]:
+    """The matrices where every one is of a kind, else nothing."""
+    found = [matrix for matrix in matrices if isinstance(matrix, kind)]
+    return found if len(found) == len(matrices) else []
 
 
 def _joined_scale(matrices: Sequence[Fp8Matrix]) -> Tensor:
