@@ -12,11 +12,11 @@ from katydid_runtime.tls import Tls
 from katydid_cache.admin import CacheAdmin, NamespaceInfo, Verification
 from katydid_cache.allocation import keep_buffers_mapped
 from katydid_cache.arena import ArenaMapping
+from katydid_cache.arena_slots import ArenaSlot, ArenaSlots
 from katydid_cache.client import CacheClient
-from katydid_cache.in_place import InPlace, Reservation
+from katydid_cache.in_place import GIVEN_UP, InPlace, Reservation
 from katydid_cache.layout import BlockLayout, Span
 from katydid_cache.records import (
-    ArenaSlot,
     BlockChange,
     BlockMissReason,
     CacheStats,
@@ -37,8 +37,10 @@ from katydid_cache.records import (
 )
 
 __all__ = [
+    "GIVEN_UP",
     "ArenaMapping",
     "ArenaSlot",
+    "ArenaSlots",
     "BlockChange",
     "BlockLayout",
     "BlockMissReason",

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import logging
 import mmap
 import os
 import socket
+import sys
+import weakref
 
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid_runtime.errors import UnavailableError
@@ -13,15 +17,25 @@ from katydid_runtime.errors import UnavailableError
 __all__ = ["ArenaMapping"]
 
 _TIMEOUT_S = 5.0
+# cudaHostRegisterPortable | cudaHostRegisterMapped: for every context, and under the address it has here.
+_REGISTER_FLAGS = 0x1 | 0x2
+
+logger = logging.getLogger(__name__)
 
 
 class ArenaMapping:
-    """`bytes` of shared memory. It stays mapped, whatever becomes of the service, until the last view of it is gone."""
+    """`bytes` of shared memory. It stays mapped, whatever becomes of the service, until the last view of it is gone.
+
+    `path` names it for other processes of this user and host while this object lives: `open` takes it.
+    """
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.bytes = size
         self._map = mmap.mmap(descriptor, size)
         self.view = memoryview(self._map)
+        self._descriptor = os.dup(descriptor)
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        weakref.finalize(self, os.close, self._descriptor)
 
     @classmethod
     async def receive(cls, arena: pb.Arena) -> ArenaMapping:
@@ -36,6 +50,37 @@ class ArenaMapping:
             raise UnavailableError(f"the memory of the cache service can't be mapped: {error}") from error
         finally:
             os.close(descriptor)
+
+    @classmethod
+    def open(cls, path: str, size: int) -> ArenaMapping:
+        """Map what another process mapped. Raises UnavailableError when it is gone."""
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise UnavailableError(f"the memory at {path} can't be opened: {error}") from error
+        try:
+            return cls(descriptor, size)
+        except (OSError, ValueError) as error:
+            raise UnavailableError(f"the memory at {path} can't be mapped: {error}") from error
+        finally:
+            os.close(descriptor)
+
+    def register_with_cuda(self) -> bool:
+        """Let the GPU of this process read and write the memory where it is (cudaHostRegister, once a mapping).
+
+        False, and nothing done, in a process that has not imported torch or sees no GPU, and where CUDA refuses.
+        """
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_available():
+            return False
+        runtime = torch.cuda.cudart()
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        code = int(runtime.cudaHostRegister(address, self.bytes, _REGISTER_FLAGS))
+        if code:
+            logger.warning("the GPU cannot reach the cache's memory", extra={"cuda_error": code, "bytes": self.bytes})
+            return False
+        weakref.finalize(self, runtime.cudaHostUnregister, address)
+        return True
 
 
 def _receive(path: str, token: bytes) -> int:

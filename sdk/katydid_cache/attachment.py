@@ -22,6 +22,7 @@ from katydid_cache.arena import ArenaMapping
 __all__ = ["Attachment"]
 
 _BACKOFF_S = (0.05, 2.0)
+_AGAIN_POLL_S = 0.02
 _TIMEOUTS_TO_SUSPECT = 3
 _SUSPECT_S = (1.0, 8.0)
 
@@ -42,6 +43,7 @@ class Attachment:
         self._suspect_until = 0.0
         self.boot_epoch = 0
         self.frame_bytes = 0
+        self.lane_port = 0
         self.arena: ArenaMapping | None = None
 
     @property
@@ -83,6 +85,15 @@ class Attachment:
             raise self._refusal
         return True
 
+    async def again(self, within_s: float) -> int:
+        """The attachment to go on with after a stream broke: a new one, or the old if it stands; 0 when none comes."""
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline:
+            await asyncio.sleep(_AGAIN_POLL_S)
+            if self.usable:
+                return self._id
+        return 0
+
     async def keep(self) -> None:
         """Attach, stay attached, and attach again, until cancelled or refused for good."""
         backoff = _BACKOFF_S[0]
@@ -115,6 +126,7 @@ class Attachment:
             self._id = response.attached.attachment
             self.boot_epoch = response.attached.boot_epoch
             self.frame_bytes = response.attached.frame_bytes
+            self.lane_port = response.attached.lane_port
             self._timeouts, self._suspect_until = 0, 0.0
             self._changed.set()
         elif response.notice.draining:

@@ -8,6 +8,7 @@ are refused as STORE_UNAVAILABLE, nothing raises but wrong arguments.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import grpc
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
+from katydid_runtime.block_hash import HASH_BYTES
 from katydid_runtime.channel import CHANNEL_OPTIONS, open_channel
 from katydid_runtime.duration import to_duration, to_seconds
 from katydid_runtime.errors import (
@@ -29,10 +31,15 @@ from katydid_runtime.tls import Tls
 from katydid_runtime.trace_context import TraceContext
 
 from katydid_cache.arena import ArenaMapping
+from katydid_cache.arena_copies import ArenaCopies, PutTerms
+from katydid_cache.arena_slots import ArenaSlots
 from katydid_cache.attachment import Attachment
+from katydid_cache.bearer import headers, interceptors
 from katydid_cache.get_call import GetCall, byte_buffers
-from katydid_cache.in_place import InPlace, unpack_slots
+from katydid_cache.in_place import InPlace
+from katydid_cache.lane_reads import LaneReads, dialled_host
 from katydid_cache.layout import BlockLayout, Span
+from katydid_cache.pulls import LaneOffer, PullResult, lane_offer, pull_request, pull_result
 from katydid_cache.put_call import PutCall
 from katydid_cache.records import (
     BlockChange,
@@ -45,12 +52,13 @@ from katydid_cache.records import (
     PutBlock,
     PutOutcome,
     PutRefusal,
+    PutStatus,
     Snapshot,
     Tier,
     TierRun,
-    TierStats,
     WatchEvent,
 )
+from katydid_cache.stats import cache_stats
 
 __all__ = ["CHANNEL", "CacheClient"]
 
@@ -63,20 +71,34 @@ CHANNEL = (
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["KvCacheService"].full_name
 
+_RESUME_S = 1.0
+_UNDECIDED = PutOutcome(PutStatus.REFUSED, PutRefusal.STORE_UNAVAILABLE)
+
 T = TypeVar("T")
 
 
 class CacheClient:
     """Talks to the cache service at `address` (`host:port` or `unix:/path`); belongs to one event loop.
 
-    `name` shows in the service's logs. See the module's first lines for `degrade`; `tls` None is plain text.
+    `name` shows in the service's logs. See the module's first lines for `degrade`; `tls` None is plain text; `token` is
+    for a service that asks for one; large reads take up to `lanes` bulk lanes where the service has them.
     """
 
-    def __init__(self, address: str, *, name: str = "", degrade: bool = False, tls: Tls | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        name: str = "",
+        degrade: bool = False,
+        tls: Tls | None = None,
+        token: str | None = None,
+        lanes: int = 1,
+    ) -> None:
         self._address = address
         self._name = name
         self._degrade = degrade
-        self._channel = open_channel(address, tls, CHANNEL)
+        self._token = token
+        self._channel = open_channel(address, tls, CHANNEL, interceptors(token))
         self._stub: Any = pb_grpc.KvCacheServiceStub(self._channel)
         # Without serialisers: frames are encoded by hand.
         self._get_call: Any = self._channel.stream_stream(f"/{_SERVICE}/Get")
@@ -84,6 +106,9 @@ class CacheClient:
         self._attachment: Attachment | None = None
         self._keeping: asyncio.Task[None] | None = None
         self._layout: BlockLayout | None = None
+        self._copies = ArenaCopies()
+        host = dialled_host(address)
+        self._lanes = LaneReads(host or "", lanes if host else 0)
 
     @property
     def attached(self) -> bool:
@@ -96,6 +121,11 @@ class CacheClient:
         return 0 if self._attachment is None else self._attachment.boot_epoch
 
     @property
+    def lane_port(self) -> int:
+        """TCP port of the service's bulk lanes; 0 without any."""
+        return 0 if self._attachment is None else self._attachment.lane_port
+
+    @property
     def in_place(self) -> InPlace:
         """Reading and writing in the service's shared memory; for clients attached with `arena=True`."""
         size = self._known_layout().block_bytes
@@ -106,7 +136,8 @@ class CacheClient:
     ) -> bool:
         """Join the namespace of `identity` (32 bytes) and stay joined, re-attaching after the service's death.
 
-        `arena` asks for the shared memory, which services on a Unix socket grant.
+        `arena` asks for the shared memory, which services on a Unix socket grant: blocks go through it then, and only
+        what it can't do goes in streams.
 
         Returns whether the service answered within `timeout_s`; without `degrade` raises UnavailableError instead, and
         in both cases goes on trying. Raises IdentityMismatchError when the identity is known with another layout,
@@ -152,9 +183,11 @@ class CacheClient:
             request = pb.LookupRequest(attachment=attachment, hashes=hashes, lease=lease, heads=_head_range(heads))
             if lease_ttl_s is not None:
                 request.lease_ttl.CopyFrom(to_duration(lease_ttl_s))
-            response = await self._stub.Lookup(request, timeout=timeout_s, metadata=_metadata(trace))
+            response = await self._stub.Lookup(request, timeout=timeout_s, metadata=headers(None, trace))
             runs = tuple(TierRun(Tier(run.tier), run.blocks, to_seconds(run.eta)) for run in response.runs)
-            slots = unpack_slots(response.slots, response.checksums)
+            slots = ArenaSlots(response.slots, response.checksums, response.linear_checksums)
+            if slots and (mapping := self._arena()) is not None:
+                self._copies.remember(response.lease, mapping, hashes, runs, slots)
             return LookupResult(response.blocks, runs, response.lease, to_seconds(response.duration), slots=slots)
 
         return await self._answer(call, lambda: LookupResult(reachable=False))
@@ -172,23 +205,39 @@ class CacheClient:
     ) -> GetResult:
         """Read blocks into the caller's buffers, one of `layout.payload_bytes(heads, layers)` bytes for each hash.
 
-        Buffers may be written partly even when the block ends as a miss. `lease` 0 reads without one. Raises
-        InvalidRequestError when the buffers don't fit.
+        Buffers may be written partly even when the block ends as a miss. `lease` 0 reads without one. What a lookup
+        under `lease` found in the shared memory is copied from there. A stream that breaks is resumed where it broke
+        if the service is back within a moment. Raises InvalidRequestError when the buffers don't fit.
         """
-        buffers = byte_buffers(into, len(hashes), self._known_layout().payload_bytes(heads, layers))
-        receiving = GetCall(buffers)
+        layout = self._known_layout()
+        buffers = byte_buffers(into, len(hashes), layout.payload_bytes(heads, layers))
+        receiving = GetCall(hashes, buffers)
+        mapping = self._arena()
+        if mapping is not None:
+            started = time.monotonic()
+            found = await self._copies.get(lease, mapping, hashes, buffers, layout, heads, layers)
+            receiving.take_over(found, time.monotonic() - started)
+        deadline = time.monotonic() + timeout_s
+        if self.lane_port and not heads.count and not layers.count and self._lanes.usable(sum(map(len, buffers))):
+            started = time.monotonic()
+            found = await self._lanes.get(self.open_lane, self.lane_port, hashes, buffers, receiving.missing)
+            receiving.take_over(found, time.monotonic() - started)
+        if receiving.complete:
+            return receiving.result(BlockMissReason.ABSENT)
+
+        def stream() -> Any:
+            timeout = max(0.0, deadline - time.monotonic())
+            return self._get_call(timeout=timeout, metadata=headers(self._token, trace))
 
         async def call(attachment: int) -> GetResult:
             start = pb.GetStart(
                 attachment=attachment,
                 lease=lease,
-                hashes=hashes,
                 heads=_head_range(heads),
                 first_layer=layers.first,
                 layers=layers.count,
             )
-            with _open(self._get_call(timeout=timeout_s, metadata=_metadata(trace))) as stream:
-                await receiving.run(stream, start)
+            await receiving.run(stream, start, self._attached_again)
             return receiving.result(BlockMissReason.ABSENT)
 
         return await self._answer(call, lambda: receiving.result(BlockMissReason.STORE_UNAVAILABLE))
@@ -209,7 +258,8 @@ class CacheClient:
 
         Raises InvalidRequestError when a payload has another size.
         """
-        size = self._known_layout().payload_bytes(heads)
+        layout = self._known_layout()
+        size = layout.payload_bytes(heads)
         for index, block in enumerate(blocks):
             if memoryview(block.payload).nbytes != size:
                 raise InvalidRequestError(
@@ -218,6 +268,16 @@ class CacheClient:
                     value=memoryview(block.payload).nbytes,
                     allowed=f"{size} bytes",
                 )
+        if self._arena() is not None:
+            terms = PutTerms(durability, heads, tenant, ttl_s, hold_s, time.monotonic() + timeout_s)
+            outcomes = await self._copies.put(self.in_place, layout, blocks, terms)
+            # A block that is there already may not be on disk yet: a stream waits for that without sending it.
+            waiting = [index for index, outcome in enumerate(outcomes) if outcome.status is PutStatus.PRESENT]
+            if durability is Durability.MEMORY or not waiting:
+                return outcomes
+            blocks = [blocks[index] for index in waiting]
+        else:
+            outcomes, waiting = [_UNDECIDED] * len(blocks), [*range(len(blocks))]
         sending = PutCall(blocks, self._attachment.frame_bytes if self._attachment else 0)
 
         async def call(attachment: int) -> list[PutOutcome]:
@@ -231,31 +291,62 @@ class CacheClient:
                 start.ttl.CopyFrom(to_duration(ttl_s))
             if hold_s is not None:
                 start.hold.CopyFrom(to_duration(hold_s))
-            with _open(self._put_call(timeout=timeout_s, metadata=_metadata(trace))) as stream:
+            with _open(self._put_call(timeout=timeout_s, metadata=headers(self._token, trace))) as stream:
                 await sending.run(stream, start)
             return sending.outcomes(PutRefusal.STORE_UNAVAILABLE)
 
-        return await self._answer(call, lambda: sending.outcomes(PutRefusal.STORE_UNAVAILABLE))
+        streamed = await self._answer(call, lambda: sending.outcomes(PutRefusal.STORE_UNAVAILABLE))
+        for index, outcome in zip(waiting, streamed, strict=True):
+            outcomes[index] = outcome
+        return outcomes
 
     async def release(self, lease: int, *, timeout_s: float = 1.0) -> None:
         """Give a lease back. A lease that ran out, or died with the service, is no error."""
         if not lease:
             return
+        self._copies.forget(lease)
 
         async def call(attachment: int) -> None:
             await self._stub.Release(pb.ReleaseRequest(attachment=attachment, lease=lease), timeout=timeout_s)
 
         await self._answer(call, lambda: None)
 
-    async def prefetch(self, hashes: bytes, *, deadline_s: float = 1.0, timeout_s: float = 1.0) -> PrefetchResult:
-        """Ask for blocks to be moved up into memory; not worth anything after `deadline_s`."""
+    async def prefetch(
+        self, hashes: bytes, *, deadline_s: float = 1.0, wait: bool = False, timeout_s: float = 1.0
+    ) -> PrefetchResult:
+        """Ask for blocks to be moved up into memory; not worth anything after `deadline_s`.
+
+        `wait` answers when they are there or the deadline has passed, and with an arena tells where they are;
+        `timeout_s` then counts from there on. Cancelling the call ends the work.
+        """
 
         async def call(attachment: int) -> PrefetchResult:
-            request = pb.PrefetchRequest(attachment=attachment, hashes=hashes, deadline=to_duration(deadline_s))
-            response = await self._stub.Prefetch(request, timeout=timeout_s)
-            return PrefetchResult(response.blocks, to_seconds(response.eta))
+            request = pb.PrefetchRequest(
+                attachment=attachment, hashes=hashes, deadline=to_duration(deadline_s), wait=wait
+            )
+            response = await self._stub.Prefetch(request, timeout=timeout_s + deadline_s * wait)
+            slots = ArenaSlots(response.slots, response.checksums, response.linear_checksums)
+            return PrefetchResult(response.blocks, to_seconds(response.eta), slots)
 
         return await self._answer(call, lambda: PrefetchResult(0, 0.0))
+
+    async def open_lane(self, hashes: bytes, *, timeout_s: float = 10.0) -> LaneOffer:
+        """Have blocks wait for whoever shows the token at the lane port. Raises what goes wrong, whatever `degrade`."""
+
+        async def call(attachment: int) -> LaneOffer:
+            request = pb.OpenLaneRequest(attachment=attachment, hashes=hashes)
+            return lane_offer(await self._stub.OpenLane(request, timeout=timeout_s))
+
+        return await self._call(call)
+
+    async def pull(self, source: str, hashes: bytes, *, parents: bytes = b"", deadline_s: float = 10.0) -> PullResult:
+        """Have this instance fetch blocks from the one at `source`. Without `parents` (packed) they are one chain."""
+
+        async def call(attachment: int) -> PullResult:
+            request = pull_request(attachment, source, hashes, parents, deadline_s)
+            return pull_result(await self._stub.Pull(request, timeout=deadline_s + 1.0))
+
+        return await self._answer(call, lambda: PullResult(0, 0, len(hashes) // HASH_BYTES))
 
     async def stats(self, *, timeout_s: float = 1.0) -> CacheStats:
         """Figures of the service since its start. Needs no attachment, and raises whatever `degrade` says."""
@@ -263,28 +354,7 @@ class CacheClient:
             response = await self._stub.Stats(pb.StatsRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
-        tiers = {
-            Tier(tier.tier): TierStats(
-                blocks=tier.blocks,
-                bytes=tier.bytes,
-                capacity_bytes=tier.capacity_bytes,
-                hits=tier.hits,
-                misses=tier.misses,
-                writes=tier.writes,
-                evictions=tier.evictions,
-                corrupt=tier.corrupt,
-                shed=tier.shed,
-            )
-            for tier in response.tiers
-        }
-        return CacheStats(
-            tiers=tiers,
-            leases=response.leases,
-            reservations=response.reservations,
-            attachments=response.attachments,
-            quarantined=response.quarantined,
-            boot_epoch=response.boot_epoch,
-        )
+        return cache_stats(response)
 
     async def watch(self, identity: bytes) -> AsyncIterator[WatchEvent]:
         """Block events of a namespace: a snapshot in parts, then changes. A lost stream ends it with an error."""
@@ -308,6 +378,8 @@ class CacheClient:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
         await self._channel.close()
+        self._copies.close()
+        self._lanes.close()
 
     async def __aenter__(self) -> CacheClient:
         return self
@@ -317,6 +389,10 @@ class CacheClient:
 
     def _arena(self) -> ArenaMapping | None:
         return None if self._attachment is None else self._attachment.arena
+
+    async def _attached_again(self) -> int:
+        """The attachment to go on with after a stream broke; 0 when none comes soon."""
+        return 0 if self._attachment is None else await self._attachment.again(_RESUME_S)
 
     def _known_layout(self) -> BlockLayout:
         if self._layout is None:
@@ -368,6 +444,3 @@ def _open(call: Any) -> Iterator[Any]:
 def _head_range(heads: Span) -> pb.HeadRange:
     return pb.HeadRange(first=heads.first, count=heads.count)
 
-
-def _metadata(trace: TraceContext | None) -> tuple[tuple[str, str], ...] | None:
-    return None if trace is None else trace.headers()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeAlias
 
 import grpc
 from katydid.kvcache.v1 import kvcache_pb2 as pb
-from katydid_runtime.block_hash import HASH_BYTES
+from katydid_runtime.block_hash import HASH_BYTES, split_hashes
 from katydid_runtime.duration import to_seconds
-from katydid_runtime.errors import DataCorruptError, InvalidRequestError
+from katydid_runtime.errors import DataCorruptError, InvalidRequestError, UnavailableError
+from katydid_runtime.rpc_errors import from_rpc_error
 from xxhash import xxh3_128_digest
 
 from katydid_cache.records import BlockMissReason, GetResult, Tier, TierTime
@@ -19,20 +20,70 @@ __all__ = ["WINDOW_BYTES", "GetCall", "byte_buffers"]
 
 WINDOW_BYTES = 16 * 1024 * 1024
 
+Again: TypeAlias = Callable[[], Awaitable[int]]
+
 
 class GetCall:
-    """Receives one Get into `into`. `result` can be asked for at any time, also after a failure."""
+    """Receives the blocks `hashes` (packed) into `into`. `result` can be asked for at any time, after a failure too."""
 
-    def __init__(self, into: Sequence[memoryview]) -> None:
+    def __init__(self, hashes: bytes, into: Sequence[memoryview]) -> None:
+        self._hashes = split_hashes(hashes)
         self._into = into
-        self._headers: dict[int, pb.BlockHeader] = {}
         self._received = [0] * len(into)
         self._found = [False] * len(into)
         self._misses: dict[int, BlockMissReason] = {}
-        self._times: tuple[TierTime, ...] = ()
+        self._times: dict[Tier, TierTime] = {}
+        # Of the stream that runs now: which blocks it is asked for, and their headers.
+        self._asked: list[int] = []
+        self._headers: dict[int, pb.BlockHeader] = {}
 
-    async def run(self, call: Any, start: pb.GetStart) -> None:
-        """Serve `call` to its end. Raises grpc.RpcError, and DataCorruptError for an answer that makes no sense."""
+    @property
+    def complete(self) -> bool:
+        """Whether all blocks have arrived."""
+        return all(self._found)
+
+    @property
+    def missing(self) -> list[int]:
+        """Blocks that have not arrived."""
+        return [index for index, found in enumerate(self._found) if not found]
+
+    def take_over(self, found: Sequence[bool], duration_s: float) -> None:
+        """Blocks that are in their buffers already: from the memory tier, in `duration_s`."""
+        self._found = [before or now for before, now in zip(self._found, found, strict=True)]
+        if any(found):
+            self._add(TierTime(Tier.MEMORY, sum(found), duration_s))
+
+    async def run(self, stream: Callable[[], Any], start: pb.GetStart, again: Again) -> None:
+        """Fetch what is missing; where a stream breaks that had sent something, the next one goes on at that byte.
+
+        `stream` opens a call, `again` waits for the attachment to go on with (0: none). Raises grpc.RpcError, and
+        DataCorruptError for an answer that makes no sense.
+        """
+        while True:
+            received = sum(self._received)
+            call = stream()
+            try:
+                await self._receive(call, start)
+                return
+            except grpc.RpcError as error:
+                if not isinstance(from_rpc_error(error), UnavailableError) or sum(self._received) == received:
+                    raise
+                if not (attachment := await again()):
+                    raise
+                start.attachment = attachment
+            finally:
+                call.cancel()
+
+    def result(self, unanswered: BlockMissReason) -> GetResult:
+        """What arrived; blocks that were not answered are misses with the reason `unanswered`."""
+        missing = {index: unanswered for index, found in enumerate(self._found) if not found}
+        return GetResult(tuple(self._found), missing | self._misses, tuple(self._times.values()))
+
+    async def _receive(self, call: Any, start: pb.GetStart) -> None:
+        self._asked = [index for index, found in enumerate(self._found) if not found and index not in self._misses]
+        self._headers = {}
+        start.hashes = b"".join(self._hashes[index] for index in self._asked)
+        start.have[:] = [self._received[index] for index in self._asked]
         start.credit = WINDOW_BYTES
         await call.write(pb.GetRequest(start=start).SerializeToString())
         consumed = 0
@@ -52,44 +103,56 @@ class GetCall:
             if kind == "block":
                 self._block(response.block)
             elif kind == "miss":
-                self._check_index(response.miss.index)
-                self._misses[response.miss.index] = BlockMissReason(response.miss.reason)
+                self._misses[self._index(response.miss.index)] = BlockMissReason(response.miss.reason)
             elif kind == "summary":
-                self._times = tuple(_tier_time(time) for time in response.summary.times)
+                for time in response.summary.times:
+                    self._add(_tier_time(time))
                 await call.done_writing()
                 await call.read()
                 return
 
-    def result(self, unanswered: BlockMissReason) -> GetResult:
-        """What arrived; blocks that were not answered are misses with the reason `unanswered`."""
-        missing = {index: unanswered for index, found in enumerate(self._found) if not found}
-        return GetResult(tuple(self._found), missing | self._misses, self._times)
-
     def _block(self, header: pb.BlockHeader) -> None:
-        self._check_index(header.index)
-        if header.bytes != len(self._into[header.index]):
-            raise DataCorruptError(f"block {header.index} has {header.bytes} bytes, its buffer another size")
-        self._headers[header.index] = header
+        index = self._index(header.index)
+        if header.bytes != len(self._into[index]):
+            raise DataCorruptError(f"block {index} has {header.bytes} bytes, its buffer another size")
+        self._headers[index] = header
+        if self._received[index] == header.bytes:
+            self._check(index)
 
     def _frame(self, frame: Frame) -> None:
-        header = self._headers.get(frame.index)
-        if header is None:
-            raise DataCorruptError(f"a frame of block {frame.index} without its header")
-        end = frame.offset + len(frame.data)
-        if frame.offset != self._received[frame.index] or end > header.bytes:
-            raise DataCorruptError(f"a frame of block {frame.index} at {frame.offset} is out of place")
-        buffer = self._into[frame.index]
-        buffer[frame.offset : end] = frame.data
-        self._received[frame.index] = end
-        if end == header.bytes:
-            if xxh3_128_digest(buffer) == header.checksum:
-                self._found[frame.index] = True
-            else:
-                self._misses[frame.index] = BlockMissReason.CORRUPT
+        size, rest = divmod(len(frame.data), frame.blocks)
+        if rest:
+            raise DataCorruptError(f"a frame of {len(frame.data)} bytes for {frame.blocks} blocks")
+        for number in range(frame.blocks):
+            self._part(self._index(frame.index + number), frame.offset, frame.data[size * number : size * (number + 1)])
 
-    def _check_index(self, index: int) -> None:
-        if index >= len(self._into):
-            raise DataCorruptError(f"an answer for block {index}, which was not asked for")
+    def _part(self, index: int, offset: int, data: memoryview) -> None:
+        header = self._headers.get(index)
+        if header is None:
+            raise DataCorruptError(f"a frame of block {index} without its header")
+        end = offset + len(data)
+        if offset != self._received[index] or end > header.bytes:
+            raise DataCorruptError(f"a frame of block {index} at {offset} is out of place")
+        self._into[index][offset:end] = data
+        self._received[index] = end
+        if end == header.bytes:
+            self._check(index)
+
+    def _check(self, index: int) -> None:
+        if xxh3_128_digest(self._into[index]) == self._headers[index].checksum:
+            self._found[index] = True
+        else:
+            self._misses[index] = BlockMissReason.CORRUPT
+
+    def _index(self, asked: int) -> int:
+        """The block meant by a number of the stream."""
+        if asked >= len(self._asked):
+            raise DataCorruptError(f"an answer for block {asked}, which was not asked for")
+        return self._asked[asked]
+
+    def _add(self, time: TierTime) -> None:
+        before = self._times.get(time.tier, TierTime(time.tier, 0, 0.0))
+        self._times[time.tier] = TierTime(time.tier, before.blocks + time.blocks, before.duration_s + time.duration_s)
 
 
 def _tier_time(time: pb.TierTime) -> TierTime:

@@ -16,8 +16,8 @@ Whoever reads in place checks the bytes against `slot.checksum` (xxh3-128) befor
 from __future__ import annotations
 
 import struct
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from katydid.kvcache.v1 import kvcache_pb2 as pb
@@ -27,14 +27,16 @@ from katydid_runtime.errors import InvalidRequestError, UnavailableError
 from xxhash import xxh3_128_digest
 
 from katydid_cache.arena import ArenaMapping
+from katydid_cache.arena_slots import CHECKSUM_BYTES, NO_SLOT, SLOT, ArenaSlot
 from katydid_cache.layout import Span
-from katydid_cache.records import ArenaSlot, Durability, PutStatus
+from katydid_cache.records import Durability, PutOutcome, PutRefusal, PutStatus
 
-__all__ = ["InPlace", "Reservation", "unpack_slots"]
+__all__ = ["GIVEN_UP", "InPlace", "Reservation"]
 
-_SLOT = struct.Struct("<QQ")
-_NO_SLOT = 2**64 - 1
-_CHECKSUM_BYTES = 16
+GIVEN_UP = bytes(CHECKSUM_BYTES)
+"""Checksum to commit for a slot that was not written after all."""
+
+_UNANSWERED = PutOutcome(PutStatus.REFUSED, PutRefusal.STORE_UNAVAILABLE)
 
 T = TypeVar("T")
 
@@ -47,10 +49,11 @@ class Answer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Slots to write, one a hash; None where there is nothing to write: the block is there, busy, or has no room."""
+    """Slots to write, one a hash; None where there is nothing to write. `declined` says why, by index of the hash."""
 
     id: int
     slots: tuple[ArenaSlot | None, ...]
+    declined: Mapping[int, PutOutcome] = field(default_factory=dict)
 
 
 class InPlace:
@@ -79,9 +82,19 @@ class InPlace:
         return xxh3_128_digest(self.view(slot)) == slot.checksum
 
     async def reserve(
-        self, hashes: bytes, *, parents: bytes = b"", heads: Span = Span(), tenant: bytes = b"", timeout_s: float = 1.0
+        self,
+        hashes: bytes,
+        *,
+        parents: bytes = b"",
+        heads: Span = Span(),
+        tenant: bytes = b"",
+        hold_s: float | None = None,
+        timeout_s: float = 1.0,
     ) -> Reservation:
-        """Slots for the blocks `hashes` (packed). Without `parents` (packed) all are first blocks."""
+        """Slots for the blocks `hashes` (packed). Without `parents` (packed) all are first blocks.
+
+        `hold_s` keeps the blocks at least so long once they are committed, and those present from now on.
+        """
         count = len(hashes) // HASH_BYTES
 
         async def call(attachment: int) -> Reservation:
@@ -92,57 +105,62 @@ class InPlace:
                 heads=pb.HeadRange(first=heads.first, count=heads.count),
                 tenant=tenant,
             )
+            if hold_s is not None:
+                request.hold.CopyFrom(to_duration(hold_s))
             response = await self._stub.Reserve(request, timeout=timeout_s)
-            slots = (
-                None if offset == _NO_SLOT else ArenaSlot(offset, generation, b"")
-                for offset, generation in _SLOT.iter_unpack(response.slots)
+            slots = tuple(
+                None if offset == NO_SLOT else ArenaSlot(offset, generation)
+                for offset, generation in SLOT.iter_unpack(response.slots)
             )
-            return Reservation(response.reservation, tuple(slots))
+            declined = {result.index: _outcome(result.status, result.refusal) for result in response.declined}
+            return Reservation(response.reservation, slots, declined)
 
-        return await self._answer(call, lambda: Reservation(0, (None,) * count))
+        missed = Reservation(0, (None,) * count, dict.fromkeys(range(count), _UNANSWERED))
+        return await self._answer(call, lambda: missed)
 
     async def commit(
         self,
         reservation: Reservation,
-        checksums: Sequence[bytes],
+        checksums: Sequence[bytes] = (),
         *,
+        linear_checksums: Sequence[int] = (),
         durability: Durability = Durability.MEMORY,
         ttl_s: float | None = None,
         timeout_s: float = 30.0,
-    ) -> list[PutStatus]:
-        """Make written slots visible; one status for each slot that was given, in order.
+    ) -> list[PutOutcome]:
+        """Make written slots visible; one outcome for each slot that was given, in order.
 
-        `checksums` holds the xxh3-128 (16 bytes) of the reserved heads' runs of each of these slots.
+        `checksums` holds the xxh3-128 (16 bytes) of the reserved heads' runs of each of these slots, GIVEN_UP for those
+        not written; or, of whole blocks, `linear_checksums` the 64-bit linear ones that a GPU made.
         """
         taken = sum(slot is not None for slot in reservation.slots)
-        if len(checksums) != taken or any(len(checksum) != _CHECKSUM_BYTES for checksum in checksums):
+        given = len(checksums) + len(linear_checksums)
+        if given != taken or (checksums and linear_checksums) or any(len(c) != CHECKSUM_BYTES for c in checksums):
             raise InvalidRequestError(
-                f"{len(checksums)} checksums for {taken} slots",
+                f"{given} checksums for {taken} slots",
                 field="checksums",
-                value=len(checksums),
-                allowed=f"{taken} of {_CHECKSUM_BYTES} bytes",
+                value=given,
+                allowed=f"{taken} of {CHECKSUM_BYTES} bytes, or {taken} linear ones",
             )
         if not taken:
             return []
 
-        async def call(attachment: int) -> list[PutStatus]:
+        async def call(attachment: int) -> list[PutOutcome]:
             request = pb.CommitRequest(
                 attachment=attachment,
                 reservation=reservation.id,
                 checksums=b"".join(checksums),
+                linear_checksums=struct.pack(f"<{len(linear_checksums)}Q", *linear_checksums),
                 durability=pb.Durability.ValueType(durability),
             )
             if ttl_s is not None:
                 request.ttl.CopyFrom(to_duration(ttl_s))
             response = await self._stub.Commit(request, timeout=timeout_s)
-            return [PutStatus(status) for status in response.statuses]
+            return [_outcome(*pair) for pair in zip(response.statuses, response.refusals, strict=True)]
 
-        return await self._answer(call, lambda: [PutStatus.REFUSED] * taken)
+        return await self._answer(call, lambda: [_UNANSWERED] * taken)
 
 
-def unpack_slots(slots: bytes, checksums: bytes) -> tuple[ArenaSlot, ...]:
-    """The slots of a LookupResponse."""
-    return tuple(
-        ArenaSlot(offset, generation, checksums[_CHECKSUM_BYTES * index : _CHECKSUM_BYTES * (index + 1)])
-        for index, (offset, generation) in enumerate(_SLOT.iter_unpack(slots))
-    )
+def _outcome(status: int, refusal: int) -> PutOutcome:
+    parsed = PutStatus(status)
+    return PutOutcome(parsed, PutRefusal(refusal) if parsed is PutStatus.REFUSED else None)

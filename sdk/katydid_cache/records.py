@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+from katydid_cache.arena_slots import ArenaSlots
+
 __all__ = [
-    "ArenaSlot",
     "BlockChange",
     "BlockMissReason",
     "Buffer",
@@ -96,14 +97,6 @@ class TierRun(NamedTuple):
     eta_s: float
 
 
-class ArenaSlot(NamedTuple):
-    """A block in the shared memory: byte offset, generation, and (where it was found) its xxh3-128."""
-
-    offset: int
-    generation: int
-    checksum: bytes
-
-
 @dataclass(frozen=True, slots=True)
 class LookupResult:
     """The longest prefix found: `blocks` in number, by tier in `runs`, kept by `lease` (0: none) until released.
@@ -117,7 +110,7 @@ class LookupResult:
     lease: int = 0
     duration_s: float = 0.0
     reachable: bool = True
-    slots: tuple[ArenaSlot, ...] = ()
+    slots: ArenaSlots = field(default_factory=ArenaSlots)
 
 
 class TierTime(NamedTuple):
@@ -165,10 +158,14 @@ class PutOutcome(NamedTuple):
 
 
 class PrefetchResult(NamedTuple):
-    """`blocks` that are or will be in memory, after `eta_s`."""
+    """`blocks` that are or will be in memory, after `eta_s`.
+
+    After waiting, with an arena, `slots` has the blocks that are there, from the first on without a gap.
+    """
 
     blocks: int
     eta_s: float
+    slots: ArenaSlots = ArenaSlots()
 
 
 @dataclass(frozen=True, slots=True)

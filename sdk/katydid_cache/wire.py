@@ -2,7 +2,7 @@
 
 The protobuf runtime copies a payload when it is set, again when it is serialised and again when it is parsed. Here a
 frame is joined once from the cache's memory, and a received one is a view of the bytes gRPC delivered. Only the usual
-encoding (index, offset, data, in this order) takes the fast way; every other valid one is left to protobuf.
+encoding (index, offset, data, blocks, in this order) takes the fast way; every other valid one is left to protobuf.
 """
 
 from __future__ import annotations
@@ -20,27 +20,31 @@ __all__ = ["Frame", "decode_get_response", "decode_put_request", "encode_get_fra
 
 _GET_FRAME_TAG = 2 << 3 | 2
 _PUT_FRAME_TAG = 3 << 3 | 2
-_INDEX_TAG, _OFFSET_TAG, _DATA_TAG = 1 << 3, 2 << 3, 3 << 3 | 2
+_INDEX_TAG, _OFFSET_TAG, _DATA_TAG, _BLOCKS_TAG = 1 << 3, 2 << 3, 3 << 3 | 2, 4 << 3
 _VARINT_BYTES = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """`data` belongs at byte `offset` of the payload of block `index` of the stream."""
+    """`data` belongs at byte `offset` of the payload of block `index` of the stream.
+
+    In a Get it is the same range of `blocks` consecutive blocks, in equal parts.
+    """
 
     index: int
     offset: int
     data: memoryview
+    blocks: int = 1
 
 
-def encode_get_frame(index: int, offset: int, pieces: Sequence[Buffer]) -> bytes:
-    """A serialised GetResponse with one frame whose data is `pieces` in a row."""
-    return _encode(_GET_FRAME_TAG, index, offset, pieces)
+def encode_get_frame(index: int, offset: int, pieces: Sequence[Buffer], blocks: int = 1) -> bytes:
+    """A serialised GetResponse with one frame whose data is `pieces` in a row, of so many blocks."""
+    return _encode(_GET_FRAME_TAG, index, offset, pieces, blocks)
 
 
 def encode_put_frame(index: int, offset: int, pieces: Sequence[Buffer]) -> bytes:
     """A serialised PutRequest with one frame whose data is `pieces` in a row."""
-    return _encode(_PUT_FRAME_TAG, index, offset, pieces)
+    return _encode(_PUT_FRAME_TAG, index, offset, pieces, 1)
 
 
 def decode_get_response(message: bytes) -> Frame | pb.GetResponse:
@@ -68,25 +72,28 @@ def decode_put_request(message: bytes) -> Frame | pb.PutRequest:
 
 
 def _unpack(frame: pb.Frame) -> Frame:
-    return Frame(frame.index, frame.offset, memoryview(frame.data))
+    return Frame(frame.index, frame.offset, memoryview(frame.data), frame.blocks or 1)
 
 
 def _malformed(what: str, message: bytes) -> InvalidRequestError:
     return InvalidRequestError(f"{len(message)} bytes are no {what}", field="message", allowed=f"a serialised {what}")
 
 
-def _encode(tag: int, index: int, offset: int, pieces: Sequence[Buffer]) -> bytes:
+def _encode(tag: int, index: int, offset: int, pieces: Sequence[Buffer], blocks: int) -> bytes:
     size = sum(len(piece) for piece in pieces)
-    head = bytearray()
+    head, tail = bytearray(), bytearray()
     for field_tag, value in ((_INDEX_TAG, index), (_OFFSET_TAG, offset)):
         if value:
             head.append(field_tag)
             _append_varint(head, value)
     head.append(_DATA_TAG)
     _append_varint(head, size)
+    if blocks > 1:
+        tail.append(_BLOCKS_TAG)
+        _append_varint(tail, blocks)
     outer = bytearray((tag,))
-    _append_varint(outer, len(head) + size)
-    return b"".join((outer, head, *pieces))
+    _append_varint(outer, len(head) + size + len(tail))
+    return b"".join((outer, head, *pieces, tail))
 
 
 def _decode(tag: int, message: bytes) -> Frame | None:
@@ -105,10 +112,17 @@ def _decode(tag: int, message: bytes) -> Frame | None:
             at = after
     if at >= len(message) or message[at] != _DATA_TAG:
         return None
-    size, after = _varint(message, at + 1)
-    if after is None or after + size != len(message):
+    size, first = _varint(message, at + 1)
+    if first is None or first + size > len(message):
         return None
-    return Frame(values[0], values[1], memoryview(message)[after:])
+    end, blocks = first + size, 1
+    if end < len(message):
+        if message[end] != _BLOCKS_TAG:
+            return None
+        blocks, after = _varint(message, end + 1)
+        if after != len(message) or not blocks:
+            return None
+    return Frame(values[0], values[1], memoryview(message)[first:end], blocks)
 
 
 def _append_varint(out: bytearray, value: int) -> None:

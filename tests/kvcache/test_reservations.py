@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 import pytest
-from katydid_kvcache.reservations import Reservations
+from katydid_kvcache.reservations import Reservation, Reservations
 from katydid_kvcache.store import Write
 from katydid_runtime.errors import ConflictError
 
@@ -17,8 +17,8 @@ def writes(*names: str) -> list[Write]:
 
 def test_only_the_owner_finds_its_reservation() -> None:
     books = Reservations()
-    mine, other = books.add(1, writes("a", "b")), books.add(2, writes("c"))
-    assert list(books.find(1, mine)) == writes("a", "b")
+    mine, other = books.add(1, writes("a", "b"), 5.0), books.add(2, writes("c"))
+    assert books.find(1, mine) == Reservation(1, writes("a", "b"), 5.0)
     with pytest.raises(ConflictError) as caught:
         books.find(1, other)
     assert caught.value.field == "reservation"

@@ -10,7 +10,18 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from katydid_cache import ArenaSlot, BlockMissReason, CacheClient, Durability, PutStatus, Reservation, Span, Tier
+from katydid_cache import (
+    ArenaSlot,
+    BlockMissReason,
+    CacheClient,
+    Durability,
+    PutOutcome,
+    PutRefusal,
+    PutStatus,
+    Reservation,
+    Span,
+    Tier,
+)
 from katydid_runtime.errors import ConflictError, InvalidRequestError, UnavailableError, UnsupportedError
 from xxhash import xxh3_128_digest
 
@@ -20,6 +31,7 @@ pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = LAYOUT.block_bytes
+STORED = PutOutcome(PutStatus.STORED)
 
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -30,7 +42,7 @@ def address(folder: Path) -> str:
     return f"unix:{folder}/cache.sock"
 
 
-async def write(cache: CacheClient, payloads: dict[bytes, bytes], **options: Durability) -> list[PutStatus]:
+async def write(cache: CacheClient, payloads: dict[bytes, bytes], **options: Durability) -> list[PutOutcome]:
     reservation = await cache.in_place.reserve(b"".join(payloads))
     checksums = []
     for slot, payload in zip(reservation.slots, payloads.values(), strict=True):
@@ -50,7 +62,7 @@ def test_written_in_place_and_read_both_ways(tmp_path: Path) -> None:
             async with CacheClient(address(tmp_path)) as cache:
                 await cache.attach(IDENTITY, LAYOUT, arena=True)
                 blocks = make(20)
-                assert await write(cache, blocks, durability=Durability.DISK) == [PutStatus.STORED] * 20
+                assert await write(cache, blocks, durability=Durability.DISK) == [STORED] * 20
                 assert await write(cache, blocks) == []
                 found = await cache.lookup(b"".join(blocks))
                 assert (found.blocks, len(found.slots)) == (20, 20)
@@ -62,7 +74,7 @@ def test_written_in_place_and_read_both_ways(tmp_path: Path) -> None:
                 assert [bytes(buffer) for buffer in into] == list(blocks.values())
                 assert len({slot.generation for slot in found.slots}) == 20
                 await cache.release(found.lease)
-                assert (await cache.lookup(b"".join(blocks), lease=False)).slots == ()
+                assert not (await cache.lookup(b"".join(blocks), lease=False)).slots
                 stats = await cache.stats()
                 assert (stats.reservations, stats.tiers[Tier.DISK].blocks) == (0, 20)
 
@@ -83,7 +95,7 @@ def test_ranks_write_their_heads_in_place(tmp_path: Path) -> None:
                     for part in LAYOUT.runs(Span(rank, 1)):
                         cache.in_place.view(slot)[part.start : part.stop] = payload[part.start : part.stop]
                         share += payload[part.start : part.stop]
-                    assert await cache.in_place.commit(reservation, [xxh3_128_digest(share)]) == [PutStatus.STORED]
+                    assert await cache.in_place.commit(reservation, [xxh3_128_digest(share)]) == [STORED]
                 found = await one.lookup(block_hash)
                 assert one.in_place.view(found.slots[0]) == payload
                 assert found.slots[0].checksum == xxh3_128_digest(payload)
@@ -104,7 +116,7 @@ def test_a_wrong_checksum_commits_nothing(tmp_path: Path) -> None:
                 cache.in_place.view(slots[1])[7] ^= 1
                 checksums = [xxh3_128_digest(payload) for payload in blocks.values()]
                 statuses = await cache.in_place.commit(reservation, checksums)
-                assert statuses == [PutStatus.STORED, PutStatus.REFUSED]
+                assert statuses == [STORED, PutOutcome(PutStatus.REFUSED, PutRefusal.CHECKSUM)]
                 assert (await cache.lookup(b"".join(blocks))).blocks == 1
                 with pytest.raises(ConflictError):
                     await cache.in_place.commit(reservation, checksums)
@@ -179,7 +191,7 @@ def test_a_restart_gives_new_memory_and_the_old_stays_readable(tmp_path: Path) -
                 while not cache.attached or cache.in_place.mapping is mapping:
                     await asyncio.sleep(0.01)
                 assert old == next(iter(blocks.values()))
-                assert (await cache.lookup(b"".join(blocks))).slots == ()
+                assert not (await cache.lookup(b"".join(blocks))).slots
                 await cache.prefetch(b"".join(blocks))
                 while len((found := await cache.lookup(b"".join(blocks))).slots) < 3:
                     await cache.release(found.lease)

@@ -28,6 +28,10 @@ class Namespace:
         wanted = heads.resolve(self.layout.kv_heads, "heads")
         return (1 << wanted.stop) - (1 << wanted.start)
 
+    def covers(self, heads: Span) -> bool:
+        """Whether the range is all heads."""
+        return self.mask(heads) == self.all_heads
+
 
 class Block:
     """What is known of one block.

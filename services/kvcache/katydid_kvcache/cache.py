@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 
 import lmdb
@@ -32,7 +32,7 @@ from katydid_kvcache.reading import Reader
 from katydid_kvcache.reservations import Reservations
 from katydid_kvcache.settings import KvCacheSettings
 from katydid_kvcache.slabs import SlabAllocator
-from katydid_kvcache.store import Change, Store, Write
+from katydid_kvcache.store import Change, Refusal, Store, Write
 from katydid_kvcache.writing import Writer
 
 __all__ = ["Cache", "Found", "Verified"]
@@ -40,6 +40,7 @@ __all__ = ["Cache", "Found", "Verified"]
 _MAINTENANCE_S = 1.0
 _REGROW_S = 60.0
 _FLUSH_BLOCKS = 64
+_PROMOTIONS = 4
 _SERVICE_OWNER = 0
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,13 @@ class Found:
     blocks: Sequence[Block]
     runs: tuple[TierRun, ...]
     lease: int
+
+    @property
+    def in_memory(self) -> Sequence[Block]:
+        """Those in the memory tier, in order."""
+        if all(run.tier is Tier.MEMORY for run in self.runs):
+            return self.blocks
+        return [block for block in self.blocks if block.memory is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,16 +189,21 @@ class Cache:
         self.store.unpin(self.leases.release(attachment.id, lease))
 
     def reserve(
-        self, attachment: Attachment, hashes: Sequence[bytes], parents: Sequence[bytes], heads: Span
-    ) -> tuple[int, list[Write | None]]:
-        """Take slots to write in place: the reservation (0 when there is no slot), and a write or None a hash."""
+        self, attachment: Attachment, hashes: Sequence[bytes], parents: Sequence[bytes], heads: Span, hold_s: float
+    ) -> tuple[int, list[Write | Refusal]]:
+        """Take slots to write in place: the reservation (0 when there is no slot), and for each hash leave to write.
+
+        Blocks are kept for `hold_s` once they are there: from the commit on, or from now.
+        """
         begun = [
             self.store.begin_write(attachment.namespace, block_hash, parent, heads)
             for block_hash, parent in zip(hashes, parents, strict=True)
         ]
-        slots = [write if isinstance(write, Write) else None for write in begun]
-        taken = [write for write in slots if write is not None]
-        return (self.reservations.add(attachment.id, taken) if taken else 0), slots
+        for refusal in begun:
+            if hold_s and isinstance(refusal, Refusal) and refusal.present is not None:
+                self.hold(refusal.present, hold_s)
+        taken = [write for write in begun if isinstance(write, Write)]
+        return (self.reservations.add(attachment.id, taken, hold_s) if taken else 0), begun
 
     def hold(self, block: Block, hold_s: float) -> None:
         """Keep a block for a hand-off, whoever comes for it."""
@@ -207,6 +220,13 @@ class Cache:
             self._prefetches.add(task)
             task.add_done_callback(self._prefetches.discard)
         return len(wanted), self._read_s(len(below) * namespace.slot_bytes)
+
+    async def fetch(self, namespace: Namespace, hashes: Sequence[bytes], deadline_s: float) -> list[Block]:
+        """Bring blocks into memory until all are there or the time is up; those there, from the first on, no gap."""
+        found = [self.store.find(namespace, block_hash, namespace.all_heads) for block_hash in hashes]
+        await self._promote_all([block for block in found if block is not None and block.memory is None], deadline_s)
+        there = takewhile(lambda block: block is not None and block.memory is not None, found)
+        return [block for block in there if block is not None]
 
     def evict(self, identity: bytes, hashes: Sequence[bytes]) -> int:
         """Drop blocks (all of the namespace when none is named), from disk beyond recovery; leased ones stay."""
@@ -295,12 +315,18 @@ class Cache:
         return runs
 
     async def _promote_all(self, blocks: Sequence[Block], deadline_s: float) -> None:
+        """In order, some at a time; none is begun after the deadline."""
         deadline = time.monotonic() + deadline_s
-        for block in blocks:
-            if time.monotonic() >= deadline:
-                return
-            if block.present:
-                await self.reader.promote(block)
+        waiting = iter(blocks)
+
+        async def promote() -> None:
+            for block in waiting:
+                if time.monotonic() >= deadline:
+                    return
+                if block.present:
+                    await self.reader.promote(block)
+
+        await asyncio.gather(*(promote() for _ in range(_PROMOTIONS)))
 
     def _restore(self, folder: DiskFolder) -> None:
         """Fill the index with what the folder holds, without telling the disk of it."""

@@ -1,12 +1,13 @@
-"""xxh3-128 over a payload that may lie in pieces, as it does where a rank's heads are a part of every layer."""
+"""Checksums of payloads: xxh3-128, also over pieces, as a rank's heads are of every layer; and the GPU's linear one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from xxhash import xxh3_128, xxh3_128_digest
 
-__all__ = ["CHECKSUM_BYTES", "payload_checksum"]
+__all__ = ["CHECKSUM_BYTES", "linear_checksum", "payload_checksum"]
 
 CHECKSUM_BYTES = 16
 
@@ -19,3 +20,13 @@ def payload_checksum(block: memoryview, runs: Sequence[range]) -> bytes:
     for run in runs:
         state.update(block[run.start : run.stop])
     return state.digest()
+
+
+def linear_checksum(block: memoryview) -> int:
+    """64-bit linear checksum of a whole block: what `katydid_kernels.kv_pack` makes on the GPU.
+
+    The sum over little-endian 64-bit words w_i of w_i * (2 i + 1), modulo 2^64. 0 stands for "none" wherever checksums
+    are kept, so a block whose sum is 0 is one that nobody checks by it.
+    """
+    words = np.frombuffer(block, dtype="<u8")
+    return int(np.dot(words, np.arange(1, 2 * len(words), 2, dtype=np.uint64)))

@@ -1,4 +1,8 @@
-"""One Get: blocks are brought into memory a few ahead, and leave in frames as the client's credit allows."""
+"""One Get: blocks are brought into memory ahead, and leave in frames as the client's credit allows.
+
+Blocks that are in memory leave in groups, layer by layer: the first layer of all of them, then the second. Blocks that
+come from disk leave as they arrive.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,9 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 from katydid.kvcache.v1 import kvcache_pb2 as pb
@@ -24,10 +30,47 @@ from katydid_kvcache.reading import Reading
 
 __all__ = ["GetStream"]
 
-_AHEAD = 4
+_AHEAD = 5
+_WINDOW = 64
+# A stream pins at most two windows, and each at most this share of the memory.
+_SHARE = 8
 _LINGER_S = 1.0
 
 Send = Callable[[bytes], Awaitable[None]]
+
+
+class _Wanted(NamedTuple):
+    """Block number `place` of the request; the client has its first `have` bytes."""
+
+    place: int
+    hash: bytes
+    have: int
+
+
+class _Opening(NamedTuple):
+    """A block on its way; `near` when it was in memory."""
+
+    wanted: _Wanted
+    near: bool
+    task: asyncio.Task[Reading | BlockMissReason]
+
+
+class _Opened(NamedTuple):
+    wanted: _Wanted
+    reading: Reading
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What GetStart said: `size` bytes of each block in `runs`, `step` of them a layer; `window` blocks at a time."""
+
+    namespace: Namespace
+    mask: int
+    runs: list[range]
+    size: int
+    step: int
+    wanted: list[_Wanted]
+    window: int
 
 
 class GetStream:
@@ -45,6 +88,7 @@ class GetStream:
         self._no_more: InvalidRequestError | None = None
         self._stall_s = cache.settings.stream_stall_timeout_s
         self._times: dict[Tier, tuple[int, float]] = {}
+        self._checking = asyncio.Lock()
         self.sent = 0
         self.missed = 0
         self.bytes = 0
@@ -56,34 +100,29 @@ class GetStream:
         credit for too long.
         """
         start = await self._start()
-        namespace = self._cache.attachments.find(start.attachment).namespace
-        hashes = requests.hash_list(start.hashes)
-        heads, layers = requests.span(start.heads), Span(start.first_layer, start.layers)
-        runs = namespace.layout.runs(heads, layers)
-        mask = namespace.mask(heads)
+        terms = self._terms(start)
         self._credit = start.credit
         crediting = asyncio.create_task(self._collect_credit())
-        ahead: deque[asyncio.Task[Reading | BlockMissReason]] = deque()
+        ahead: deque[_Opening] = deque()
         try:
-            remaining = iter(hashes)
-            for index in range(len(hashes)):
-                self._open_ahead(ahead, remaining, namespace, mask)
+            remaining = iter(terms.wanted)
+            while self._open_ahead(ahead, remaining, terms):
                 started = time.monotonic()
-                reading = await ahead[0]
-                if isinstance(reading, BlockMissReason):
-                    await self._miss(index, reading)
-                else:
-                    await self._block(index, reading, runs)
-                    self._time(reading.tier, time.monotonic() - started)
-                    self._cache.reader.close(reading)
-                ahead.popleft()
+                group = await self._next_group(ahead, terms.window)
+                self._open_ahead(ahead, remaining, terms)
+                try:
+                    await self._group(group, terms)
+                finally:
+                    for opened in group:
+                        self._cache.reader.close(opened.reading)
+                self._note(group, time.monotonic() - started)
             await self._send(pb.GetResponse(summary=self._summary()).SerializeToString())
             # The client may be about to send credit: to end the call under its pen would look like a failure to it.
             await asyncio.wait([crediting], timeout=_LINGER_S)
         finally:
             crediting.cancel()
-            for task in ahead:
-                await self._abandon(task)
+            for opening in ahead:
+                await self._abandon(opening.task)
 
     async def _start(self) -> pb.GetStart:
         try:
@@ -95,16 +134,61 @@ class GetStream:
             raise InvalidRequestError("a Get begins with GetStart", field="message", allowed="start")
         return request.start
 
-    def _open_ahead(
-        self,
-        ahead: deque[asyncio.Task[Reading | BlockMissReason]],
-        remaining: Iterator[bytes],
-        namespace: Namespace,
-        mask: int,
-    ) -> None:
-        """Keep `_AHEAD` blocks on their way besides the one that is sent, so that disk reads overlap with sending."""
-        for block_hash in islice(remaining, _AHEAD + 1 - len(ahead)):
-            ahead.append(asyncio.create_task(self._cache.reader.open(namespace, block_hash, mask)))
+    def _terms(self, start: pb.GetStart) -> _Terms:
+        namespace = self._cache.attachments.find(start.attachment).namespace
+        hashes = requests.hash_list(start.hashes)
+        heads, layers = requests.span(start.heads), Span(start.first_layer, start.layers)
+        runs = namespace.layout.runs(heads, layers)
+        size = sum(len(run) for run in runs)
+        have = start.have or [0] * len(hashes)
+        if len(have) != len(hashes) or max(have, default=0) > size:
+            raise InvalidRequestError(
+                f"{len(have)} of `have` for {len(hashes)} hashes, the largest {max(have, default=0)}",
+                field="have",
+                value=len(have),
+                allowed=f"none, or one a hash, each at most {size}",
+            )
+        step = size // len(layers.resolve(namespace.layout.layers, "layers"))
+        wanted = [_Wanted(*of) for of in zip(range(len(hashes)), hashes, have, strict=True)]
+        room = self._cache.store.memory.slots.capacity_bytes // (_SHARE * namespace.slot_bytes)
+        window = min(_WINDOW, max(_AHEAD, room))
+        return _Terms(namespace, namespace.mask(heads), runs, size, step, wanted, window)
+
+    def _open_ahead(self, ahead: deque[_Opening], remaining: Iterator[_Wanted], terms: _Terms) -> bool:
+        """Keep a window of blocks on their way, so that disk reads overlap with sending; False when none are left."""
+        store = self._cache.store
+        for wanted in islice(remaining, terms.window - len(ahead)):
+            block = store.find(terms.namespace, wanted.hash, terms.mask)
+            near = block is not None and block.memory is not None
+            ahead.append(_Opening(wanted, near, asyncio.create_task(self._open(wanted, terms, near))))
+        return bool(ahead)
+
+    async def _open(self, wanted: _Wanted, terms: _Terms, near: bool) -> Reading | BlockMissReason:
+        reader = self._cache.reader
+        if not near:
+            return await reader.open(terms.namespace, wanted.hash, terms.mask)
+        async with self._checking:
+            # Blocks in memory are checked one a turn of the loop: others are not to wait for a whole window.
+            opened = await reader.open(terms.namespace, wanted.hash, terms.mask)
+            await asyncio.sleep(0)
+            return opened
+
+    async def _next_group(self, ahead: deque[_Opening], limit: int) -> list[_Opened]:
+        """The next blocks to be sent together; misses before them are answered. Empty when only misses were left."""
+        group: list[_Opened] = []
+        while ahead and len(group) < limit:
+            opening = ahead[0]
+            if group and (opening.wanted.have != group[0].wanted.have or not (opening.near or opening.task.done())):
+                break
+            opened = await opening.task
+            if isinstance(opened, Reading):
+                group.append(_Opened(opening.wanted, opened))
+            elif group:
+                break
+            else:
+                await self._miss(opening.wanted.place, opened)
+            ahead.popleft()
+        return group
 
     async def _collect_credit(self) -> None:
         """Add up what the client allows; leaves in `_no_more` why nothing will come after."""
@@ -120,20 +204,31 @@ class GetStream:
         self._no_more = ending
         self._credited.set()
 
-    async def _block(self, index: int, reading: Reading, runs: list[range]) -> None:
-        view = reading.view
-        size = sum(len(run) for run in runs)
-        whole = size == len(view) and reading.block.complete
-        checksum = reading.block.checksum if whole else payload_checksum(view, runs)
-        header = pb.BlockHeader(index=index, bytes=size, checksum=checksum, tier=pb.Tier.ValueType(reading.tier))
-        await self._send(pb.GetResponse(block=header).SerializeToString())
-        for offset in range(0, size, requests.FRAME_BYTES):
-            length = min(requests.FRAME_BYTES, size - offset)
-            await self._spend(length)
-            pieces = [view[part.start : part.stop] for part in cut(runs, offset, length)]
-            await self._send(encode_get_frame(index, offset, pieces))
-        self.sent += 1
-        self.bytes += size
+    async def _group(self, group: list[_Opened], terms: _Terms) -> None:
+        for index, opened in ((opened.wanted.place, opened.reading) for opened in group):
+            whole = terms.size == len(opened.view) and opened.block.complete
+            header = pb.BlockHeader(
+                index=index,
+                bytes=terms.size,
+                checksum=opened.block.checksum if whole else payload_checksum(opened.view, terms.runs),
+                tier=pb.Tier.ValueType(opened.tier),
+            )
+            await self._send(pb.GetResponse(block=header).SerializeToString())
+        for stretch in _stretches(group[0].wanted.have if group else terms.size, terms, len(group)):
+            together = max(1, requests.FRAME_BYTES // len(stretch))
+            for first in range(0, len(group), together):
+                await self._stretch(group[first : first + together], stretch, terms)
+        self.sent += len(group)
+        self.bytes += sum(terms.size - opened.wanted.have for opened in group)
+
+    async def _stretch(self, group: list[_Opened], stretch: range, terms: _Terms) -> None:
+        """Send the same bytes of a few blocks, which together fit a frame unless it is one block alone."""
+        for offset in range(stretch.start, stretch.stop, requests.FRAME_BYTES):
+            length = min(requests.FRAME_BYTES, stretch.stop - offset)
+            await self._spend(length * len(group))
+            parts = cut(terms.runs, offset, length)
+            pieces = [opened.reading.view[part.start : part.stop] for opened in group for part in parts]
+            await self._send(encode_get_frame(group[0].wanted.place, offset, pieces, len(group)))
 
     async def _miss(self, index: int, reason: BlockMissReason) -> None:
         self.missed += 1
@@ -163,9 +258,10 @@ class GetStream:
         if isinstance(reading, Reading):
             self._cache.reader.close(reading)
 
-    def _time(self, tier: Tier, duration_s: float) -> None:
-        blocks, total_s = self._times.get(tier, (0, 0.0))
-        self._times[tier] = blocks + 1, total_s + duration_s
+    def _note(self, group: list[_Opened], duration_s: float) -> None:
+        for opened in group:
+            blocks, total_s = self._times.get(opened.reading.tier, (0, 0.0))
+            self._times[opened.reading.tier] = blocks + 1, total_s + duration_s / len(group)
 
     def _summary(self) -> pb.GetSummary:
         times = [
@@ -173,6 +269,15 @@ class GetStream:
             for tier, (blocks, total_s) in sorted(self._times.items())
         ]
         return pb.GetSummary(sent=self.sent, missed=self.missed, times=times)
+
+
+def _stretches(have: int, terms: _Terms, blocks: int) -> Iterator[range]:
+    """The payload from byte `have` on in whole layers, at least one and as many as fit a frame for all blocks."""
+    layers = max(1, requests.FRAME_BYTES // (terms.step * max(1, blocks)))
+    while have < terms.size:
+        end = min(terms.size, (have // terms.step + layers) * terms.step)
+        yield range(have, end)
+        have = end
 
 
 def _parse(message: bytes) -> pb.GetRequest:

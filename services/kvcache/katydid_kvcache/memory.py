@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
+
 from katydid_cache.layout import Span
 
 from katydid_kvcache.arena import Arena
@@ -27,6 +30,17 @@ class MemoryTier:
     def arena_offset(self, slot: Slot) -> int:
         """Where a slot begins in the whole arena."""
         return slot.slab * self.slots.slab_bytes + self.slots.offset(slot)
+
+    def pack(self, blocks: Sequence[Block]) -> bytes:
+        """Where blocks of one namespace that are in memory lie: offset in the arena and generation, 16 bytes each."""
+        places: list[int] = []
+        slab_bytes = self.slots.slab_bytes
+        slot_bytes = blocks[0].namespace.slot_bytes if blocks else 0
+        for block in blocks:
+            slot = block.memory
+            assert slot is not None
+            places += (slot.slab * slab_bytes + slot.index * slot_bytes, slot.generation)
+        return struct.pack(f"<{len(places)}Q", *places)
 
     def pages(self, block: Block, slot: Slot) -> memoryview:
         """All pages of a slot for `block`, page-aligned: what direct I/O moves."""

@@ -21,7 +21,6 @@ from katydid_kvcache.store import Write
 
 __all__ = ["PutStream"]
 
-_DAY_S = 86_400.0
 _PENDING_LIMIT = 64
 _PRESENT = PutOutcome(PutStatus.PRESENT)
 
@@ -109,7 +108,7 @@ class PutStream:
             requests.durability(start.durability),
             Span(wanted.start, len(wanted)),
             requests.ttl(start.ttl) if start.HasField("ttl") else None,
-            requests.seconds(start.hold, "hold", limit=_DAY_S) if start.HasField("hold") else None,
+            requests.hold(start.hold) if start.HasField("hold") else None,
             runs,
             sum(len(run) for run in runs),
         )

@@ -17,6 +17,7 @@ __all__ = [
     "durability",
     "exact_bytes",
     "hash_list",
+    "hold",
     "layout",
     "seconds",
     "span",
@@ -27,7 +28,8 @@ FRAME_BYTES = 1024 * 1024
 HASH_LIMIT = 4096
 TENANT_SIZES = (0, 16)
 
-_YEAR_S = 365 * 86_400.0
+_DAY_S = 86_400.0
+_YEAR_S = 365 * _DAY_S
 
 
 def exact_bytes(value: bytes, sizes: tuple[int, ...], field: str) -> bytes:
@@ -96,6 +98,11 @@ def seconds(duration: Duration, field: str, *, limit: float) -> float:
             f"{field} is {value:g} s", field=field, value=f"{value:g}", allowed=f"0 to {limit:g} s"
         )
     return value
+
+
+def hold(duration: Duration) -> float:
+    """For how long a block is kept for a hand-off, in seconds."""
+    return seconds(duration, "hold", limit=_DAY_S)
 
 
 def ttl(duration: Duration) -> float:

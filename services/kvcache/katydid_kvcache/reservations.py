@@ -3,47 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from katydid_runtime.errors import ConflictError
 
 from katydid_kvcache.store import Write
 
-__all__ = ["Reservations"]
+__all__ = ["Reservation", "Reservations"]
+
+
+class Reservation(NamedTuple):
+    """Writes of `owner`, an attachment; their blocks are to be kept for `hold_s` from the commit on."""
+
+    owner: int
+    writes: Sequence[Write]
+    hold_s: float
 
 
 class Reservations:
     """Writes by reservation; ids count from 1. The caller ends the writes it gets back."""
 
     def __init__(self) -> None:
-        self._reservations: dict[int, tuple[int, Sequence[Write]]] = {}
+        self._reservations: dict[int, Reservation] = {}
         self._next = 1
 
     def __len__(self) -> int:
         return len(self._reservations)
 
-    def add(self, owner: int, writes: Sequence[Write]) -> int:
+    def add(self, owner: int, writes: Sequence[Write], hold_s: float = 0.0) -> int:
         """A new reservation of `owner`."""
         reservation = self._next
         self._next += 1
-        self._reservations[reservation] = owner, writes
+        self._reservations[reservation] = Reservation(owner, writes, hold_s)
         return reservation
 
-    def find(self, owner: int, reservation: int) -> Sequence[Write]:
-        """Its writes. Raises ConflictError when `owner` has no such reservation (any more)."""
+    def find(self, owner: int, reservation: int) -> Reservation:
+        """The reservation. Raises ConflictError when `owner` has no such reservation (any more)."""
         found = self._reservations.get(reservation)
-        if found is None or found[0] != owner:
+        if found is None or found.owner != owner:
             raise ConflictError(
                 f"no reservation {reservation}",
                 field="reservation",
                 value=reservation,
                 allowed="one of this attachment, not committed yet",
             )
-        return found[1]
+        return found
 
     def remove(self, reservation: int) -> None:
         del self._reservations[reservation]
 
     def drop_owner(self, owner: int) -> list[Write]:
         """End all reservations of an owner that is gone; their writes."""
-        ended = [number for number, (of, _) in self._reservations.items() if of == owner]
-        return [write for number in ended for write in self._reservations.pop(number)[1]]
+        ended = [number for number, held in self._reservations.items() if held.owner == owner]
+        return [write for number in ended for write in self._reservations.pop(number).writes]

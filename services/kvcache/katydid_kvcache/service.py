@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import struct
 import time
 from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
@@ -13,22 +12,20 @@ from typing import Any, TypeAlias
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 from katydid.kvcache.v1 import kvcache_pb2 as pb
-from katydid_cache.records import Durability, Snapshot
+from katydid_cache.records import Snapshot
 from katydid_runtime.duration import to_duration
-from katydid_runtime.errors import ConflictError, InvalidRequestError, UnsupportedError
+from katydid_runtime.errors import ConflictError, InvalidRequestError
 from katydid_runtime.telemetry import Span, Telemetry
 from katydid_runtime.trace_context import TraceContext
 
 from katydid_kvcache import requests
 from katydid_kvcache.arena_socket import ArenaSocket
-from katydid_kvcache.attachments import Attachment
 from katydid_kvcache.cache import Cache
-from katydid_kvcache.checksums import CHECKSUM_BYTES
 from katydid_kvcache.figures import Figures
 from katydid_kvcache.get_stream import GetStream
+from katydid_kvcache.in_place_calls import PackedSlots, commit_in_place, reserve_in_place
+from katydid_kvcache.lanes.calls import LaneCalls
 from katydid_kvcache.put_stream import PutStream
-from katydid_kvcache.slabs import Slot
-from katydid_kvcache.writing import commit
 
 __all__ = ["LONG_LIVED", "SERVICE", "KvCacheService", "rpc_handlers"]
 
@@ -39,8 +36,6 @@ _RAW = frozenset({"Get", "Put"})
 _IDENTITY_BYTES = 32
 _PREFETCH_LIMIT_S = 600.0
 _READ_OUT_S = 0.1
-_SLOT = struct.Struct("<QQ")
-_NO_SLOT = _SLOT.pack(2**64 - 1, 0)
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -50,11 +45,20 @@ logger = logging.getLogger(__name__)
 class KvCacheService:
     """The RPCs of KvCacheService; see the protocol for what each one means."""
 
-    def __init__(self, cache: Cache, telemetry: Telemetry, figures: Figures, arena: ArenaSocket | None = None) -> None:
+    def __init__(
+        self,
+        cache: Cache,
+        telemetry: Telemetry,
+        figures: Figures,
+        arena: ArenaSocket | None = None,
+        *,
+        lane_port: int = 0,
+    ) -> None:
         self._cache = cache
         self._telemetry = telemetry
         self._figures = figures
         self._arena = arena
+        self._lane_port = lane_port
         self._delays = cache.settings.fault_delays
 
     async def Attach(self, request: pb.AttachRequest, context: Context) -> AsyncIterator[pb.AttachResponse]:
@@ -65,7 +69,12 @@ class KvCacheService:
         attachment = cache.attachments.join(namespace, arena=granted)
         who = {"client": request.client, "identity": identity.hex()[:16], "arena": granted}
         logger.info("client attached", extra=who)
-        attached = pb.Attached(attachment=attachment.id, boot_epoch=cache.boot_epoch, frame_bytes=requests.FRAME_BYTES)
+        attached = pb.Attached(
+            attachment=attachment.id,
+            boot_epoch=cache.boot_epoch,
+            frame_bytes=requests.FRAME_BYTES,
+            lane_port=self._lane_port,
+        )
         try:
             if granted and self._arena is not None:
                 attached.arena.CopyFrom(
@@ -101,14 +110,15 @@ class KvCacheService:
             )
             span.set_all({"kvcache.blocks.asked": len(hashes), "kvcache.blocks.found": len(found.blocks)})
         # In place only what is leased and whole: a slot without a lease may be another block's a moment later.
-        in_place = attachment.arena and found.lease and all(block.complete for block in found.blocks)
-        in_memory = [block for block in found.blocks if block.memory is not None] if in_place else []
+        in_place = attachment.arena and found.lease and attachment.namespace.covers(requests.span(request.heads))
+        packed = PackedSlots(self._cache.memory, found.in_memory if in_place else ())
         elapsed_s = time.monotonic() - started
         self._figures.lookup_seconds.observe(elapsed_s)
         return pb.LookupResponse(
             blocks=len(found.blocks),
-            slots=b"".join(self._slot(block.memory) for block in in_memory),
-            checksums=b"".join(block.checksum for block in in_memory),
+            slots=packed.slots,
+            checksums=packed.checksums,
+            linear_checksums=packed.linear_checksums,
             runs=[
                 pb.TierRun(tier=pb.Tier.ValueType(run.tier), blocks=run.blocks, eta=to_duration(run.eta_s))
                 for run in found.runs
@@ -154,40 +164,26 @@ class KvCacheService:
         self._figures.put_seconds.observe(time.monotonic() - started)
 
     async def Reserve(self, request: pb.ReserveRequest, _context: Context) -> pb.ReserveResponse:
-        attachment = self._with_arena(request.attachment)
-        hashes, parents = requests.hash_list(request.hashes), requests.hash_list(request.parents)
-        if len(parents) != len(hashes):
-            raise InvalidRequestError(
-                f"{len(parents)} parents for {len(hashes)} hashes",
-                field="parents",
-                value=len(parents),
-                allowed="one a hash, 32 zero bytes for a first block",
-            )
-        requests.exact_bytes(request.tenant, requests.TENANT_SIZES, "tenant")
-        parents = [b"" if parent == bytes(len(parent)) else parent for parent in parents]
-        reservation, writes = self._cache.reserve(attachment, hashes, parents, requests.span(request.heads))
-        slots = b"".join(self._slot(write.block.memory if write else None) for write in writes)
-        return pb.ReserveResponse(reservation=reservation, slots=slots)
+        return reserve_in_place(self._cache, request)
 
     async def Commit(self, request: pb.CommitRequest, _context: Context) -> pb.CommitResponse:
-        attachment = self._with_arena(request.attachment)
-        if request.linear_checksums:
-            raise UnsupportedError(
-                "linear checksums are not offered yet", field="linear_checksums", allowed="empty; use checksums"
-            )
-        writes = self._cache.reservations.find(attachment.id, request.reservation)
-        requests.exact_bytes(request.checksums, (CHECKSUM_BYTES * len(writes),), "checksums")
-        ttl_s = requests.ttl(request.ttl) if request.HasField("ttl") else None
-        durable = requests.durability(request.durability) is Durability.DISK
-        self._cache.reservations.remove(request.reservation)
-        outcomes = await commit(self._cache.writer, writes, request.checksums, ttl_s, durable=durable)
-        return pb.CommitResponse(statuses=[pb.PutStatus.ValueType(outcome.status) for outcome in outcomes])
+        return await commit_in_place(self._cache, request)
 
     async def Prefetch(self, request: pb.PrefetchRequest, _context: Context) -> pb.PrefetchResponse:
         attachment = self._cache.attachments.find(request.attachment)
         deadline_s = requests.seconds(request.deadline, "deadline", limit=_PREFETCH_LIMIT_S)
-        blocks, eta_s = self._cache.prefetch(attachment.namespace, requests.hash_list(request.hashes), deadline_s)
-        return pb.PrefetchResponse(blocks=blocks, eta=to_duration(eta_s))
+        hashes = requests.hash_list(request.hashes)
+        if not request.wait:
+            blocks, eta_s = self._cache.prefetch(attachment.namespace, hashes, deadline_s)
+            return pb.PrefetchResponse(blocks=blocks, eta=to_duration(eta_s))
+        there = await self._cache.fetch(attachment.namespace, hashes, deadline_s)
+        packed = PackedSlots(self._cache.memory, there if attachment.arena else ())
+        return pb.PrefetchResponse(
+            blocks=len(there),
+            slots=packed.slots,
+            checksums=packed.checksums,
+            linear_checksums=packed.linear_checksums,
+        )
 
     async def Release(self, request: pb.ReleaseRequest, _context: Context) -> pb.ReleaseResponse:
         self._cache.release(self._cache.attachments.find(request.attachment), request.lease)
@@ -232,20 +228,6 @@ class KvCacheService:
                 response.delta.CopyFrom(pb.BlockDelta(tier=tier, stored=event.stored, removed=event.removed))
             yield response
 
-    def _with_arena(self, attachment_id: int) -> Attachment:
-        attachment = self._cache.attachments.find(attachment_id)
-        if not attachment.arena:
-            raise UnsupportedError(
-                "this attachment has no arena",
-                field="attachment",
-                allowed="one made over a Unix socket with want_arena",
-            )
-        return attachment
-
-    def _slot(self, slot: Slot | None) -> bytes:
-        """A slot as offset and generation."""
-        return _NO_SLOT if slot is None else _SLOT.pack(self._cache.memory.arena_offset(slot), slot.generation)
-
     def _span(self, name: str, context: Context) -> Span:
         return self._telemetry.start(name, TraceContext.from_headers(context.invocation_metadata() or ()))
 
@@ -262,16 +244,14 @@ async def _read_out(messages: AsyncIterator[bytes]) -> None:
                 pass
 
 
-def rpc_handlers(service: KvCacheService) -> grpc.GenericRpcHandler:
+def rpc_handlers(service: KvCacheService, lanes: LaneCalls) -> grpc.GenericRpcHandler:
     """The service for `Server.add_generic_rpc_handlers`. Get and Put pass serialised messages as they are."""
     handlers = {}
     for method in _DESCRIPTOR.methods:
-        if not hasattr(service, method.name):
-            continue
         kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
         raw = method.name in _RAW
         handlers[method.name] = getattr(grpc, f"{kind}_rpc_method_handler")(
-            getattr(service, method.name),
+            getattr(lanes if hasattr(lanes, method.name) else service, method.name),
             request_deserializer=None if raw else GetMessageClass(method.input_type).FromString,
             response_serializer=None if raw else GetMessageClass(method.output_type).SerializeToString,
         )

@@ -9,18 +9,22 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from katydid_cache.records import PutOutcome, PutRefusal, PutStatus
 
 from katydid_kvcache.blocks import Block
-from katydid_kvcache.checksums import CHECKSUM_BYTES, payload_checksum
+from katydid_kvcache.checksums import linear_checksum, payload_checksum
 from katydid_kvcache.disk.slot_header import SlotHeader
 from katydid_kvcache.disk.tier import FULL, DiskTier
 from katydid_kvcache.memory import MemoryTier
 from katydid_kvcache.slabs import Slot
 from katydid_kvcache.store import Store, Write
 
-__all__ = ["Writer", "commit"]
+__all__ = ["Claim", "Writer", "commit"]
+
+Claim: TypeAlias = bytes | int
+"""What a client says of the bytes it wrote: xxh3-128 (16 bytes), or of a whole block its 64-bit linear checksum."""
 
 
 def _refused(refusal: PutRefusal) -> PutOutcome:
@@ -60,7 +64,7 @@ class Writer:
         """Bytes on their way to disk."""
         return self._bytes_in_flight
 
-    def finish(self, write: Write, claimed: bytes, ttl_s: float | None) -> PutOutcome:
+    def finish(self, write: Write, claimed: Claim, ttl_s: float | None) -> PutOutcome:
         """All bytes of `write` are in its slot; `claimed` is the checksum the client sent for them.
 
         A block that has all its heads now is visible, and on its way to disk if the disk keeps up.
@@ -69,8 +73,11 @@ class Writer:
         if block.memory is None:
             store.abort_write(write)
             return _refused(PutRefusal.CORRUPT)
-        computed = payload_checksum(self._memory.view(block), block.namespace.layout.runs(write.heads))
-        if computed != claimed:
+        view = self._memory.view(block)
+        computed = payload_checksum(view, block.namespace.layout.runs(write.heads))
+        if isinstance(claimed, int):
+            block.linear = linear_checksum(view)
+        if claimed != (block.linear if isinstance(claimed, int) else computed):
             store.abort_write(write)
             return _refused(PutRefusal.CHECKSUM)
         try:
@@ -79,15 +86,16 @@ class Writer:
                 if checksum is None:
                     store.leave(store.memory, block, corrupt=True)
                     return _refused(PutRefusal.CORRUPT)
-                ttl_s = self._block_ttl_s if ttl_s is None else ttl_s
-                store.complete(write, checksum, self._now() + ttl_s if ttl_s else 0.0)
-                self.follow(block)
-                for waiting in self._completions.pop(block, ()):
-                    if not waiting.done():
-                        waiting.set_result(None)
+                self._complete(write, checksum, ttl_s)
             return PutOutcome(PutStatus.STORED)
         finally:
             store.unpin([block])
+
+    def finish_checked(self, write: Write, checksum: bytes) -> None:
+        """`finish` for a whole block that was received and hashed by a process of this service's own."""
+        if self._store.finish_write(write, checksum):
+            self._complete(write, checksum, None)
+        self._store.unpin([write.block])
 
     def abort(self, write: Write) -> None:
         """Give a write up."""
@@ -111,6 +119,15 @@ class Writer:
             await self._room_made.wait()
         refusal = await asyncio.shield(self.write_through(block))
         return outcome if refusal is None else _refused(refusal)
+
+    def _complete(self, write: Write, checksum: bytes, ttl_s: float | None) -> None:
+        """All heads are there: make the block visible, send it on its way to disk, and tell who waits for it."""
+        ttl_s = self._block_ttl_s if ttl_s is None else ttl_s
+        self._store.complete(write, checksum, self._now() + ttl_s if ttl_s else 0.0)
+        self.follow(write.block)
+        for waiting in self._completions.pop(write.block, ()):
+            if not waiting.done():
+                waiting.set_result(None)
 
     async def _completion(self, block: Block) -> None:
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -221,16 +238,16 @@ class Writer:
 
 
 async def commit(
-    writer: Writer, writes: Sequence[Write], checksums: bytes, ttl_s: float | None, *, durable: bool
+    writer: Writer, writes: Sequence[Write], claims: Sequence[Claim], ttl_s: float | None, *, durable: bool
 ) -> list[PutOutcome]:
-    """Finish `writes` whose slots were written in place, one packed checksum each; other work goes on in between."""
+    """Finish `writes` whose slots were written in place, one claim each; other work goes on in between."""
     outcomes: list[PutOutcome] = []
     reaching: list[tuple[int, asyncio.Task[PutOutcome]]] = []
     left = list(writes)
     try:
         while left:
-            write, at = left.pop(0), CHECKSUM_BYTES * len(outcomes)
-            outcome = writer.finish(write, checksums[at : at + CHECKSUM_BYTES], ttl_s)
+            write = left.pop(0)
+            outcome = writer.finish(write, claims[len(outcomes)], ttl_s)
             outcomes.append(outcome)
             if durable and outcome.status is PutStatus.STORED:
                 reaching.append((len(outcomes) - 1, writer.reach_disk(write.block, outcome)))
