@@ -7,7 +7,17 @@ from katydid_kernels.decode_plan import decode_plan
 from katydid_kernels.fused_moe import fused_moe, fused_moe_reference
 from katydid_kernels.fused_moe_w4a8 import fused_moe_w4a8, fused_moe_w4a8_reference
 from katydid_kernels.gemm.expert_scales import ExpertScales
-from katydid_kernels.kv_pack import kv_pack, kv_pack_reference, kv_unpack, kv_unpack_reference, object_bytes
+from katydid_kernels.kv_pack import (
+    kv_pack,
+    kv_pack_reference,
+    kv_unpack,
+    kv_unpack_reference,
+    linear_checksum,
+    object_bytes,
+    published_checksum,
+    register_memory,
+    unregister_memory,
+)
 from katydid_kernels.linear import linear, linear_reference
 from katydid_kernels.linear_fp8 import linear_fp8, linear_fp8_reference, segment_scale
 from katydid_kernels.linear_w4a8 import linear_w4a8, linear_w4a8_reference
@@ -67,6 +77,7 @@ __all__ = [
     "kv_unpack",
     "kv_unpack_reference",
     "linear",
+    "linear_checksum",
     "linear_fp8",
     "linear_fp8_reference",
     "linear_reference",
@@ -79,11 +90,13 @@ __all__ = [
     "prefill_attention",
     "prefill_attention_reference",
     "prefill_plan",
+    "published_checksum",
     "qkv_post",
     "qkv_post_reference",
     "quantize_fp8",
     "quantize_fp8_reference",
     "quantize_int4",
+    "register_memory",
     "rms_norm",
     "rms_norm_reference",
     "rope",
@@ -99,4 +112,5 @@ __all__ = [
     "swiglu_quantize_reference",
     "swiglu_reference",
     "unpack_int4",
+    "unregister_memory",
 ]
