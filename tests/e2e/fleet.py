@@ -163,6 +163,10 @@ class Fleet:
         """Requests the gateway has sent to the engine."""
         return self.gateway.metric("katydid_gateway_routed_requests_total", engine=engine)
 
+    def resumed(self, engine: str) -> float:
+        """Choices begun on the engine that went on elsewhere."""
+        return self.gateway.metric("katydid_gateway_resumed_choices_total", engine=engine)
+
     def connected(self) -> set[str]:
         """Engines whose session with the gateway is up."""
         gauge = "katydid_gateway_connected_engines"

@@ -1,4 +1,4 @@
-"""An engine that is killed, frozen or wedged in mid-load costs the requests it was answering, and nothing else."""
+"""An engine that is killed, frozen or wedged in mid-load costs time, and not one token: its answers go on elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.e2e.fleet import Fleet, Process
-from tests.e2e.load import Answer, Ask, Failure, Load, Outcome
+from tests.e2e.load import Answer, Ask, Load, Outcome
 
 pytestmark = pytest.mark.e2e
 
@@ -29,14 +29,11 @@ class Running:
             for number in range(count)
         ]
         self.begun: Counter[int] = Counter()
-        self.ended_at: dict[int, float] = {}
         ways = (load.over_grpc, load.over_http)
         self.tasks = [asyncio.create_task(self._run(number, ways[number % 2])) for number in range(count)]
 
     async def _run(self, number: int, way: Callable[..., object]) -> Outcome:
-        outcome = await way(self.asks[number], lambda: self.begun.update([number]))  # type: ignore[misc]
-        self.ended_at[number] = time.monotonic()
-        return outcome
+        return await way(self.asks[number], lambda: self.begun.update([number]))  # type: ignore[misc]
 
     async def until_begun(self, count: int) -> None:
         async with asyncio.timeout(60):
@@ -47,24 +44,14 @@ class Running:
         return await asyncio.gather(*self.tasks)
 
 
-async def check(running: Running, outcomes: list[Outcome], load: Load, broken_at: float, within_s: float) -> int:
-    """Every outcome is the whole right answer, or a typed error of a stream that had begun, soon after `broken_at`.
-    Returns the number of errors."""
-    failed = [number for number, outcome in enumerate(outcomes) if isinstance(outcome, Failure)]
-    for number in failed:
-        assert outcomes[number] == Failure("engine_lost", delivered=True), (number, outcomes[number])
-        assert running.ended_at[number] - broken_at < within_s
-    whole = [number for number in range(len(outcomes)) if number not in failed]
-    assert all(
-        isinstance(answer, Answer) and answer.output_tokens == 200 for answer in map(outcomes.__getitem__, whole)
-    )
-    sample = whole[:: max(1, len(whole) // 8)]
+async def check(running: Running, outcomes: list[Outcome], load: Load, resumed: int) -> None:
+    """Every outcome is the whole right answer, and some were begun on the lost engine."""
+    assert all(isinstance(outcome, Answer) and outcome.output_tokens == 200 for outcome in outcomes), outcomes
+    # Those that were under way when the engine was lost, and others.
+    sample = range(0, len(outcomes), max(1, len(outcomes) // 16))
     alone = await load.one_at_a_time([running.asks[number] for number in sample])
     assert [outcomes[number] for number in sample] == alone
-    assert all(
-        isinstance(outcome, Answer) and outcome.output_tokens == 200 for outcome in map(outcomes.__getitem__, whole)
-    )
-    return len(failed)
+    assert 0 < resumed <= 16, "no more than the engine had places for"
 
 
 async def gets_traffic(fleet: Fleet, load: Load, engine: str) -> None:
@@ -87,11 +74,9 @@ def test_kill_9_in_mid_load(fleet: Fleet) -> None:
         async with Load(fleet) as load:
             running = Running(load)
             await running.until_begun(20)
-            killed_at = time.monotonic()
+            before = fleet.resumed(VICTIM)
             await asyncio.to_thread(fleet.engines[VICTIM].kill)
-            outcomes = await running.outcomes()
-            errors = await check(running, outcomes, load, killed_at, within_s=5)
-            assert 0 < errors <= 16, "no more than the engine had places for"
+            await check(running, await running.outcomes(), load, fleet.resumed(VICTIM) - before)
             await asyncio.to_thread(fleet.engines[VICTIM].start)
             await fleet.whole()
             await gets_traffic(fleet, load, VICTIM)
@@ -108,16 +93,14 @@ def test_a_wedged_worker_turns_unhealthy_and_is_left_alone(fleet: Fleet) -> None
         async with Load(fleet) as load:
             running = Running(load)
             await running.until_begun(20)
-            wedged_at = time.monotonic()
+            before = fleet.resumed(VICTIM)
             engine.freeze(engine.workers)
             async with asyncio.timeout(20):
                 while await health(engine) != NOT_SERVING:
                     await asyncio.sleep(0.1)
                 while VICTIM in fleet.connected():
                     await asyncio.sleep(0.1)
-            outcomes = await running.outcomes()
-            errors = await check(running, outcomes, load, wedged_at, within_s=25)
-            assert 0 < errors <= 16
+            await check(running, await running.outcomes(), load, fleet.resumed(VICTIM) - before)
             before = fleet.routed(VICTIM)
             elsewhere = await load.all_at_once([Ask(f"{number} goes elsewhere") for number in range(8)])
             assert all(isinstance(outcome, Answer) for outcome in elsewhere)
@@ -141,11 +124,9 @@ def test_a_frozen_engine_is_left_alone(fleet: Fleet) -> None:
         async with Load(fleet) as load:
             running = Running(load, 32)
             await running.until_begun(16)
-            frozen_at = time.monotonic()
+            before = fleet.resumed(VICTIM)
             engine.freeze()
-            outcomes = await running.outcomes()
-            errors = await check(running, outcomes, load, frozen_at, within_s=25)
-            assert 0 < errors <= 16
+            await check(running, await running.outcomes(), load, fleet.resumed(VICTIM) - before)
             engine.thaw()
             await fleet.whole()
             await gets_traffic(fleet, load, VICTIM)
