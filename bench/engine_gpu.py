@@ -1,24 +1,32 @@
 """The same engine code on a GPU and on the CPU: logits side by side, and the step loop generating.
 
-    PYTHONPATH=kernels:services/engine:services/runtime python3 bench/engine_gpu.py [--json FILE]
+    PYTHONPATH=kernels:services/engine:services/runtime:. python3 bench/engine_gpu.py [--cases tiny.fp8,full.bf16]
 
-Two models: hy3-tiny as shipped, and Hy3 at full width cut to its first two layers (one dense, one MoE of 192 experts)
-with random weights, whose router has many near ties, so that rounding anywhere changes experts. The oracle is the
-reference path, fp32 on the CPU, on the same weights rounded to bf16. Bars, as errors of the logits relative to their
-norm: an fp32 GPU run within 1e-4; a bf16 GPU run within 1.25 times the error of the reference path in bf16 on the CPU;
-and the same likeliest token wherever the oracle's first two are further apart than twice the row's largest error.
+Models: hy3-tiny as shipped; SmolLM2-135M's shape and Hy3 at full width cut to its first two layers (one dense, one MoE
+of 192 experts) with random weights, whose router has many near ties, so that rounding anywhere changes experts.
+Schemes: fp32, bf16, and weights quantised while loading (fp8, W4A8) over plain or fp8 pages.
+
+The oracle is the reference path on the CPU with the same quantised weights and fp32 activations, on weights rounded to
+bf16. Bars, as errors of the logits relative to their norm: an fp32 GPU run within 1e-4; another within 1.25 times the
+error of the reference path in bf16 on the CPU; and the same likeliest token wherever the oracle's first two are further
+apart than twice the row's largest error.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import platform
 import subprocess
 import tempfile
 import time
 from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -35,8 +43,25 @@ from katydid_engine.weights import RandomSource
 from katydid_runtime.block_hash import ChainKey
 from torch import Tensor
 
+from bench.kernels.gemm_timing import preparing
+
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT_TOKENS, CHUNK, DECODES, LOGIT_ROWS = 1000, 512, 4, 64
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
 HY3 = {
     "architectures": ["HYV3ForCausalLM"],
     "model_type": "hy_v3",
@@ -61,40 +86,109 @@ HY3 = {
 }
 
 
+@dataclass(frozen=True)
+class Scheme:
+    """How a model is run; on the CPU the oracle runs it with another dtype."""
+
+    dtype: torch.dtype = torch.bfloat16
+    quantization: str = "auto"
+    kv_cache_dtype: str = "auto"
+
+    def build(self, model: BuildModel, device: str, dtype: torch.dtype | None = None) -> DecoderLM:
+        return model(
+            device=device,
+            dtype=dtype or self.dtype,
+            quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+
+
+BuildModel = Callable[..., DecoderLM]
+SCHEMES = {
+    "fp32": Scheme(torch.float32),
+    "bf16": Scheme(),
+    "fp8": Scheme(quantization="fp8"),
+    "fp8-kv8": Scheme(quantization="fp8", kv_cache_dtype="fp8"),
+    "w4a8": Scheme(quantization="w4a8"),
+}
+CASES = {
+    "tiny": ("hy3-tiny", ("fp32", "bf16", "fp8", "fp8-kv8", "w4a8")),
+    "smollm2": ("SmolLM2-135M's shape, random weights", ("fp32", "bf16", "fp8", "w4a8")),
+    "full": ("Hy3, 2 layers at full width", ("fp32", "bf16", "fp8")),
+}
+
+
+def model_and_ids(kind: str, device: str) -> tuple[BuildModel, list[int]]:
+    """What builds the model, and the ids it is run on."""
+    if kind == "tiny":
+        folder = ROOT / "models" / "hy3-tiny"
+        from tokenizers import Tokenizer  # the product's worker path needs no tokenizer; this bench reads text
+
+        text = Path(__file__).read_text()
+        ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids[: PROMPT_TOKENS + DECODES]
+        return lambda **options: load_model(folder, **options), ids
+    with tempfile.TemporaryDirectory() as folder_name:
+        (Path(folder_name) / "config.json").write_text(json.dumps(HY3 if kind == "full" else SMOLLM2))
+        config = read_model_config(Path(folder_name))
+    source = RandomSource(device, torch.bfloat16)
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(0, config.vocab_size, (PROMPT_TOKENS + DECODES,), generator=generator).tolist()
+    return lambda **options: build_model(config, source, **options), ids
+
+
+def check(kind: str, scheme_name: str, device: str) -> list[dict[str, Any]]:
+    """The rows of one model in one scheme."""
+    name, scheme = CASES[kind][0], SCHEMES[scheme_name]
+    model, ids = model_and_ids(kind, device)
+    start = time.perf_counter()
+    oracle = chunked_logits(scheme.build(model, "cpu", torch.float32), ids)
+    if scheme.dtype == torch.float32:
+        bar = 1e-4
+    else:
+        bar = 1.25 * relative_error(chunked_logits(scheme.build(model, "cpu"), ids), oracle)
+    print(f"oracle: {time.perf_counter() - start:.1f} s on the CPU", flush=True)
+    ours = scheme.build(model, device)
+    rows = compare(f"{name}, {scheme_name}", chunked_logits(ours, ids), oracle, bar)
+    if kind == "tiny":
+        expected, _ = generate(scheme.build(model, "cpu", torch.float32), ids)
+        tokens, seconds = generate(ours, ids)
+        same = sum(a == b for a, b in zip(tokens, expected, strict=True))
+        rows.append(row(f"{name}, {scheme_name}: requests of 16 with the CPU's 64 greedy tokens", same, "", None, None))
+        rows.append(row(f"{name}, {scheme_name}: step loop, 16 requests", 16 * 64 / seconds, "tokens/s", None, None))
+    return rows
+
+
 @torch.inference_mode()
 def chunked_logits(model: DecoderLM, ids: list[int]) -> Tensor:
     """Logits, fp32 on the CPU ``[LOGIT_ROWS + DECODES, vocab]``: the prompt in chunks, its last rows, then decodes."""
     pages = list(range(-(-(len(ids)) // 64)))
     cache = model.new_kv_cache(len(pages))
-    rows: list[Tensor] = []
+
+    def run(tokens: list[int], start: int, decodes: int) -> Tensor:
+        batch = ForwardBatch.pack([TokenRun(tokens, start, pages)], num_decodes=decodes, device=model.device)
+        if model.device.type == "cpu":
+            return model.forward(batch, cache)
+        with preparing():
+            return model.forward(batch, cache)
+
     prompt = ids[: len(ids) - DECODES]
-    for start in range(0, len(prompt), CHUNK):
-        batch = ForwardBatch.pack([TokenRun(prompt[start : start + CHUNK], start, pages)], device=model.device)
-        rows.append(model.forward(batch, cache))
+    rows = [run(prompt[start : start + CHUNK], start, 0) for start in range(0, len(prompt), CHUNK)]
     hidden = [torch.cat(rows)[-LOGIT_ROWS:]]
-    for start in range(len(prompt), len(ids)):
-        run = TokenRun(ids[start : start + 1], start, pages)
-        hidden.append(model.forward(ForwardBatch.pack([run], num_decodes=1, device=model.device), cache))
+    hidden += [run(ids[start : start + 1], start, 1) for start in range(len(prompt), len(ids))]
     return model.logits(torch.cat(hidden)).float().cpu()
 
 
-def compare(name: str, dtype: str, got: Tensor, oracle: Tensor, bar: float) -> list[dict[str, object]]:
+def compare(name: str, got: Tensor, oracle: Tensor, bar: float) -> list[dict[str, Any]]:
     """Rows on the relative error and on likeliest tokens that differ where the oracle is sure."""
     error = relative_error(got, oracle)
     top = oracle.topk(2, dim=-1).values
     sure = (top[:, 0] - top[:, 1]) > 2 * (got - oracle).abs().amax(dim=-1)
     other = got.argmax(-1) != oracle.argmax(-1)
-    where = f"{name}, {dtype} on the GPU against fp32 on the CPU"
-    flips = int((other & sure).sum())
+    where = f"{name} on the GPU against fp32 activations on the CPU"
+    flips, count = int((other & sure).sum()), f"{int(sure.sum())} of {len(sure)}"
     return [
         row(f"{where}: relative error of the logits", error, "", bar, error <= bar),
-        row(
-            f"{where}: other likeliest token in the {int(sure.sum())} of {len(sure)} sure rows",
-            flips,
-            "",
-            0,
-            flips == 0,
-        ),
+        row(f"{where}: other likeliest token in the {count} sure rows", flips, "", 0, flips == 0),
         row(f"{where}: other likeliest token in any row", round(100 * other.float().mean().item(), 2), "%", None, None),
     ]
 
@@ -103,12 +197,7 @@ def relative_error(got: Tensor, oracle: Tensor) -> float:
     return ((got - oracle).norm() / oracle.norm()).item()
 
 
-def bars(bf16_error: float) -> tuple[tuple[torch.dtype, float], ...]:
-    """What the GPU runs are held to, given the reference path's own bf16 error."""
-    return (torch.float32, 1e-4), (torch.bfloat16, 1.25 * bf16_error)
-
-
-def row(figure: str, value: float, unit: str, bar: float | None, met: bool | None) -> dict[str, object]:
+def row(figure: str, value: float, unit: str, bar: float | None, met: bool | None) -> dict[str, Any]:
     print(
         f"{figure}: {value:.4g} {unit}" + ("" if met is None else f" (bar {bar}, {'met' if met else 'MISSED'})"),
         flush=True,
@@ -125,66 +214,24 @@ def row(figure: str, value: float, unit: str, bar: float | None, met: bool | Non
     }
 
 
-def check_full_width(device: str) -> list[dict[str, object]]:
-    """Two layers of Hy3 with the same random bf16 weights on both sides."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(HY3))
-        config = read_model_config(Path(folder))
-    source = RandomSource(device, torch.bfloat16)
-    generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(0, config.vocab_size, (PROMPT_TOKENS + DECODES,), generator=generator).tolist()
-    start = time.perf_counter()
-    oracle = chunked_logits(build_model(config, source, device="cpu", dtype=torch.float32), ids)
-    bf16 = chunked_logits(build_model(config, source, device="cpu", dtype=torch.bfloat16), ids)
-    print(f"oracle: {time.perf_counter() - start:.1f} s on the CPU", flush=True)
-    rows = []
-    for dtype, bar in bars(relative_error(bf16, oracle)):
-        model = build_model(config, source, device=device, dtype=dtype)
-        rows += compare(
-            "Hy3, 2 layers at full width", str(dtype).split(".")[1], chunked_logits(model, ids), oracle, bar
-        )
-        del model
-        torch.cuda.empty_cache()
-    return rows
-
-
-def check_tiny(device: str) -> list[dict[str, object]]:
-    """hy3-tiny on held text: logits, then the scheduler and runner generating greedily for 16 requests."""
-    folder = ROOT / "models" / "hy3-tiny"
-    from tokenizers import Tokenizer  # the product's worker path needs no tokenizer; this bench reads text
-
-    text = Path(__file__).read_text()
-    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids[: PROMPT_TOKENS + DECODES]
-    reference = load_model(folder, device="cpu", dtype=torch.float32)
-    oracle = chunked_logits(reference, ids)
-    expected, _ = generate(reference, ids)
-    bf16 = chunked_logits(load_model(folder, device="cpu", dtype=torch.bfloat16), ids)
-    rows = []
-    for dtype, bar in bars(relative_error(bf16, oracle)):
-        model = load_model(folder, device=device, dtype=dtype)
-        name = str(dtype).split(".")[1]
-        rows += compare("hy3-tiny", name, chunked_logits(model, ids), oracle, bar)
-        tokens, seconds = generate(model, ids)
-        same = sum(a == b for a, b in zip(tokens, expected, strict=True))
-        rows.append(row(f"hy3-tiny, {name}: requests of 16 with the CPU's 64 greedy tokens", same, "", None, None))
-        rows.append(row(f"hy3-tiny, {name}: step loop, 16 requests", 16 * 64 / seconds, "tokens/s", None, None))
-    return rows
-
-
 def generate(model: DecoderLM, ids: list[int]) -> tuple[list[list[int]], float]:
     """64 greedy tokens for 16 prompts of 40 to 640 tokens through scheduler and runner, and the seconds it took."""
     pool = BlockPool(256)
     config = SchedulerConfig(max_model_tokens=2048, max_batch_tokens=512, max_sequences=16)
     scheduler = Scheduler(config, pool, time.monotonic)
     runner = Runner(model, 256, collectives=SingleRank())
-    runner.warm_up()
+    on_gpu = model.device.type == "cuda"
+    with preparing() if on_gpu else contextlib.nullcontext():
+        runner.warm_up()
     for handle in range(16):
         prompt = array("I", ids[handle : 40 + 40 * handle])
         scheduler.add(Request(handle, prompt, ChainKey(b"m" * 32), Sampling(max_tokens=64, ignore_eos=True)))
     output: list[list[int]] = [[] for _ in range(16)]
     start = time.perf_counter()
     while (plan := scheduler.schedule()) is not None:
-        scheduler.commit(plan, runner.run(plan))
+        with preparing() if on_gpu else contextlib.nullcontext():
+            step = runner.run(plan)
+        scheduler.commit(plan, step)
         for event in scheduler.take_outcome().tokens:
             output[event.handle] += event.tokens
     return output, time.perf_counter() - start
@@ -195,31 +242,31 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=ROOT / "bench" / "results" / "engine_gpu.json")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", default="")
-    parser.add_argument("--only", choices=["tiny", "full"], default=None)
+    parser.add_argument("--cases", default=",".join(f"{kind}.{scheme}" for kind in CASES for scheme in CASES[kind][1]))
+    parser.add_argument("--threads", type=int, default=None)
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
-    rows: list[dict[str, object]] = []
-    if options.only != "full":
-        rows += check_tiny(options.device)
-    if options.only != "tiny":
-        rows += check_full_width(options.device)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    os.environ.setdefault("GEMM_BENCH_LOCK", str(Path(tempfile.gettempdir()) / "engine-gpu.lock"))
     gpu = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor()
-    commit = (
-        options.commit
-        or subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
-        ).stdout.strip()
-    )
-    result = {
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    here = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False).stdout.strip()
+    result: dict[str, Any] = {
         "gpu": gpu,
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},
-        "commit": commit,
+        "commit": options.commit or here,
         "command": "python3 bench/engine_gpu.py",
-        "rows": rows,
+        "rows": [],
     }
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(result, indent=1) + "\n")
-    return 0 if all(r["met"] is not False for r in rows) else 1
+    for case in options.cases.split(","):
+        kind, _, scheme = case.partition(".")
+        result["rows"] += check(kind, scheme, options.device)
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+    return 0 if all(row["met"] is not False for row in result["rows"]) else 1
 
 
 if __name__ == "__main__":
