@@ -1,14 +1,9 @@
-"""Which block goes when a tier is full.
-
-A policy is a plain class with `insert`, `touch`, `discard`, `pop` and iteration from the coldest on; a tier keeps one
-for each slot size. LRU is the one offered: among the classical policies it is never far from the best on public
-traces, while plain LFU is the worst on most.
-"""
+"""Least recently used first."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 __all__ = ["Lru"]
@@ -17,26 +12,28 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class Lru(Generic[Item]):
-    """Least recently used first. All operations are O(1)."""
+    """An `Eviction`; all operations are O(1)."""
 
     def __init__(self) -> None:
         self._items: OrderedDict[Item, None] = OrderedDict()
 
-    def insert(self, item: Item) -> None:
-        """Add as the warmest; an item that is there already becomes the warmest."""
+    def insert(self, item: Item, weight: int = 1, *, guest: bool = False) -> None:  # noqa: ARG002
         self._items[item] = None
-        self._items.move_to_end(item)
+        if guest:
+            self._items.move_to_end(item, last=False)
 
     def touch(self, item: Item) -> None:
-        """Make the warmest, if it is there."""
         if item in self._items:
             self._items.move_to_end(item)
+
+    def settle(self, items: Sequence[Item]) -> None:
+        for item in reversed(items):
+            self.touch(item)
 
     def discard(self, item: Item) -> None:
         self._items.pop(item, None)
 
     def pop(self) -> Item | None:
-        """Take out the coldest; None when empty."""
         return self._items.popitem(last=False)[0] if self._items else None
 
     def __iter__(self) -> Iterator[Item]:

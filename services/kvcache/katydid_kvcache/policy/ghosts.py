@@ -1,0 +1,99 @@
+"""What a tier would have found with other sizes and other admission: caches of keys alone, fed with every lookup.
+
+Two reuse stacks are kept, one of all keys and one of keys that came back while the first still remembered them: the
+contents of LRU caches that admit everything, and at the second touch. Their hits at the tier's own size say which of
+the two rules serves better now; their hits at half, twice and four times the size are points of the hit-rate curve.
+Full key caches are needed for that: caches of sampled requests were wrong by 15 to 65 % on public traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from katydid_kvcache.policy.reuse_stack import ReuseStack
+
+__all__ = ["Ghosts", "HitRate"]
+
+_FACTORS = (0.5, 1, 2, 4)
+_OWN = _FACTORS.index(1)
+_WINDOW_LOOKUPS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class HitRate:
+    """Share of the blocks looked up that a tier of `capacity_bytes` would find; averages over about 200 lookups."""
+
+    capacity_bytes: int
+    admit_all: float
+    second_touch: float
+
+
+class Ghosts:
+    """The ghosts of a tier of `capacity_bytes`. A key is remembered until four times as many bytes were used since."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        sizes = [int(capacity_bytes * factor) for factor in _FACTORS]
+        self._all = ReuseStack(sizes)
+        self._returned = ReuseStack(sizes)
+        self._hits = {id(stack): [0.0] * len(sizes) for stack in (self._all, self._returned)}
+        self._asked = 0.0
+
+    def observe(self, chain: Sequence[Hashable], weight: int) -> None:
+        """A chain of keys, each of `weight` bytes, was looked up: count what would have been found, then use them."""
+        self.count(chain)
+        self.use(chain, weight)
+
+    def count(self, chain: Sequence[Hashable]) -> None:
+        """First half of `observe`: for each size, the longest prefix that would have been found."""
+        fade = 1 - 1 / _WINDOW_LOOKUPS
+        self._asked = self._asked * fade + len(chain)
+        for stack in (self._all, self._returned):
+            found = _prefixes(stack, chain)
+            hits = self._hits[id(stack)]
+            hits[:] = [before * fade + blocks for before, blocks in zip(hits, found, strict=True)]
+
+    def use(self, chain: Sequence[Hashable], weight: int) -> None:
+        """Second half of `observe`: the keys are used, the last one first, so that it is the first to be forgotten."""
+        forgotten = len(self._all.sizes)
+        for key in reversed(chain):
+            if self._all.depth(key) < forgotten or self._returned.depth(key) < forgotten:
+                self._returned.touch(key, weight)
+            self._all.touch(key, weight)
+
+    def returned(self, key: Hashable) -> bool:
+        """Whether the key was looked up twice within the ghosts' memory."""
+        return self._returned.depth(key) < len(self._returned.sizes)
+
+    @property
+    def second_touch_is_better(self) -> bool:
+        """Whether admission at the second touch would have found more at the tier's own size lately."""
+        return self._hits[id(self._returned)][_OWN] > self._hits[id(self._all)][_OWN]
+
+    def hit_rates(self) -> list[HitRate]:
+        """Points of the hit-rate curve, by size."""
+        asked = self._asked or 1.0
+        every, second = self._hits[id(self._all)], self._hits[id(self._returned)]
+        return [
+            HitRate(size, every[number] / asked, second[number] / asked) for number, size in enumerate(self._all.sizes)
+        ]
+
+    def __len__(self) -> int:
+        """Keys remembered."""
+        return len(self._all) + len(self._returned)
+
+
+def _prefixes(stack: ReuseStack, chain: Sequence[Hashable]) -> list[int]:
+    """For each size of the stack, the blocks of `chain` before the first that it would not hold."""
+    found = [0] * len(stack.sizes)
+    reached = 0
+    for position, key in enumerate(chain):
+        depth = stack.depth(key)
+        while reached < depth:
+            found[reached] = position
+            reached += 1
+            if reached == len(found):
+                return found
+    for size in range(reached, len(found)):
+        found[size] = len(chain)
+    return found
