@@ -13,6 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from katydid_cache.layout import BlockLayout, Span
 from katydid_cache.records import PutRefusal, Tier
 from katydid_kvcache.blocks import Block
+from katydid_kvcache.policy.eviction import EVICTIONS
+from katydid_kvcache.policy.pools import Quota, TierPolicy
 from katydid_kvcache.slabs import SlabAllocator
 from katydid_kvcache.store import Change, Refusal, Store, Write
 from katydid_runtime.errors import IdentityMismatchError, InvalidRequestError
@@ -21,17 +23,22 @@ PAGE = 4096
 SMALL = BlockLayout(layers=1, kv_heads=2, head_dim=16, dtype="float8_e4m3fn")
 LARGE = BlockLayout(layers=2, kv_heads=2, head_dim=32, dtype="bfloat16")
 ALL, LOW, HIGH = Span(0, 2), Span(0, 1), Span(1, 1)
+TENANT, OTHER = b"t" * 16, b"o" * 16
+QUOTAS = {TENANT: Quota(guaranteed_bytes=6 * PAGE, limit_bytes=12 * PAGE), OTHER: Quota(limit_bytes=5 * PAGE)}
 
 
 class Books(RuleBasedStateMachine):
-    @initialize(with_disk=st.booleans())
-    def open(self, with_disk: bool) -> None:
+    @initialize(with_disk=st.booleans(), eviction=st.sampled_from(EVICTIONS), quotas=st.booleans())
+    def open(self, with_disk: bool, eviction: str, quotas: bool) -> None:
+        policy = TierPolicy(eviction, "adaptive", QUOTAS if quotas else {})
         self.now = 1000.0
         self.announced: dict[Tier, set[bytes]] = {Tier.MEMORY: set(), Tier.DISK: set()}
         self.store = Store(
             SlabAllocator(3, 8 * PAGE),
             SlabAllocator(3, 16 * PAGE) if with_disk else None,
             disk_header_bytes=PAGE,
+            memory_policy=policy,
+            disk_policy=policy,
             changed=self.change,
             now=lambda: self.now,
         )
@@ -45,17 +52,23 @@ class Books(RuleBasedStateMachine):
         assert (key in names) != change.stored, "announced twice, or gone without having come"
         (names.add if change.stored else names.discard)(key)
 
-    @rule(namespace=st.integers(0, 1), name=st.integers(0, 14), heads=st.sampled_from([ALL, LOW, HIGH]))
-    def begin(self, namespace: int, name: int, heads: Span) -> None:
+    @rule(
+        namespace=st.integers(0, 1),
+        name=st.integers(0, 14),
+        heads=st.sampled_from([ALL, LOW, HIGH]),
+        tenant=st.sampled_from([b"", TENANT, OTHER]),
+    )
+    def begin(self, namespace: int, name: int, heads: Span, tenant: bytes) -> None:
         space = self.namespaces[namespace]
         block_hash = bytes([name]) * 32
         mask = space.mask(heads)
         before = space.blocks.get(block_hash)
         held = 0 if before is None or 0 < before.expires_at <= self.now else before.heads
-        begun = self.store.begin_write(space, block_hash, b"", heads)
+        begun = self.store.begin_write(space, block_hash, bytes([name - 1]) * 32 if name else b"", heads, tenant)
         if isinstance(begun, Refusal):
             assert (begun.present is not None) == (held & mask == mask)
-            assert begun.present is not None or begun.refusal in (PutRefusal.BUSY, PutRefusal.NO_ROOM)
+            refusals = (PutRefusal.BUSY, PutRefusal.NO_ROOM, PutRefusal.QUOTA)
+            assert begun.present is not None or begun.refusal in refusals
         else:
             assert begun.block.writing & mask == mask
             assert not any(w.block is begun.block and w.mask & mask for w in self.writes)
@@ -71,6 +84,10 @@ class Books(RuleBasedStateMachine):
         if self.store.finish_write(write, b"part"):
             self.store.complete(write, b"whole", self.now + ttl if ttl else 0.0)
         self.store.unpin([write.block])
+
+    @rule(namespace=st.integers(0, 1), name=st.integers(0, 14))
+    def settle(self, namespace: int, name: int) -> None:
+        self.store.settle(self.namespaces[namespace], bytes([name]) * 32)
 
     @rule(data=st.data(), lease=st.booleans())
     def look_up(self, data: st.DataObject, lease: bool) -> None:
@@ -106,7 +123,7 @@ class Books(RuleBasedStateMachine):
         if slot is not None and data.draw(st.booleans()):
             self.store.place(self.store.disk, block, slot)
         elif slot is not None:
-            self.store.disk.slots.free(slot)
+            self.store.disk.free(block, slot)
         self.store.unpin([block])
 
     @precondition(lambda self: self.store.disk)
@@ -147,6 +164,9 @@ class Books(RuleBasedStateMachine):
             return
         self.store.check_integrity()
         for books in self.store.tiers:
+            for tenant in (TENANT, OTHER):
+                limit = books.pools.quota(tenant).limit_bytes
+                assert not limit or books.pools.used(tenant) <= limit
             held = {
                 space.identity[:1] + block.hash
                 for space in self.namespaces
@@ -168,12 +188,16 @@ TestBooks = Books.TestCase
 TestBooks.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
 
 
-def make_store(slabs: int = 2) -> Store:
-    return Store(SlabAllocator(slabs, 8 * PAGE), None, changed=lambda _: None, now=lambda: 0.0)
+def make_store(slabs: int = 2, policy: TierPolicy = TierPolicy()) -> Store:
+    slots: SlabAllocator[Block] = SlabAllocator(slabs, 8 * PAGE)
+    return Store(slots, None, memory_policy=policy, changed=lambda _: None, now=lambda: 0.0)
 
 
-def write(store: Store, identity: bytes, layout: BlockLayout, name: int) -> Block:
-    begun = store.begin_write(store.namespace(identity, layout), bytes([name]) * 32, b"", ALL)
+def write(
+    store: Store, identity: bytes, layout: BlockLayout, name: int, tenant: bytes = b"", parent: int | None = None
+) -> Block:
+    before = b"" if parent is None else bytes([parent]) * 32
+    begun = store.begin_write(store.namespace(identity, layout), bytes([name]) * 32, before, ALL, tenant)
     assert isinstance(begun, Write)
     assert store.finish_write(begun, b"sum")
     store.complete(begun, b"sum", 0.0)
@@ -214,3 +238,56 @@ def test_a_block_larger_than_a_slab_is_refused() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         make_store().namespace(b"a" * 32, BlockLayout(layers=9, kv_heads=2, head_dim=32, dtype="float32"))
     assert caught.value.field == "layout.block_bytes"
+
+
+def test_a_chain_that_was_written_goes_from_its_end() -> None:
+    store = make_store(1)
+    blocks = [write(store, b"a" * 32, SMALL, name, parent=name - 1 if name else None) for name in range(8)]
+    store.settle(blocks[0].namespace, blocks[-1].hash)
+    for name in range(8, 11):
+        write(store, b"a" * 32, SMALL, name)
+    assert [block.present for block in blocks] == [True] * 5 + [False] * 3
+
+
+def test_what_is_not_admitted_to_a_full_tier_displaces_only_its_like() -> None:
+    store = make_store(1, TierPolicy(admission="second_touch"))
+    blocks = [write(store, b"a" * 32, SMALL, name) for name in range(8)]
+    store.touch(blocks)
+    for name in range(20, 30):
+        write(store, b"a" * 32, SMALL, name)
+    assert sum(block.present for block in blocks) == 7
+    hashes = [bytes([40]) * 32]
+    for _ in range(2):
+        store.memory.ghosts.observe(hashes, PAGE)
+    back = write(store, b"a" * 32, SMALL, 40)
+    write(store, b"a" * 32, SMALL, 41)
+    write(store, b"a" * 32, SMALL, 42)
+    assert back.present
+
+
+def test_a_tenant_keeps_its_guarantee_and_may_borrow_up_to_its_limit() -> None:
+    quota = Quota(guaranteed_bytes=3 * PAGE, limit_bytes=6 * PAGE)
+    store = make_store(1, TierPolicy(admission="all", quotas={TENANT: quota}))
+    lent = [write(store, b"a" * 32, SMALL, name, TENANT) for name in range(6)]
+    assert store.memory.pools.used(TENANT) == 6 * PAGE
+    write(store, b"a" * 32, SMALL, 6, TENANT)
+    assert [block.present for block in lent] == [False, True, True, True, True, True]
+    others = [write(store, b"a" * 32, SMALL, name) for name in range(10, 30)]
+    assert sum(block.present for block in lent) == 2
+    assert store.memory.pools.used(TENANT) == 3 * PAGE
+    assert sum(block.present for block in others) == 5
+    write(store, b"a" * 32, SMALL, 30, TENANT)
+    assert store.memory.pools.used(TENANT) == 4 * PAGE, "the longest unused block was another's, beyond its guarantee"
+    store.check_integrity()
+
+
+def test_a_tenant_at_its_limit_with_everything_pinned_is_refused() -> None:
+    store = make_store(1, TierPolicy(each=Quota(limit_bytes=2 * PAGE)))
+    blocks = [write(store, b"a" * 32, SMALL, name, TENANT) for name in range(2)]
+    store.pin(blocks)
+    refused = store.begin_write(blocks[0].namespace, b"x" * 32, b"", ALL, TENANT)
+    assert refused == Refusal(refusal=PutRefusal.QUOTA)
+    assert write(store, b"a" * 32, SMALL, 9, OTHER).present
+    store.unpin(blocks)
+    assert write(store, b"a" * 32, SMALL, 10, TENANT).present
+    assert store.memory.pools.used(TENANT) == 2 * PAGE

@@ -41,13 +41,15 @@ class Block:
     object of a complete block; until then `parts` holds one checksum for each range of heads committed. `pins` counts
     the leases, reads and writes that need the block to stay. `expires_at` is in Unix seconds, 0 for never; every use
     moves it to `sliding_s` from then if that is not 0. `tenant` is who wrote it, 16 bytes or empty. `linear` is the
-    64-bit linear checksum that a GPU made of a whole block, 0 when none did.
+    64-bit linear checksum that a GPU made of a whole block, 0 when none did. `used_at` is the number of its last use
+    among the uses of all blocks; `guest` is True until the next use of a block that was not admitted when written.
     """
 
     __slots__ = (
         "checksum",
         "disk",
         "expires_at",
+        "guest",
         "hash",
         "heads",
         "linear",
@@ -59,6 +61,7 @@ class Block:
         "pins",
         "sliding_s",
         "tenant",
+        "used_at",
         "writing",
     )
 
@@ -77,6 +80,8 @@ class Block:
         self.sliding_s = 0.0
         self.linear = 0
         self.tenant = tenant
+        self.used_at = 0
+        self.guest = False
         # Set while an eviction has passed the block over because it was pinned: it is in no queue then.
         self.parked = False
 

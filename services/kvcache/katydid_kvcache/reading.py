@@ -95,7 +95,7 @@ class Reader:
                 return BlockMissReason.STORE_UNAVAILABLE
             reason = await self._read_disk(block, block.disk, self._memory.pages(block, slot))
             if reason is not None:
-                store.memory.slots.free(slot)
+                store.memory.free(block, slot)
             else:
                 store.place(store.memory, block, slot)
             return reason

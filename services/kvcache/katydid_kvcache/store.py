@@ -16,10 +16,13 @@ from katydid_cache.records import PutRefusal, Tier
 from katydid_runtime.errors import IdentityMismatchError, InvalidRequestError
 
 from katydid_kvcache.blocks import Block, Namespace
+from katydid_kvcache.policy.pools import TierPolicy
 from katydid_kvcache.slabs import SlabAllocator, Slot
 from katydid_kvcache.tier_books import TierBooks
 
 __all__ = ["Change", "Refusal", "Store", "Write"]
+
+_CHAIN_LIMIT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A write that is not to be. `present` when the heads are there already, else `refusal` is BUSY or NO_ROOM."""
+    """A write that is not to be: `present` when the heads are there already, else BUSY, NO_ROOM or QUOTA."""
 
     present: Block | None = None
     refusal: PutRefusal | None = None
@@ -61,16 +64,21 @@ class Store:
         disk: SlabAllocator[Block] | None,
         *,
         disk_header_bytes: int = 0,
+        memory_policy: TierPolicy = TierPolicy(),
+        disk_policy: TierPolicy = TierPolicy(),
         changed: Callable[[Change], None],
         now: Callable[[], float],
     ) -> None:
         self.namespaces: dict[bytes, Namespace] = {}
-        self.memory = TierBooks(Tier.MEMORY, memory)
-        self.disk = None if disk is None else TierBooks(Tier.DISK, disk, header_bytes=disk_header_bytes)
+        self.memory = TierBooks(Tier.MEMORY, memory, policy=memory_policy)
+        self.disk: TierBooks | None = None
+        if disk is not None:
+            self.disk = TierBooks(Tier.DISK, disk, header_bytes=disk_header_bytes, policy=disk_policy)
         self._changed = changed
         self._now = now
         self._deadlines: list[tuple[float, int, Block]] = []
         self._tie = itertools.count()
+        self._uses = itertools.count(1)
 
     @property
     def tiers(self) -> list[TierBooks]:
@@ -129,11 +137,22 @@ class Store:
 
     def touch(self, blocks: Sequence[Block]) -> None:
         """Mark a prefix, of one namespace, as just used; its deep end becomes the colder, so that suffixes go first."""
-        if blocks:
+        now = next(self._uses)
+        for block in reversed(blocks):
+            block.used_at, block.guest = now, False
             for books in self.tiers:
-                order = books.order(blocks[0])
-                for block in reversed(blocks):
-                    order.touch(block)
+                books.order(block).touch(block)
+
+    def settle(self, namespace: Namespace, last: bytes) -> None:
+        """A chain was written up to the block `last`: blocks before it are to stay longer than those behind."""
+        chain: list[Block] = []
+        while len(chain) < _CHAIN_LIMIT and (block := namespace.blocks.get(last)) is not None:
+            if not block.guest:
+                chain.append(block)
+            last = block.parent
+        for books in self.tiers:
+            for one_of_pool in {books.pools.pool(block.tenant): block for block in chain}.values():
+                books.order(one_of_pool).settle(chain[::-1])
 
     def pin(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
@@ -145,10 +164,12 @@ class Store:
             if block.pins == 0 and block.parked:
                 block.parked = False
                 for books, slot in self._places(block):
-                    if slot is not None and block not in books.order(block):
-                        books.order(block).insert(block)
+                    if slot is not None:
+                        books.enqueue(block)
 
-    def begin_write(self, namespace: Namespace, block_hash: bytes, parent: bytes, heads: Span) -> Write | Refusal:
+    def begin_write(
+        self, namespace: Namespace, block_hash: bytes, parent: bytes, heads: Span, tenant: bytes = b""
+    ) -> Write | Refusal:
         """Take (or join) the memory slot of a block to write `heads` of it. Ends with `finish_` or `abort_write`."""
         mask = namespace.mask(heads)
         block = namespace.blocks.get(block_hash)
@@ -164,13 +185,13 @@ class Store:
         if block is not None and (block.heads | block.writing) & mask:
             return Refusal(refusal=PutRefusal.BUSY)
         if block is None:
-            block = Block(namespace, block_hash, parent)
+            block = Block(namespace, block_hash, parent, tenant)
             block.memory = self.room(self.memory, block)
             if block.memory is None:
-                self.memory.counters.shed += 1
-                return Refusal(refusal=PutRefusal.NO_ROOM)
+                return Refusal(refusal=self._no_room(block))
+            block.guest, block.used_at = not self.memory.admits(block), next(self._uses)
             namespace.blocks[block_hash] = block
-            self.memory.order(block).insert(block)
+            self.memory.enqueue(block)
         block.writing |= mask
         block.pins += 1
         return Write(block, heads, mask)
@@ -202,18 +223,17 @@ class Store:
             self.drop(block)
 
     def room(self, books: TierBooks, block: Block) -> Slot | None:
-        """A slot for `block` in a tier, evicting what is coldest; None when everything there is pinned."""
-        slot_bytes = books.slot_bytes(block)
-        slot = books.slots.allocate(slot_bytes, block)
+        """A slot for `block` in a tier, evicting what is to go first; None when everything that may go is pinned."""
+        slot = books.allocate(block)
         if slot is not None:
             return slot
-        crowd = books.emptiable_slab(slot_bytes, lambda owner: self._slot(books, owner))
+        crowd = books.emptiable_slab(block, lambda owner: self._slot(books, owner))
         if crowd is not None:
             for owner in crowd:
                 self.evict(books, owner)
-        elif (victim := books.coldest(slot_bytes)) is not None:
+        elif (victim := books.victim(block)) is not None:
             self.evict(books, victim)
-        return books.slots.allocate(slot_bytes, block)
+        return books.allocate(block)
 
     def place(self, books: TierBooks, block: Block, slot: Slot) -> None:
         """The bytes of a complete block are in `slot` of a tier, taken with `room`."""
@@ -222,7 +242,7 @@ class Store:
         else:
             block.disk = slot
         books.counters.writes += 1
-        books.order(block).insert(block)
+        books.enqueue(block)
         self._entered(books, block)
 
     def restore(self, block: Block, slot: Slot) -> None:
@@ -232,7 +252,8 @@ class Store:
         block.disk = slot
         block.namespace.blocks[block.hash] = block
         self._remember_deadline(block)
-        self.disk.order(block).insert(block)
+        self.disk.pools.charge(block.tenant, self.disk.slot_bytes(block))
+        self.disk.enqueue(block)
         self._entered(self.disk, block)
 
     def evict(self, books: TierBooks, block: Block) -> None:
@@ -245,12 +266,12 @@ class Store:
         slot = self._slot(books, block)
         if slot is None:
             return
+        books.order(block).discard(block)
         if corrupt:
             books.counters.corrupt += 1
-            books.slots.withdraw(slot)
+            books.withdraw(block, slot)
         else:
-            books.slots.free(slot)
-        books.order(block).discard(block)
+            books.free(block, slot)
         if books is self.memory:
             block.memory = None
         else:
@@ -283,6 +304,8 @@ class Store:
         """Raises AssertionError when index, slots, queues and counters disagree."""
         for books in self.tiers:
             books.slots.check_integrity()
+            held = sum(len(slab.owners) * slab.slot_bytes for _, slab in books.slots)
+            assert held == books.pools.held.total(), f"{books.tier.name}: {held} bytes taken, others charged"
             owners = {id(owner): owner for _, slab in books.slots for _, owner in slab.owners.values()}
             placed = [
                 block
@@ -306,6 +329,14 @@ class Store:
                 assert block.present, "the index holds a block that is nowhere"
                 assert not block.heads & block.writing, "heads are committed and being written"
                 assert block.disk is None or block.complete, "half a block is on disk"
+
+    def _no_room(self, block: Block) -> PutRefusal:
+        """Why there is no room in memory for a block, counted."""
+        if self.memory.pools.at_limit(block.tenant, self.memory.slot_bytes(block)):
+            self.memory.counters.sheds["quota"] += 1
+            return PutRefusal.QUOTA
+        self.memory.counters.sheds["full"] += 1
+        return PutRefusal.NO_ROOM
 
     def _expired(self, block: Block) -> bool:
         return bool(block.expires_at) and block.expires_at <= self._now()

@@ -148,7 +148,7 @@ class Writer:
         self._backlog.append(block)
         if len(self._backlog) > self._store.memory.blocks:
             # The longest waiting have been evicted, or soon will be.
-            self._shed(self._backlog.popleft())
+            self._shed(self._backlog.popleft(), "queue_full")
 
     def write_through(self, block: Block) -> asyncio.Future[PutRefusal | None]:
         """Send a complete block to disk now, if it isn't there. The result is None once it is durable."""
@@ -161,18 +161,18 @@ class Writer:
         elif disk is None or store.disk is None:
             result.set_result(PutRefusal.NO_DISK)
         elif not disk.healthy:
-            self._shed(block)
+            self._shed(block, "failing")
             result.set_result(PutRefusal.DISK_FAILING)
         elif block.memory is None or (slot := store.room(store.disk, block)) is None:
-            self._shed(block)
+            self._shed(block, "full")
             result.set_result(PutRefusal.DISK_FULL)
         else:
             self._start(disk, block, slot, result)
         return result
 
-    def _shed(self, block: Block) -> None:
+    def _shed(self, block: Block, reason: str) -> None:
         if self._store.disk is not None and block.disk is None:
-            self._store.disk.counters.shed += 1
+            self._store.disk.counters.sheds[reason] += 1
 
     def _catch_up(self) -> None:
         """Send what has waited, as far as the queue has room."""
@@ -181,7 +181,7 @@ class Writer:
             if block.memory is not None:
                 self.write_through(block)
             else:
-                self._shed(block)
+                self._shed(block, "evicted")
 
     def _start(self, disk: DiskTier, block: Block, slot: Slot, result: asyncio.Future[PutRefusal | None]) -> None:
         namespace = block.namespace
@@ -217,8 +217,8 @@ class Writer:
         refusal: PutRefusal | None = None
         if error is not None:
             refusal = PutRefusal.DISK_FULL if error.errno in FULL else PutRefusal.DISK_FAILING
-            store.disk.counters.shed += 1
-            store.disk.slots.free(slot)
+            store.disk.counters.sheds[refusal.name.lower().removeprefix("disk_")] += 1
+            store.disk.free(block, slot)
             if refusal is PutRefusal.DISK_FULL:
                 store.disk.slots.stop_growing()
         elif block.namespace.blocks.get(block.hash) is block:
@@ -227,7 +227,7 @@ class Writer:
             # Its memory slot turned out corrupt while it was written: nobody may find it again. A block that took its
             # place in the index writes its own row later, which this must not delete.
             refusal = PutRefusal.CORRUPT
-            store.disk.slots.free(slot)
+            store.disk.free(block, slot)
             if block.hash not in block.namespace.blocks:
                 self._disk.delete(block.namespace.identity, block.hash)
         self._bytes_in_flight -= block.namespace.slot_bytes

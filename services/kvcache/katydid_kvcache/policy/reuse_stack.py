@@ -1,8 +1,8 @@
 """How far back in time a key was used last, in bytes of other keys used since: an LRU stack cut into segments.
 
 An LRU cache of any size holds the top of the stack up to that size (Mattson et al., "Evaluation techniques for storage
-hierarchies", 1970), so one stack tells what caches of several sizes would hold. Only keys are kept. With keys of unequal
-weight the cuts are as exact as the largest key is small.
+hierarchies", 1970), so one stack tells what caches of several sizes would hold. Only keys are kept. With keys of
+unequal weight the cuts are as exact as the largest key is small.
 """
 
 from __future__ import annotations
