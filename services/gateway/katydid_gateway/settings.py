@@ -52,7 +52,7 @@ class GatewaySettings(DialingSettings):
     api_keys_file: str | None = Field(None, description="file of API keys, a line each: NAME SHA256-OF-KEY-IN-HEX")
     cache_salt_secret: SecretStr | None = Field(None, description="HMAC key that separates tenants' cached blocks")
     public_blocks: int = Field(0, ge=0, description="leading 64-token blocks that tenants share despite the secret")
-    tool_format: Literal["auto", "none", "hy3"] = Field(
+    tool_format: Literal["auto", "none", "hy3", "hermes", "llama"] = Field(
         "auto", description="how the model writes tool calls and reasoning"
     )
     max_body_bytes: int = Field(8 * 2**20, gt=0, description="largest HTTP body")

@@ -11,7 +11,7 @@ from typing import Any
 from katydid_runtime.errors import InvalidRequestError, ModelFolderError
 from katydid_runtime.tokenizer_digest import chat_template_of, tokenizer_digest
 
-from katydid_gateway.parsers.hy3 import HY3_MARKERS, Hy3Parser, thinks_already
+from katydid_gateway.parsers.choice import VISIBLE_MARKERS, format_of, output_parser
 from katydid_gateway.parsers.interface import OutputParser, PlainParser
 from katydid_gateway.requests import Conversation, Prompt, SamplingOptions, TextPrompt, TokenPrompt
 from katydid_gateway.text.chat_template import ChatTemplate
@@ -68,10 +68,10 @@ class ModelText:
 
     def parser(self, prompt: Prompt, text: str) -> OutputParser:
         """The parser for one choice of the answer to `prompt`, whose rendered text is `text`."""
-        if self.tool_format == "hy3" and isinstance(prompt, Conversation):
-            tools = prompt.tools if prompt.tool_choice != "none" else ()
-            return Hy3Parser(tools, reasoning=thinks_already(text))
-        return PlainParser()
+        if not isinstance(prompt, Conversation):
+            return PlainParser()
+        tools = prompt.tools if prompt.tool_choice != "none" else ()
+        return output_parser(self.tool_format, tools, text)
 
 
 def load_model_text(folder: str | Path, *, tool_format: str = "auto", cache_bytes: int = 0) -> ModelText:
@@ -80,10 +80,10 @@ def load_model_text(folder: str | Path, *, tool_format: str = "auto", cache_byte
     source = chat_template_of(folder)
     template = None if source is None else ChatTemplate(source, _special_tokens(Path(folder)))
     if tool_format == "auto":
-        tool_format = "hy3" if source is not None and "<tool_sep" in source else "none"
+        tool_format = format_of(source or "")
     return ModelText(
         tokenizer=TextTokenizer(tokenizer, cache_bytes),
-        vocabulary=Vocabulary(tokenizer, HY3_MARKERS if tool_format == "hy3" else ()),
+        vocabulary=Vocabulary(tokenizer, VISIBLE_MARKERS[tool_format]),
         template=template,
         defaults=_defaults(Path(folder)),
         tool_format=tool_format,
