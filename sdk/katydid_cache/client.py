@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import grpc
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
-from katydid_runtime.block_hash import HASH_BYTES
 from katydid_runtime.channel import CHANNEL_OPTIONS, open_channel
 from katydid_runtime.duration import to_duration, to_seconds
 from katydid_runtime.errors import (
@@ -39,10 +38,9 @@ from katydid_cache.get_call import GetCall, byte_buffers
 from katydid_cache.in_place import InPlace
 from katydid_cache.lane_reads import LaneReads, dialled_host
 from katydid_cache.layout import BlockLayout, Span
-from katydid_cache.pulls import LaneOffer, PullResult, lane_offer, pull_request, pull_result
-from katydid_cache.put_call import PutCall
+from katydid_cache.pulls import Pulls
+from katydid_cache.put_call import PutCall, check_payloads, put_start
 from katydid_cache.records import (
-    BlockChange,
     BlockMissReason,
     CacheStats,
     Durability,
@@ -53,12 +51,12 @@ from katydid_cache.records import (
     PutOutcome,
     PutRefusal,
     PutStatus,
-    Snapshot,
     Tier,
     TierRun,
     WatchEvent,
 )
 from katydid_cache.stats import cache_stats
+from katydid_cache.watching import block_events
 
 __all__ = ["CHANNEL", "CacheClient"]
 
@@ -109,6 +107,7 @@ class CacheClient:
         self._copies = ArenaCopies()
         host = dialled_host(address)
         self._lanes = LaneReads(host or "", lanes if host else 0)
+        self.pulls = Pulls(self._stub, self._call, self._answer)
 
     @property
     def attached(self) -> bool:
@@ -126,10 +125,15 @@ class CacheClient:
         return 0 if self._attachment is None else self._attachment.lane_port
 
     @property
+    def arena(self) -> ArenaMapping | None:
+        """The service's memory as mapped now; None without one, a new one after every re-attachment."""
+        return None if self._attachment is None else self._attachment.arena
+
+    @property
     def in_place(self) -> InPlace:
         """Reading and writing in the service's shared memory; for clients attached with `arena=True`."""
         size = self._known_layout().block_bytes
-        return InPlace(self._stub, self._answer, self._arena, size)
+        return InPlace(self._stub, self._answer, lambda: self.arena, size)
 
     async def attach(
         self, identity: bytes, layout: BlockLayout, *, arena: bool = False, timeout_s: float = 5.0
@@ -186,7 +190,7 @@ class CacheClient:
             response = await self._stub.Lookup(request, timeout=timeout_s, metadata=headers(None, trace))
             runs = tuple(TierRun(Tier(run.tier), run.blocks, to_seconds(run.eta)) for run in response.runs)
             slots = ArenaSlots(response.slots, response.checksums, response.linear_checksums)
-            if slots and (mapping := self._arena()) is not None:
+            if slots and (mapping := self.arena) is not None:
                 self._copies.remember(response.lease, mapping, hashes, runs, slots)
             return LookupResult(response.blocks, runs, response.lease, to_seconds(response.duration), slots=slots)
 
@@ -212,7 +216,7 @@ class CacheClient:
         layout = self._known_layout()
         buffers = byte_buffers(into, len(hashes), layout.payload_bytes(heads, layers))
         receiving = GetCall(hashes, buffers)
-        mapping = self._arena()
+        mapping = self.arena
         if mapping is not None:
             started = time.monotonic()
             found = await self._copies.get(lease, mapping, hashes, buffers, layout, heads, layers)
@@ -220,7 +224,7 @@ class CacheClient:
         deadline = time.monotonic() + timeout_s
         if self.lane_port and not heads.count and not layers.count and self._lanes.usable(sum(map(len, buffers))):
             started = time.monotonic()
-            found = await self._lanes.get(self.open_lane, self.lane_port, hashes, buffers, receiving.missing)
+            found = await self._lanes.get(self.pulls.open_lane, self.lane_port, hashes, buffers, receiving.missing)
             receiving.take_over(found, time.monotonic() - started)
         if receiving.complete:
             return receiving.result(BlockMissReason.ABSENT)
@@ -259,16 +263,8 @@ class CacheClient:
         Raises InvalidRequestError when a payload has another size.
         """
         layout = self._known_layout()
-        size = layout.payload_bytes(heads)
-        for index, block in enumerate(blocks):
-            if memoryview(block.payload).nbytes != size:
-                raise InvalidRequestError(
-                    f"payload {index} has {memoryview(block.payload).nbytes} bytes",
-                    field=f"blocks[{index}].payload",
-                    value=memoryview(block.payload).nbytes,
-                    allowed=f"{size} bytes",
-                )
-        if self._arena() is not None:
+        check_payloads(blocks, layout.payload_bytes(heads))
+        if self.arena is not None:
             terms = PutTerms(durability, heads, tenant, ttl_s, hold_s, time.monotonic() + timeout_s)
             outcomes = await self._copies.put(self.in_place, layout, blocks, terms)
             # A block that is there already may not be on disk yet: a stream waits for that without sending it.
@@ -281,16 +277,7 @@ class CacheClient:
         sending = PutCall(blocks, self._attachment.frame_bytes if self._attachment else 0)
 
         async def call(attachment: int) -> list[PutOutcome]:
-            start = pb.PutStart(
-                attachment=attachment,
-                tenant=tenant,
-                durability=pb.Durability.ValueType(durability),
-                heads=_head_range(heads),
-            )
-            if ttl_s is not None:
-                start.ttl.CopyFrom(to_duration(ttl_s))
-            if hold_s is not None:
-                start.hold.CopyFrom(to_duration(hold_s))
+            start = put_start(attachment, durability, heads, tenant, ttl_s, hold_s)
             with _open(self._put_call(timeout=timeout_s, metadata=headers(self._token, trace))) as stream:
                 await sending.run(stream, start)
             return sending.outcomes(PutRefusal.STORE_UNAVAILABLE)
@@ -330,24 +317,6 @@ class CacheClient:
 
         return await self._answer(call, lambda: PrefetchResult(0, 0.0))
 
-    async def open_lane(self, hashes: bytes, *, timeout_s: float = 10.0) -> LaneOffer:
-        """Have blocks wait for whoever shows the token at the lane port. Raises what goes wrong, whatever `degrade`."""
-
-        async def call(attachment: int) -> LaneOffer:
-            request = pb.OpenLaneRequest(attachment=attachment, hashes=hashes)
-            return lane_offer(await self._stub.OpenLane(request, timeout=timeout_s))
-
-        return await self._call(call)
-
-    async def pull(self, source: str, hashes: bytes, *, parents: bytes = b"", deadline_s: float = 10.0) -> PullResult:
-        """Have this instance fetch blocks from the one at `source`. Without `parents` (packed) they are one chain."""
-
-        async def call(attachment: int) -> PullResult:
-            request = pull_request(attachment, source, hashes, parents, deadline_s)
-            return pull_result(await self._stub.Pull(request, timeout=deadline_s + 1.0))
-
-        return await self._answer(call, lambda: PullResult(0, 0, len(hashes) // HASH_BYTES))
-
     async def stats(self, *, timeout_s: float = 1.0) -> CacheStats:
         """Figures of the service since its start. Needs no attachment, and raises whatever `degrade` says."""
         try:
@@ -359,17 +328,8 @@ class CacheClient:
     async def watch(self, identity: bytes) -> AsyncIterator[WatchEvent]:
         """Block events of a namespace: a snapshot in parts, then changes. A lost stream ends it with an error."""
         with _open(self._stub.Watch(pb.WatchRequest(identity=identity))) as call:
-            try:
-                async for event in call:
-                    at = (event.boot_epoch, event.sequence)
-                    if event.WhichOneof("event") == "snapshot":
-                        part = event.snapshot
-                        yield Snapshot(*at, Tier(part.tier), part.hashes, part.last)
-                    else:
-                        delta = event.delta
-                        yield BlockChange(*at, Tier(delta.tier), delta.stored, delta.removed)
-            except grpc.RpcError as error:
-                raise from_rpc_error(error) from error
+            async for event in block_events(call):
+                yield event
         raise UnavailableError(f"the cache service at {self._address} ended the watch")
 
     async def close(self) -> None:
@@ -386,9 +346,6 @@ class CacheClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-    def _arena(self) -> ArenaMapping | None:
-        return None if self._attachment is None else self._attachment.arena
 
     async def _attached_again(self) -> int:
         """The attachment to go on with after a stream broke; 0 when none comes soon."""
@@ -443,4 +400,3 @@ def _open(call: Any) -> Iterator[Any]:
 
 def _head_range(heads: Span) -> pb.HeadRange:
     return pb.HeadRange(first=heads.first, count=heads.count)
-

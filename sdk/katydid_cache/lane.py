@@ -1,9 +1,9 @@
 """The receiving end of a bulk lane: raw blocks over TCP straight into their buffers, checked as they arrive.
 
-What a lane carries was settled by OpenLane over gRPC (its comment in the protocol is the wire format), so the bytes need
-no frames: a token goes up, blocks come down back to back, a receipt goes up. The hash runs over each piece while it is
-still in the processor's cache. Blocking, for a thread or a process of its own; a connection serves one token after
-another.
+What a lane carries was settled by OpenLane over gRPC (OpenLaneResponse in the protocol is the wire format), so the
+bytes need no frames: a token goes up, blocks come down back to back, a receipt goes up. The hash runs over each piece
+while it is still in the processor's cache. Blocking, for a thread or a process of its own; a connection serves one
+token after another.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Lane:
     def _block(self, buffer: memoryview) -> bytes:
         digest, at = xxh3_128(), 0
         while at < len(buffer):
-            size = self._connection.recv_into(buffer[at : at + _PIECE_BYTES])
+            size = self._connection.recv_into(buffer[at : at + _PIECE_BYTES], 0, socket.MSG_WAITALL)
             if not size:
                 raise ConnectionError("the lane was closed in mid-block")
             digest.update(buffer[at : at + size])

@@ -13,11 +13,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import grpc
-from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid_runtime.block_hash import HASH_BYTES
+from katydid_runtime.errors import KatydidError
 
-from katydid_cache.lane import CHECKSUM_BYTES, Lane, receive
+from katydid_cache.lane import Lane, receive
+from katydid_cache.pulls import LaneOffer
 
 __all__ = ["LEAST_BYTES", "LaneReads", "dialled_host"]
 
@@ -28,20 +28,20 @@ _BATCH_BYTES = 16 * 1024 * 1024
 _STALL_S = 2.0
 _PAUSE_S = 5.0
 
-OpenLane = Callable[[bytes], Awaitable[pb.OpenLaneResponse]]
+OpenLane = Callable[[bytes], Awaitable[LaneOffer]]
 
 logger = logging.getLogger(__name__)
 
 
 class LaneReads:
-    """`count` lanes at most to the service at `host`. After a lane broke, `usable` is False for a moment."""
+    """`count` lanes at most to the service at `host`. After a lane broke they rest for a moment."""
 
     def __init__(self, host: str, count: int) -> None:
         self._host = host
         self._count = count
+        self._port = 0
         self._idle: list[Lane] = []
         self._threads: ThreadPoolExecutor | None = None
-        self._port = 0
         self._retry_at = 0.0
 
     def usable(self, size: int) -> bool:
@@ -56,12 +56,9 @@ class LaneReads:
             self.close()
             self._port = port
         found = [False] * len(into)
-        if not wanted:
-            return found
         step = max(1, _BATCH_BYTES // len(into[0]))
-        batches = [wanted[start : start + step] for start in range(0, len(wanted), step)]
-        batches.reverse()
-        prepared: list[tuple[Sequence[int], pb.OpenLaneResponse]] = []
+        batches = [wanted[start : start + step] for start in range(0, len(wanted), step)][::-1]
+        prepared: list[tuple[Sequence[int], LaneOffer]] = []
 
         async def prepare() -> None:
             if batches:
@@ -76,13 +73,14 @@ class LaneReads:
                 following = asyncio.create_task(prepare())
                 try:
                     await self._receive(batch, offer, into, found)
+                    await following
                 finally:
-                    await asyncio.gather(following, return_exceptions=True)
+                    following.cancel()
 
         lanes = [asyncio.create_task(serve()) for _ in range(min(self._count, len(batches)))]
         try:
             await asyncio.gather(*lanes)
-        except (OSError, grpc.RpcError) as error:
+        except (OSError, KatydidError) as error:
             logger.warning("bulk lane broke: %s", error, extra={"host": self._host, "port": port})
             self._retry_at = time.monotonic() + _PAUSE_S
         finally:
@@ -96,8 +94,36 @@ class LaneReads:
             lane.close()
         self._idle.clear()
 
-    async def dialled_host(address: str) -> str | None:
-    """The host of a gRPC address; None for a Unix socket, over which blocks are not sent."""
+    async def _receive(
+        self, batch: Sequence[int], offer: LaneOffer, into: Sequence[memoryview], found: list[bool]
+    ) -> None:
+        sent = [at for place, at in enumerate(batch) if place not in offer.misses]
+        if not sent:
+            return
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._count, "lane")
+        idle = self._idle.pop() if self._idle else None
+        intact: list[bool] = []
+        buffers = [into[at] for at in sent]
+        work = (idle, (self._host, self._port), _STALL_S, offer.token, buffers, offer.checksums, intact)
+        receiving = asyncio.get_running_loop().run_in_executor(self._threads, receive, *work)
+        try:
+            self._idle.append(await asyncio.shield(receiving))
+        except asyncio.CancelledError:
+            # The caller may use its buffers again once this returns.
+            if idle is not None:
+                idle.interrupt()
+            (outcome,) = await asyncio.gather(receiving, return_exceptions=True)
+            if isinstance(outcome, Lane):
+                outcome.close()
+            raise
+        finally:
+            for at, good in zip(sent, intact, strict=False):
+                found[at] = good
+
+
+def dialled_host(address: str) -> str | None:
+    """The host of a gRPC address; None for a Unix socket, which has shared memory instead."""
     if address.startswith("unix:"):
         return None
-    return address.removeprefix("dns:").lstrip("/").rpartition(":")[0].strip("[]")
+    return address.rpartition(":")[0].strip("[]")

@@ -8,13 +8,15 @@ from typing import Any
 
 import grpc
 from katydid.kvcache.v1 import kvcache_pb2 as pb
-from katydid_runtime.errors import UnavailableError
+from katydid_runtime.duration import to_duration
+from katydid_runtime.errors import InvalidRequestError, UnavailableError
 from xxhash import xxh3_128_digest
 
-from katydid_cache.records import PutBlock, PutOutcome, PutRefusal, PutStatus
+from katydid_cache.layout import Span
+from katydid_cache.records import Durability, PutBlock, PutOutcome, PutRefusal, PutStatus
 from katydid_cache.wire import encode_put_frame
 
-__all__ = ["PutCall"]
+__all__ = ["PutCall", "check_payloads", "put_start"]
 
 
 class PutCall:
@@ -79,6 +81,35 @@ class PutCall:
                 self._news.set()
         finally:
             self._news.set()
+
+
+def check_payloads(blocks: Sequence[PutBlock], size: int) -> None:
+    """Raises InvalidRequestError for a payload that has not `size` bytes."""
+    for index, block in enumerate(blocks):
+        if memoryview(block.payload).nbytes != size:
+            raise InvalidRequestError(
+                f"payload {index} has {memoryview(block.payload).nbytes} bytes",
+                field=f"blocks[{index}].payload",
+                value=memoryview(block.payload).nbytes,
+                allowed=f"{size} bytes",
+            )
+
+
+def put_start(
+    attachment: int, durability: Durability, heads: Span, tenant: bytes, ttl_s: float | None, hold_s: float | None
+) -> pb.PutStart:
+    """The first message of a Put; see `CacheClient.put`."""
+    start = pb.PutStart(
+        attachment=attachment,
+        tenant=tenant,
+        durability=pb.Durability.ValueType(durability),
+        heads=pb.HeadRange(first=heads.first, count=heads.count),
+    )
+    if ttl_s is not None:
+        start.ttl.CopyFrom(to_duration(ttl_s))
+    if hold_s is not None:
+        start.hold.CopyFrom(to_duration(hold_s))
+    return start
 
 
 def _outcome(result: pb.PutResult) -> PutOutcome:

@@ -7,20 +7,26 @@ import contextlib
 
 from katydid.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from katydid_cache.allocation import keep_buffers_mapped
+from katydid_cache.instances import Instances
 from katydid_runtime.exposition import Exposition
 from katydid_runtime.metrics import Metrics
 from katydid_runtime.process import run_service
 from katydid_runtime.server import RpcServer
 from katydid_runtime.telemetry import Telemetry
 
+from katydid_kvcache.access import load_access
 from katydid_kvcache.admin import ADMIN_SERVICE, AdminService
 from katydid_kvcache.arena_socket import ArenaSocket
 from katydid_kvcache.cache import Cache
 from katydid_kvcache.figures import Figures
+from katydid_kvcache.lanes.calls import LaneCalls
+from katydid_kvcache.lanes.desk import LaneDesk
+from katydid_kvcache.lanes.puller import Puller
 from katydid_kvcache.service import LONG_LIVED, SERVICE, KvCacheService, rpc_handlers
 from katydid_kvcache.settings import KvCacheSettings
 
 _FIGURES_S = 1.0
+_LANE_THREADS = 32
 
 
 async def serve(settings: KvCacheSettings, telemetry: Telemetry) -> None:
@@ -28,6 +34,7 @@ async def serve(settings: KvCacheSettings, telemetry: Telemetry) -> None:
     metrics = Metrics("kvcache")
     figures = Figures(metrics)
     tls = settings.server_tls()
+    access = load_access(settings.tokens_file)
     cache = await Cache.open(settings)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(cache.close)
@@ -37,17 +44,23 @@ async def serve(settings: KvCacheSettings, telemetry: Telemetry) -> None:
             long_lived=LONG_LIVED,
             drain_timeout_s=settings.drain_timeout_s,
             tls=tls,
+            admit=access.check,
         )
         arena = None
         if settings.listen.startswith("unix:"):
             arena = ArenaSocket(settings.listen.removeprefix("unix:") + ".arena", cache.arena.fd)
             stack.push_async_callback(arena.stop)
-        service = KvCacheService(cache, telemetry, figures, arena)
-        server.grpc.add_generic_rpc_handlers((rpc_handlers(service),))
+        desk, puller = await _lanes(stack, settings, cache)
+        service = KvCacheService(cache, telemetry, figures, arena, lane_port=desk.port if desk else 0)
+        server.grpc.add_generic_rpc_handlers((rpc_handlers(service, LaneCalls(cache, desk, puller)),))
         admin = server
         if settings.admin_listen:
             admin = RpcServer(
-                settings.admin_listen, services=[ADMIN_SERVICE], drain_timeout_s=settings.drain_timeout_s, tls=tls
+                settings.admin_listen,
+                services=[ADMIN_SERVICE],
+                drain_timeout_s=settings.drain_timeout_s,
+                tls=tls,
+                admit=access.check,
             )
         pb_grpc.add_AdminServiceServicer_to_server(AdminService(cache), admin.grpc)
         if settings.http_listen:
@@ -72,6 +85,26 @@ async def serve(settings: KvCacheSettings, telemetry: Telemetry) -> None:
             cache.attachments.draining.set()
 
         await server.run_until_signal(drain)
+
+
+async def _lanes(
+    stack: contextlib.AsyncExitStack, settings: KvCacheSettings, cache: Cache
+) -> tuple[LaneDesk | None, Puller | None]:
+    """The ends of bulk lanes, as far as the service is to have them; `stack` stops them."""
+    desk, puller = None, None
+    # Lanes are plain text. A service that speaks TLS says no: streams go on.
+    if settings.lane_listen and settings.server_tls() is None:
+        desk = LaneDesk(cache, threads=_LANE_THREADS, stall_s=settings.stream_stall_timeout_s)
+        desk.start(settings.lane_listen)
+        stack.push_async_callback(desk.stop)
+    if settings.pull_from:
+        sources = Instances(settings.pull_from)
+        await sources.refresh()
+        following = asyncio.create_task(sources.follow())
+        stack.callback(following.cancel)
+        puller = Puller(cache, sources, settings.lanes, tls=settings.client_tls(), token=settings.kvcache_token())
+        stack.push_async_callback(puller.close)
+    return desk, puller
 
 
 async def _keep_figures(figures: Figures, cache: Cache) -> None:

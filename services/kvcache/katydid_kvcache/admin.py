@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import heapq
 from typing import Any, TypeAlias
 
 import grpc
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from katydid_cache.layout import BlockLayout
+from katydid_runtime.block_hash import HASH_BYTES
 
 from katydid_kvcache import requests
+from katydid_kvcache.blocks import Block
 from katydid_kvcache.cache import Cache
 
 __all__ = ["ADMIN_SERVICE", "AdminService"]
 
 ADMIN_SERVICE = pb.DESCRIPTOR.services_by_name["AdminService"].full_name
 _IDENTITY_BYTES = 32
+_LIST_BLOCKS = 1000
+_PIN_LIMIT_S = 365 * 86_400.0
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
@@ -49,6 +54,32 @@ class AdminService(pb_grpc.AdminServiceServicer):
                 for namespace in self._cache.store.namespaces.values()
             ]
         )
+
+    async def ListBlocks(self, request: pb.ListBlocksRequest, _context: Context) -> pb.ListBlocksResponse:
+        identity = requests.exact_bytes(request.identity, (_IDENTITY_BYTES,), "identity")
+        after = requests.exact_bytes(request.after, (0, HASH_BYTES), "after")
+        limit = min(request.limit or _LIST_BLOCKS, _LIST_BLOCKS)
+        blocks = self._cache.namespace(identity).blocks
+        following = heapq.nsmallest(limit, (block_hash for block_hash in blocks if block_hash > after))
+        return pb.ListBlocksResponse(blocks=[_info(blocks[block_hash]) for block_hash in following])
+
+    async def Pin(self, request: pb.PinRequest, _context: Context) -> pb.PinResponse:
+        identity = requests.exact_bytes(request.identity, (_IDENTITY_BYTES,), "identity")
+        hold_s = requests.seconds(request.hold, "hold", limit=_PIN_LIMIT_S)
+        blocks = self._cache.pins.keep(self._cache.namespace(identity), requests.hash_list(request.hashes), hold_s)
+        return pb.PinResponse(blocks=blocks)
+
+
+def _info(block: Block) -> pb.BlockInfo:
+    held = ((pb.TIER_MEMORY, block.memory), (pb.TIER_DISK, block.disk))
+    return pb.BlockInfo(
+        hash=block.hash,
+        parent=block.parent,
+        tiers=[tier for tier, slot in held if slot is not None],
+        bytes=block.namespace.layout.block_bytes,
+        pins=block.pins,
+        expires_at=block.expires_at,
+    )
 
 
 def _layout(layout: BlockLayout) -> pb.BlockLayout:

@@ -28,6 +28,7 @@ from katydid_kvcache.disk.tier import DiskTier
 from katydid_kvcache.events import EventHub
 from katydid_kvcache.leases import LeaseTable
 from katydid_kvcache.memory import MemoryTier
+from katydid_kvcache.pins import OperatorPins
 from katydid_kvcache.reading import Reader
 from katydid_kvcache.reservations import Reservations
 from katydid_kvcache.settings import KvCacheSettings
@@ -111,6 +112,7 @@ class Cache:
         )
         self.leases: LeaseTable[Block] = LeaseTable()
         self.reservations = Reservations()
+        self.pins = OperatorPins(self.store)
         self._prefetches: set[asyncio.Task[None]] = set()
         self._prefault = threading.Thread(target=self.arena.prefault, name="prefault", daemon=True)
         if folder is not None:
@@ -160,6 +162,7 @@ class Cache:
             await asyncio.sleep(_MAINTENANCE_S)
             try:
                 self.store.unpin(self.leases.expire(time.monotonic()))
+                self.pins.expire()
                 self.store.expire()
                 if self.store.disk is not None and time.monotonic() >= regrow_at:
                     self.store.disk.slots.resume_growing()
@@ -228,13 +231,18 @@ class Cache:
         there = takewhile(lambda block: block is not None and block.memory is not None, found)
         return [block for block in there if block is not None]
 
-    def evict(self, identity: bytes, hashes: Sequence[bytes]) -> int:
-        """Drop blocks (all of the namespace when none is named), from disk beyond recovery; leased ones stay."""
+    def namespace(self, identity: bytes) -> Namespace:
+        """The namespace of an identity. Raises NotFoundError."""
         namespace = self.store.namespaces.get(identity)
         if namespace is None:
             raise NotFoundError(
                 f"no namespace of identity {identity.hex()[:16]}", field="identity", value=identity.hex()
             )
+        return namespace
+
+    def evict(self, identity: bytes, hashes: Sequence[bytes]) -> int:
+        """Drop blocks (all of the namespace when none is named), from disk beyond recovery; leased ones stay."""
+        namespace = self.namespace(identity)
         named = [namespace.blocks.get(block_hash) for block_hash in hashes] if hashes else [*namespace.blocks.values()]
         dropped = 0
         for block in named:

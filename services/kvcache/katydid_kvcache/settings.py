@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Self
 
 from katydid_runtime.fault_delays import delays_at
-from katydid_runtime.settings import ServiceSettings
+from katydid_runtime.settings import DialingSettings
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
@@ -14,12 +14,20 @@ __all__ = ["KvCacheSettings"]
 _MIB = 1024 * 1024
 
 
-class KvCacheSettings(ServiceSettings):
+class KvCacheSettings(DialingSettings):
     """KV-cache service: keeps KV blocks in host memory and on disk."""
 
     model_config = SettingsConfigDict(env_prefix="KATYDID_KVCACHE_")
 
     admin_listen: str | None = Field(None, description="gRPC address of AdminService alone; unset: beside the cache's")
+    tokens_file: str | None = Field(
+        None, description="file of bearer tokens, a line each: NAME SCOPES SHA256-OF-TOKEN-IN-HEX; unset: no check"
+    )
+    lane_listen: str | None = Field(None, description="TCP address of bulk lanes, host:port; unset: streams alone")
+    lanes: int = Field(4, ge=1, le=64, description="bulk lanes of pulls at a time, each in a process of its own")
+    pull_from: str | None = Field(
+        None, description="instances to pull blocks from: HOST:PORT,..., dns:NAME:PORT or file:PATH; unset: none"
+    )
     memory_bytes: int = Field(1024 * _MIB, ge=_MIB, description="host memory for blocks")
     slab_bytes: int = Field(
         64 * _MIB,

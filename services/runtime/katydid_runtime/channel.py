@@ -24,9 +24,12 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 def open_channel(
-    address: str, tls: Tls | None = None, options: Sequence[tuple[str, int]] = CHANNEL_OPTIONS
+    address: str,
+    tls: Tls | None = None,
+    options: Sequence[tuple[str, int]] = CHANNEL_OPTIONS,
+    interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
 ) -> grpc.aio.Channel:
     """A channel to `address` ("host:port" or "unix:/path"): plain text without `tls`, and always to a Unix socket."""
     if tls is None or address.startswith("unix:"):
-        return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, tls.credentials(), options=options)
+        return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+    return grpc.aio.secure_channel(address, tls.credentials(), options=options, interceptors=interceptors)

@@ -6,7 +6,7 @@ KatydidError
 │   ├── PayloadTooLargeError       the body or message exceeds the size limit
 │   └── UnsupportedError           the request is well formed, this server does not offer it
 ├── UnauthenticatedError           no API key, or an unknown one
-├── PermissionDeniedError          a known caller without the right; no service raises it, proxies in front do
+├── PermissionDeniedError          a known caller without the right
 ├── NotFoundError                  the named thing does not exist
 │   └── UnknownModelError          no engine serves the model
 ├── ConflictError                  the named thing is in another state than the caller believes

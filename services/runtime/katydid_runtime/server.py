@@ -22,7 +22,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -36,7 +36,7 @@ from katydid_runtime.interceptors import AroundInterceptor, Context
 from katydid_runtime.rpc_errors import error_interceptor
 from katydid_runtime.tls import ServerTls
 
-__all__ = ["RpcServer"]
+__all__ = ["Admit", "RpcServer"]
 
 _SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
@@ -49,13 +49,15 @@ _INFRASTRUCTURE = ("/grpc.health.", "/grpc.reflection.")
 
 logger = logging.getLogger(__name__)
 
+Admit: TypeAlias = Callable[[str, Iterable[tuple[str, str | bytes]]], None]
+
 
 class RpcServer:
     """A grpc.aio server with Katydid's limits, error mapping, health, reflection and drain.
 
     `services` are the full names for health and reflection; `long_lived` the full methods ("/pkg.Service/Method") a
-    drain does not wait for; `tls` is for TCP addresses, see `katydid_runtime.tls`. Register servicers on `grpc` before
-    `start`.
+    drain does not wait for; `tls` is for TCP addresses, see `katydid_runtime.tls`; `admit` is called with method and
+    metadata of every RPC and raises for one that is not to be. Register servicers on `grpc` before `start`.
     """
 
     def __init__(
@@ -66,12 +68,14 @@ class RpcServer:
         long_lived: Iterable[str] = (),
         drain_timeout_s: float = 30.0,
         tls: ServerTls | None = None,
+        admit: Admit | None = None,
     ) -> None:
         self.address = listen
         self._services = tuple(services)
         self._long_lived = frozenset(long_lived)
         self._drain_timeout_s = drain_timeout_s
         self._credentials = None if tls is None else tls.credentials()
+        self._admit = admit
         self._serving = False
         self._draining = False
         self._in_flight = 0
@@ -173,9 +177,11 @@ class RpcServer:
         await self._idle.wait()
 
     @asynccontextmanager
-    async def _count(self, method: str, _context: Context) -> AsyncIterator[None]:
+    async def _count(self, method: str, context: Context) -> AsyncIterator[None]:
         if self._draining:
             raise DrainingError(f"{self.address} is shutting down")
+        if self._admit is not None:
+            self._admit(method, context.invocation_metadata() or ())
         if method in self._long_lived:
             yield
             return

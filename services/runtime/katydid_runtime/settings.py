@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Literal, NoReturn, Self, get_args
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError
@@ -109,10 +110,28 @@ class DialingSettings(ServiceSettings):
         None,
         description="PEM authority of the services called: speak TLS to them, showing tls_cert_file; unset: plain text",
     )
+    kvcache_token_file: str | None = Field(None, description="file of the bearer token shown to KV-cache services")
 
     def client_tls(self) -> Tls | None:
         """How the services this one calls are spoken to; None: plain text. Raises SettingsError."""
         return client_tls(self.tls_ca_file, self.server_tls())
+
+    def kvcache_token(self) -> str | None:
+        """The token of `kvcache_token_file`; None without it. Raises SettingsError."""
+        path = self.kvcache_token_file
+        if path is None:
+            return None
+        try:
+            token = Path(path).read_text("utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(
+                f"kvcache_token_file={path} cannot be read: {error}", field="kvcache_token_file", value=path
+            ) from error
+        if not token or not token.isprintable() or not token.isascii():
+            raise SettingsError(
+                f"kvcache_token_file={path} holds no token", field="kvcache_token_file", value=path, allowed="one line"
+            )
+        return token
 
 
 class _Parser(argparse.ArgumentParser):

@@ -17,7 +17,6 @@ from katydid_cache.client import CacheClient
 from katydid_cache.instances import Instances
 from katydid_cache.lane_reads import dialled_host
 from katydid_cache.layout import Span
-from katydid_cache.records import PutStatus
 from katydid_runtime.errors import KatydidError, PermissionDeniedError, UnavailableError
 from katydid_runtime.tls import Tls
 from xxhash import xxh3_128_digest
@@ -54,6 +53,7 @@ class Puller:
         self._sources = sources
         self._workers = LaneWorkers(cache.arena, lanes)
         self._turns = asyncio.Semaphore(lanes)
+        self._attaching = asyncio.Lock()
         self._tls = tls
         self._token = token
         self._clients: OrderedDict[tuple[str, bytes], CacheClient] = OrderedDict()
@@ -71,14 +71,16 @@ class Puller:
             raise PermissionDeniedError(
                 f"this service does not pull from {source}", field="source", value=source, allowed="see pull_from"
             )
-        client = await self._client(namespace, source)
+        async with self._attaching:
+            client = await self._client(namespace, source)
         pulled = Pulled()
         step = max(1, min(_BATCH_BYTES // namespace.layout.block_bytes, _BATCH_BLOCKS))
         deadline = time.monotonic() + deadline_s
 
         async def batch(start: int) -> None:
             async with self._turns:
-                await self._batch(client, namespace, source, hashes[start:], parents[start:], step, deadline, pulled)
+                some = slice(start, start + step)
+                await self._batch(client, namespace, source, hashes[some], parents[some], deadline, pulled)
 
         tasks = [asyncio.create_task(batch(start)) for start in range(0, len(hashes), step)]
         try:
@@ -108,8 +110,7 @@ class Puller:
             try:
                 await client.attach(namespace.identity, namespace.layout, timeout_s=_ATTACH_S)
             except KatydidError:
-                if self._clients.get(key) is client:
-                    del self._clients[key]
+                del self._clients[key]
                 await client.close()
                 raise
             if len(self._clients) > _CLIENTS:
@@ -126,13 +127,12 @@ class Puller:
         source: str,
         hashes: Sequence[bytes],
         parents: Sequence[bytes],
-        count: int,
         deadline: float,
         pulled: Pulled,
     ) -> None:
-        """Take slots for the first `count` blocks, fill them and make them visible."""
+        """Take slots for blocks, fill them and make them visible."""
         writes: list[Write] = []
-        for block_hash, parent in zip(hashes[:count], parents[:count], strict=True):
+        for block_hash, parent in zip(hashes, parents, strict=True):
             begun = self._cache.store.begin_write(namespace, block_hash, parent, Span())
             if isinstance(begun, Write):
                 writes.append(begun)
@@ -145,8 +145,8 @@ class Puller:
                 timeout_s = max(0.01, deadline - time.monotonic())
                 fill = self._over_lane if client.lane_port else self._over_stream
                 for place, checksum in (await fill(client, source, wanted, writes, timeout_s)).items():
-                    outcome = self._cache.writer.finish(open_writes.pop(place), checksum, None, computed=checksum)
-                    pulled.pulled += outcome.status is PutStatus.STORED
+                    self._cache.writer.finish_checked(open_writes.pop(place), checksum)
+                    pulled.pulled += 1
         finally:
             for write in open_writes.values():
                 self._cache.writer.abort(write)
@@ -155,7 +155,7 @@ class Puller:
         self, client: CacheClient, source: str, wanted: bytes, writes: Sequence[Write], timeout_s: float
     ) -> dict[int, bytes]:
         """Checksum by place of the writes whose blocks have arrived right."""
-        offer = await client.open_lane(wanted, timeout_s=timeout_s)
+        offer = await client.pulls.open_lane(wanted, timeout_s=timeout_s)
         sent = [place for place in range(len(writes)) if place not in offer.misses]
         if not sent:
             return {}
@@ -168,11 +168,7 @@ class Puller:
         assert host is not None
         size = writes[0].block.namespace.layout.block_bytes
         intact = await self._workers.run(Order(host, client.lane_port, offer.token, _STALL_S, size, places))
-        return {
-            place: checksum
-            for place, checksum, good in zip(sent, offer.checksums, intact, strict=True)
-            if good
-        }
+        return {place: checksum for place, checksum, good in zip(sent, offer.checksums, intact, strict=True) if good}
 
     async def _over_stream(
         self, client: CacheClient, _source: str, wanted: bytes, writes: Sequence[Write], timeout_s: float

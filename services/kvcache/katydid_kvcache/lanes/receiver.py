@@ -1,8 +1,8 @@
-"""A worker process that receives blocks over bulk lanes straight into the arena: `python -m ...receiver FD BYTES SOCKET`.
+"""A worker process that receives blocks over bulk lanes straight into the arena.
 
-It knows the arena by its descriptor and gets orders over an inherited socket, one at a time: where to connect, which
-token to show, where each block belongs and what its checksum must be. It answers with a byte a block: 1 arrived right,
-0 did not. A lane stays open for the next order to the same address. It ends when its socket does.
+It is given the arena's descriptor and size, and a socket for orders, one at a time: where to connect, which token to
+show, where each block belongs and what its checksum must be. It answers with a byte a block: 1 arrived right, 0 did
+not. A lane stays open for the next order to the same address. It ends when its socket does.
 """
 
 from __future__ import annotations

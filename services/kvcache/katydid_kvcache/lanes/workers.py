@@ -85,4 +85,3 @@ class LaneWorkers:
     def pids(self) -> list[int]:
         """Processes running now."""
         return [worker.process.pid for worker in (*self._idle, *self._busy)]
-
