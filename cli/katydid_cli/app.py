@@ -30,10 +30,37 @@ Address = Annotated[str, typer.Option(help="gRPC address of the gateway.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="KATYDID_API_KEY", help="API key, if the gateway asks for one.")]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"katydid {version('katydid')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 class Device(StrEnum):
     AUTO = "auto"
     CPU = "cpu"
     CUDA = "cuda"
+
+
+class QuantizationScheme(StrEnum):
+    W4A8 = "w4a8"
+    FP8 = "fp8"
+
+
+class Clip(StrEnum):
+    MSE = "mse"
+    NONE = "none"
 
 
 class LogLevel(StrEnum):
@@ -209,6 +236,30 @@ def evaluate(
         output=output,
     )
     raise typer.Exit(run_evaluation(options))
+
+
+@app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help="Model folder or name.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; new or empty.")],
+    scheme: Annotated[
+        QuantizationScheme, typer.Option(help="w4a8: int4 in groups of 128; fp8: e4m3, a scale a matrix.")
+    ] = QuantizationScheme.W4A8,
+    clip: Annotated[
+        Clip, typer.Option(help="Of w4a8's scales: mse, the least squared error; none, the largest weight.")
+    ] = Clip.MSE,
+    device: Annotated[Device, typer.Option(help="Where to compute; auto: cuda where there is one.")] = Device.AUTO,
+    shard_mib: Annotated[int, typer.Option(min=1, help="Largest file, MiB.")] = 4096,
+    cache_dir: CacheDir = default_cache_dir(),
+) -> None:
+    """Write a quantised copy of a model; an interrupted run goes on where it was."""
+    from katydid_cli.fleet.plan import find_device
+    from katydid_cli.model_folder import resolve_model
+    from katydid_cli.quantize import QuantizeOptions
+    from katydid_cli.quantize import quantize as run
+
+    folder = resolve_model(model, cache_dir)
+    run(QuantizeOptions(folder, out, scheme.value, clip.value, find_device(device), shard_mib))
 
 
 @models_app.callback(invoke_without_command=True)

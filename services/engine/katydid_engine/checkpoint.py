@@ -14,9 +14,9 @@ from torch import Tensor
 
 from katydid_engine.weights import FLOATS
 
-__all__ = ["Checkpoint", "TensorEntry"]
+__all__ = ["DTYPE_BYTES", "Checkpoint", "TensorEntry"]
 
-_DTYPE_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I32": 4, "I64": 8}
+DTYPE_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I32": 4, "I64": 8}
 # The format's own limit (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
 _MAX_HEADER_BYTES = 100_000_000
 
@@ -154,7 +154,7 @@ def _read_header(shard: Path) -> dict[str, TensorEntry]:
             raise corrupt(f"tensor {name} lacks dtype, shape or data_offsets ({error!r})") from error
         if not 0 <= begin <= end <= size - 8 - length:
             raise corrupt(f"tensor {name} lies at bytes {begin}..{end}, the data has {size - 8 - length}")
-        if dtype in _DTYPE_BYTES and end - begin != math.prod(shape) * _DTYPE_BYTES[dtype]:
+        if dtype in DTYPE_BYTES and end - begin != math.prod(shape) * DTYPE_BYTES[dtype]:
             raise corrupt(f"tensor {name} of {dtype} {list(shape)} spans {end - begin} bytes")
         entries[name] = TensorEntry(shard, dtype, shape)
         end_of_data = max(end_of_data, end)
