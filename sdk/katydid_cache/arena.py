@@ -26,16 +26,15 @@ logger = logging.getLogger(__name__)
 class ArenaMapping:
     """`bytes` of shared memory. It stays mapped, whatever becomes of the service, until the last view of it is gone.
 
-    `path` names it for other processes of this user and host while this object lives: `open` takes it.
+    `descriptor` is its memfd and stays open while this object lives: other processes can map the memory by it.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.bytes = size
         self._map = mmap.mmap(descriptor, size)
         self.view = memoryview(self._map)
-        self._descriptor = os.dup(descriptor)
-        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        weakref.finalize(self, os.close, self._descriptor)
+        self.descriptor = os.dup(descriptor)
+        weakref.finalize(self, os.close, self.descriptor)
 
     @classmethod
     async def receive(cls, arena: pb.Arena) -> ArenaMapping:
@@ -48,20 +47,6 @@ class ArenaMapping:
             return cls(descriptor, arena.bytes)
         except (OSError, ValueError) as error:
             raise UnavailableError(f"the memory of the cache service can't be mapped: {error}") from error
-        finally:
-            os.close(descriptor)
-
-    @classmethod
-    def open(cls, path: str, size: int) -> ArenaMapping:
-        """Map what another process mapped. Raises UnavailableError when it is gone."""
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise UnavailableError(f"the memory at {path} can't be opened: {error}") from error
-        try:
-            return cls(descriptor, size)
-        except (OSError, ValueError) as error:
-            raise UnavailableError(f"the memory at {path} can't be mapped: {error}") from error
         finally:
             os.close(descriptor)
 

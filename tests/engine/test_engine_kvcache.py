@@ -50,10 +50,11 @@ async def attached(client: SessionClient, wanted: bool) -> None:
 
 
 def test_blocks_move_between_engines_and_survive_the_service(tmp_path: Path) -> None:
+    """Over a Unix socket, so in the service's own memory; the restarted service has another."""
     model = write_tiny_model(tmp_path / "tiny")
     fields = {"max_tokens": 6, "temperature": 0.7, "seed": 3, "ignore_eos": True}
-    cache = Service("katydid_kvcache", tmp_path / "cache.log", "--listen", "127.0.0.1:0", *cache_options(tmp_path))
-    address = cache.address
+    address = f"unix:{tmp_path}/cache.sock"
+    cache = Service("katydid_kvcache", tmp_path / "cache.log", "--listen", address, *cache_options(tmp_path))
     try:
         with (
             engine(model, tmp_path, "--kvcache-address", address, "--kv-pages", "64") as a,

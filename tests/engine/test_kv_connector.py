@@ -42,6 +42,7 @@ class ScriptedCache:
 
     def __init__(self, held: int, missing: frozenset[int] = frozenset(), broken: frozenset[str] = frozenset()) -> None:
         self.attached = True
+        self.arena = None
         self.held = held
         self.missing = missing
         self.broken = broken

@@ -242,7 +242,7 @@ async def _started(settings: EngineSettings, telemetry: Telemetry, metrics: Engi
             keep_buffers_mapped()
             cache = CacheClient(settings.kvcache_address, name=f"engine {os.getpid()}", degrade=True, tls=tls)
             stack.push_async_callback(cache.close)
-            await cache.attach(model.identity, model.layout)
+            await cache.attach(model.identity, model.layout, arena=True)
         yield Engine(settings, telemetry, metrics, model, workers, cache)
 
 

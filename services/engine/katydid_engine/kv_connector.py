@@ -1,9 +1,10 @@
 """The engine's way to the KV-cache service: the face looks up, reads and writes blocks for its workers.
 
-A worker asks with a ticket and goes on computing. The chain is looked up under one lease, blocks are read in windows
-into read slots of the staging buffer, and the worker unpacks them between steps. Finished blocks come the other way, in
-batches. When the service is away, lookups find nothing and blocks are given up; it is asked again once it is back.
-Every ticket is answered to its end, whatever happens here.
+A worker asks with a ticket and goes on computing. The chain is looked up under one lease, and blocks are read in
+windows: where the service shares its memory they are checked here and unpacked by the worker from where they lie, and
+the lease ends when it has; otherwise they come in a stream into read slots of the staging buffer. Finished blocks go
+the other way, in batches. When the service is away, lookups find nothing and blocks are given up; it is asked again
+once it is back. Every ticket is answered to its end, whatever happens here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from itertools import accumulate, pairwise
 from katydid_cache import CacheClient, LookupResult, PutBlock
 from katydid_cache import Tier as CacheTier
 from katydid_runtime.block_hash import HASH_BYTES
+from katydid_runtime.trace_context import TraceContext
 
+from katydid_engine.arena_reads import ArenaReads
 from katydid_engine.engine_metrics import EngineMetrics
 from katydid_engine.faults import FaultDelays
 from katydid_engine.messages import (
@@ -69,6 +72,7 @@ class KvConnector:
         self._metrics = metrics
         self._faults = faults
         self._free_slots = list(staging.shape.reading)
+        self._in_place = ArenaReads(client, staging.shape.slot_bytes, limit=staging.shape.read_slots)
         self._slots_freed = asyncio.Event()
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._stores: asyncio.Queue[KvStore] = asyncio.Queue()
@@ -84,7 +88,7 @@ class KvConnector:
                 if (fetch := self._fetches.get(ticket)) is not None:
                     fetch.cancel()
             case KvReadSlotsFree(slots):
-                self._give_back(slots)
+                self._give_back(self._in_place.unpacked(slots))
             case KvStore():
                 self._stores.put_nowait(ask)
 
@@ -126,29 +130,41 @@ class KvConnector:
             elif not ended:
                 self._send(KvArrived(ask.ticket, (), last=True))
             if found.lease:
+                await self._in_place.all_unpacked(ask.ticket)
                 await self._client.release(found.lease)
 
     async def _read(self, ask: KvLookup, found: LookupResult, spans: CacheSpans) -> None:
         """Windows of blocks in order, each of one tier, until all are read or one is missing."""
+        lying = self._in_place.found(found)
         for run_start, run_end in pairwise(accumulate((run.blocks for run in found.runs), initial=0)):
             first = run_start
             while first < run_end:
-                slots = await self._take_slots(min(_WINDOW_BLOCKS, run_end - first))
-                valid = 0
-                try:
+                count = min(_WINDOW_BLOCKS, run_end - first)
+                hashes = ask.hashes[HASH_BYTES * first : HASH_BYTES * (first + count)]
+                if lying is not None:
                     await asyncio.sleep(self._faults.fetch)
-                    hashes = ask.hashes[HASH_BYTES * first : HASH_BYTES * (first + len(slots))]
-                    into = [self._staging.slot(slot) for slot in slots]
-                    trace = spans.fetch(run_start)
-                    got = await self._client.get(found.lease, hashes, into=into, trace=trace, timeout_s=_READ_TIMEOUT_S)
-                    valid = got.prefix
-                finally:
-                    self._give_back(slots[valid:])
-                first += valid
-                last = valid < len(slots) or first == found.blocks
-                self._send(KvArrived(ask.ticket, tuple(slots[:valid]), last))
+                    slots = await self._in_place.window(ask.ticket, lying, hashes, _READ_TIMEOUT_S)
+                else:
+                    slots, count = await self._stream(found.lease, hashes, spans.fetch(run_start))
+                first += len(slots)
+                last = len(slots) < count or first == found.blocks
+                self._send(KvArrived(ask.ticket, tuple(slots), last))
                 if last:
                     return
+
+    async def _stream(self, lease: int, hashes: bytes, trace: TraceContext | None) -> tuple[list[int], int]:
+        """Read slots with as many of the blocks as there are slots and right blocks; and how many were asked for."""
+        slots = await self._take_slots(len(hashes) // HASH_BYTES)
+        valid = 0
+        try:
+            await asyncio.sleep(self._faults.fetch)
+            into = [self._staging.slot(slot) for slot in slots]
+            hashes = hashes[: HASH_BYTES * len(slots)]
+            got = await self._client.get(lease, hashes, into=into, trace=trace, timeout_s=_READ_TIMEOUT_S)
+            valid = got.prefix
+        finally:
+            self._give_back(slots[valid:])
+        return slots[:valid], len(slots)
 
     async def _write(self) -> None:
         while True:

@@ -64,7 +64,7 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One block between a page and a slot of the staging buffer."""
+    """One block between a page and a slot, of the staging buffer or of the cache service's memory (``arena_slot``)."""
 
     page: int
     slot: int

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from katydid_runtime.block_hash import BLOCK_TOKENS
 from katydid_runtime.errors import SettingsError
-from torch import Tensor
 
 from katydid_engine.block_pool import BlockPool
 from katydid_engine.channel import BlockingChannel
@@ -24,6 +23,7 @@ from katydid_engine.plan_ring import PlanReader, PlanWriter
 from katydid_engine.profiling import StepProfiler
 from katydid_engine.runner import Runner
 from katydid_engine.scheduler import Scheduler, SchedulerConfig
+from katydid_engine.slot_memory import SlotMemory
 from katydid_engine.staging import Staging
 from katydid_engine.step_loop import StepLoop
 from katydid_engine.worker_config import WorkerConfig
@@ -56,7 +56,7 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         kv_cache_dtype=config.kv_cache_dtype,
     )
     num_pages = count_pages(model, config, collectives)
-    runner = Runner(model, num_pages, collectives=collectives, objects=_map_staging(config, model))
+    runner = Runner(model, num_pages, collectives=collectives, slots=_map_staging(config, model))
     runner.warm_up()
     ready = Ready(
         num_pages=num_pages,
@@ -132,8 +132,7 @@ def _join_group(config: WorkerConfig) -> Collectives:
     return TorchCollectives()
 
 
-def _map_staging(config: WorkerConfig, model: DecoderLM) -> Tensor | None:
-    """The staging buffer as uint8 ``[slots, slot_bytes]``."""
+def _map_staging(config: WorkerConfig, model: DecoderLM) -> SlotMemory | None:
     if config.staging is None or config.staging_memory is None:
         return None
     probe = model.new_kv_cache(1)
@@ -144,4 +143,5 @@ def _map_staging(config: WorkerConfig, model: DecoderLM) -> Tensor | None:
             "the number of MTP layers differs"
         )
     staging = Staging(config.staging, config.staging_memory)
-    return torch.frombuffer(staging.memory, dtype=torch.uint8).view(-1, config.staging.slot_bytes)
+    objects = torch.frombuffer(staging.memory, dtype=torch.uint8).view(-1, config.staging.slot_bytes)
+    return SlotMemory(objects, model.device)

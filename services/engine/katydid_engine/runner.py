@@ -22,6 +22,7 @@ from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.plan import Logprobs, PageCopy, Run, SampleRow, Start, StepOutput, StepPlan, Transfer
 from katydid_engine.request import Sampling
 from katydid_engine.sampler import Row, SequenceSampler, sample_rows, token_logprobs
+from katydid_engine.slot_memory import SlotMemory
 
 __all__ = ["Runner"]
 
@@ -32,16 +33,16 @@ class Runner:
     """One rank's model with ``num_pages`` pages.
 
     Args:
-        objects: uint8 ``[slots, object_bytes]``, the staging buffer shared with the face; None without a cache service.
+        slots: memory that blocks on their way to and from the cache service lie in; None without one.
         collectives: the TP group.
     """
 
     def __init__(
-        self, model: DecoderLM, num_pages: int, *, collectives: Collectives, objects: Tensor | None = None
+        self, model: DecoderLM, num_pages: int, *, collectives: Collectives, slots: SlotMemory | None = None
     ) -> None:
         self._model = model
         self._collectives = collectives
-        self._objects = objects
+        self._slots = slots
         self._kv_cache = model.new_kv_cache(num_pages)
         self._batches = BatchBuilder(model.device)
         self._samplers: dict[int, SequenceSampler] = {}
@@ -86,20 +87,19 @@ class Runner:
             pages[targets] = pages[sources]
 
     def _transfer(self, move: Callable[..., None], transfers: Sequence[Transfer]) -> None:
-        assert self._objects is not None
+        assert self._slots is not None
         device = self._model.device
-        pages = torch.tensor([transfer.page for transfer in transfers], dtype=torch.int32).to(device)
-        slots = torch.tensor([transfer.slot for transfer in transfers], dtype=torch.int32).to(device)
         heads = self._kv_cache.k_pages[0].shape[1]
-        move(
-            self._kv_cache.k_pages,
-            self._kv_cache.v_pages,
-            pages,
-            self._objects,
-            slots,
-            object_kv_heads=self._model.config.num_kv_heads,
-            first_head=heads * self._collectives.rank,
-        )
+        for objects, pages, rows in self._slots.groups(transfers):
+            move(
+                self._kv_cache.k_pages,
+                self._kv_cache.v_pages,
+                torch.tensor(pages, dtype=torch.int32).to(device),
+                objects,
+                torch.tensor(rows, dtype=torch.int32).to(device),
+                object_kv_heads=self._model.config.num_kv_heads,
+                first_head=heads * self._collectives.rank,
+            )
 
     def _compute(self, plan: StepPlan) -> StepOutput:
         batch = self._batches.build(plan.runs, plan.num_decodes)

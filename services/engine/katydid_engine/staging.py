@@ -1,7 +1,10 @@
-"""Memory that the face and its workers share for blocks on their way: slots of one store object each.
+"""Memory for blocks on their way between the face and its workers: slots of one store object each.
 
 The first ``write_slots`` are packed by the workers and emptied by the face, the rest are filled by the face and
 unpacked by the workers. Who may touch a slot is settled by messages; the memory itself holds bytes alone.
+
+A cache service on the same host gives the face its own memory. A block in there needs no staging: its slot has a number
+that names the face's descriptor and the 4 KiB page where the block begins, see ``arena_slot``.
 """
 
 from __future__ import annotations
@@ -10,7 +13,25 @@ import mmap
 import os
 from dataclasses import dataclass
 
-__all__ = ["Staging", "StagingShape"]
+__all__ = ["ARENA_PAGE_BYTES", "Staging", "StagingShape", "arena_place", "arena_slot"]
+
+ARENA_PAGE_BYTES = 4096
+
+_PAGE_BITS = 40
+
+
+def arena_slot(descriptor: int, offset: int) -> int:
+    """Number of the slot at byte ``offset`` (of a page's beginning) of the memory behind the face's ``descriptor``.
+
+    Larger than every number of a staging slot.
+    """
+    return descriptor << _PAGE_BITS | offset // ARENA_PAGE_BYTES
+
+
+def arena_place(slot: int) -> tuple[int, int] | None:
+    """The descriptor and page that a slot's number names; None for a slot of the staging buffer."""
+    descriptor, page = divmod(slot, 1 << _PAGE_BITS)
+    return (descriptor, page) if descriptor else None
 
 
 @dataclass(frozen=True, slots=True)

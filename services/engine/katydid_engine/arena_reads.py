@@ -1,0 +1,107 @@
+"""Blocks that workers unpack from where they lie in the cache service's memory, which this host's service shares.
+
+The face checks a block's bytes before a worker hears of it, and counts what workers have not unpacked yet: the lease
+must not end before. How much may be on its way is limited, since a step unpacks all that has arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from katydid_cache import ArenaMapping, ArenaSlot, CacheClient, LookupResult, Tier
+from katydid_runtime.block_hash import HASH_BYTES
+from xxhash import xxh3_128_digest
+
+from katydid_engine.staging import arena_place, arena_slot
+
+__all__ = ["ArenaReads", "Lying"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lying:
+    """What a lookup found: the memory it is in, and for each block in order its slot, None while it is on disk."""
+
+    mapping: ArenaMapping
+    slots: Iterator[ArenaSlot | None]
+
+
+class ArenaReads:
+    """Reads of one connector; at most ``limit`` blocks of ``block_bytes`` that workers have not unpacked yet."""
+
+    def __init__(self, client: CacheClient, block_bytes: int, *, limit: int) -> None:
+        self._client = client
+        self._block_bytes = block_bytes
+        self._limit = limit
+        # Slots that workers were told of, by ticket; and the tickets of a slot, which may be read by several at once.
+        self._told: Counter[int] = Counter()
+        self._tickets: dict[int, list[int]] = {}
+        self._freed = asyncio.Event()
+
+    def found(self, found: LookupResult) -> Lying | None:
+        """How to read what a lookup found in place; None when the service does not share its memory."""
+        mapping = self._client.arena
+        if mapping is None or not found.lease:
+            return None
+        return Lying(mapping, _by_block(found))
+
+    async def window(self, ticket: int, lying: Lying, hashes: bytes, timeout_s: float) -> list[int]:
+        """Slots of the next blocks, whose hashes are given: as many as are there and right, from the first one on."""
+        wanted = [next(lying.slots) for _ in range(0, len(hashes), HASH_BYTES)]
+        await self._room(len(wanted))
+        slots = [slot for slot in wanted if slot is not None]
+        if len(slots) < len(wanted):
+            fetched = await self._client.prefetch(hashes, deadline_s=timeout_s, wait=True)
+            slots = [*fetched.slots]
+        if self._client.arena is not lying.mapping:
+            return []  # the service has been restarted meanwhile
+        right = await asyncio.to_thread(self._count_right, lying.mapping, slots)
+        numbers = [arena_slot(lying.mapping.descriptor, slot.offset) for slot in slots[:right]]
+        for number in numbers:
+            self._tickets.setdefault(number, []).append(ticket)
+        self._told[ticket] += len(numbers)
+        return numbers
+
+    def unpacked(self, slots: Sequence[int]) -> list[int]:
+        """Workers are done with these; those that are none of the service's memory are left."""
+        left = []
+        for slot in slots:
+            if arena_place(slot) is None:
+                left.append(slot)
+                continue
+            tickets = self._tickets[slot]
+            self._told[tickets.pop(0)] -= 1
+            if not tickets:
+                del self._tickets[slot]
+        self._freed.set()
+        return left
+
+    async def all_unpacked(self, ticket: int) -> None:
+        """Wait until workers are done with all blocks of a ticket."""
+        await self._until(lambda: not self._told[ticket])
+        del self._told[ticket]
+
+    async def _room(self, wanted: int) -> None:
+        await self._until(lambda: not self._told.total() or self._told.total() + wanted <= self._limit)
+
+    async def _until(self, met: Callable[[], bool]) -> None:
+        while not met():
+            self._freed.clear()
+            await self._freed.wait()
+
+    def _count_right(self, mapping: ArenaMapping, slots: Sequence[ArenaSlot]) -> int:
+        """How many hold what was committed, from the first one on."""
+        for count, slot in enumerate(slots):
+            block = mapping.view[slot.offset : slot.offset + self._block_bytes]
+            if xxh3_128_digest(block) != slot.checksum:
+                return count
+        return len(slots)
+
+
+def _by_block(found: LookupResult) -> Iterator[ArenaSlot | None]:
+    slots = iter(found.slots)
+    for run in found.runs:
+        for _ in range(run.blocks):
+            yield next(slots) if run.tier is Tier.MEMORY else None

@@ -1,0 +1,92 @@
+"""What a rank sees of blocks on their way: the staging buffer, and the memory of a cache service on the same host.
+
+The service's memory is mapped when a slot of it first appears in a plan, through the face's descriptor, and registered
+with CUDA on a GPU, so that blocks move between it and the pages without a copy on the way. A restarted service has new
+memory: the old mapping is dropped when a slot of the new one appears.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from katydid_engine.plan import Transfer
+from katydid_engine.staging import ARENA_PAGE_BYTES, arena_place
+
+__all__ = ["SlotMemory"]
+
+# cudaHostRegisterPortable | cudaHostRegisterMapped: under the address it has here.
+_REGISTER_FLAGS = 0x1 | 0x2
+
+logger = logging.getLogger(__name__)
+
+
+class SlotMemory:
+    """``staging`` is uint8 ``[slots, object_bytes]``; ``face`` the process whose descriptors slots name."""
+
+    def __init__(self, staging: Tensor, device: torch.device, *, face: int | None = None) -> None:
+        self._staging = staging
+        self._device = device
+        self._face = os.getppid() if face is None else face
+        self._arena: tuple[tuple[int, int], Tensor] | None = None
+        self._registered: int | None = None
+
+    def groups(self, transfers: Sequence[Transfer]) -> Iterator[tuple[Tensor, list[int], list[int]]]:
+        """Transfers by memory: objects uint8 ``[rows, object_bytes]``, then page ids and rows, one each a transfer.
+
+        Rows of the service's memory begin every 4 KiB, so they overlap. Raises OSError when it can't be mapped.
+        """
+        by_descriptor: dict[int, tuple[list[int], list[int]]] = {}
+        for transfer in transfers:
+            descriptor, row = arena_place(transfer.slot) or (0, transfer.slot)
+            pages, rows = by_descriptor.setdefault(descriptor, ([], []))
+            pages.append(transfer.page)
+            rows.append(row)
+        for descriptor, (pages, rows) in by_descriptor.items():
+            yield self._map(descriptor) if descriptor else self._staging, pages, rows
+
+    def _map(self, descriptor: int) -> Tensor:
+        path = f"/proc/{self._face}/fd/{descriptor}"
+        status = os.stat(path)
+        # A descriptor's number is used again, the file behind it is not while it is mapped here.
+        file = (status.st_dev, status.st_ino)
+        if self._arena is None or self._arena[0] != file:
+            self._drop()
+            self._arena = file, self._rows(path, status.st_size)
+        return self._arena[1]
+
+    def _drop(self) -> None:
+        if self._registered is not None:
+            _cuda().cudaHostUnregister(self._registered)
+        self._arena = self._registered = None
+
+    def _rows(self, path: str, size: int) -> Tensor:
+        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            memory = mmap.mmap(opened, size)
+        finally:
+            os.close(opened)
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        if self._device.type == "cuda" and _register(flat):
+            self._registered = flat.data_ptr()
+        object_bytes = self._staging.shape[1]
+        rows = (size - object_bytes) // ARENA_PAGE_BYTES + 1
+        return flat.as_strided((rows, object_bytes), (ARENA_PAGE_BYTES, 1))
+
+
+def _register(memory: Tensor) -> bool:
+    """Let the GPU reach the memory where it is. Where CUDA refuses, kernels cannot use it and say so."""
+    code = int(_cuda().cudaHostRegister(memory.data_ptr(), memory.numel(), _REGISTER_FLAGS))
+    if code:
+        logger.warning("CUDA does not register the cache's memory", extra={"cuda_error": code, "bytes": memory.numel()})
+    return not code
+
+
+def _cuda() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
