@@ -13,7 +13,7 @@ from katydid_kernels.gemm.combine import combine
 from katydid_kernels.gemm.experts import ExpertWorkspace, run_experts
 from katydid_kernels.gemm.launch import launch_wide
 from katydid_kernels.gemm.plan import plan_routes
-from katydid_kernels.gemm.tuning import DecodeTile, UpTile, down_tile, up_tile
+from katydid_kernels.gemm.tuning import DecodeTile, FewTile, UpTile, down_tile, up_tile
 from torch import Tensor
 
 __all__ = ["experts", "tiles"]
@@ -65,14 +65,14 @@ class Batch:
         rows = [torch.rand(min(tokens, 2048), count, device="cuda").topk(TOP_K).indices.int() for _ in range(draws)]
         self.ids = [draw.repeat(max(1, tokens // 2048), 1) for draw in rows]
 
-    def run(self, pair: tuple[Tensor, Tensor], ids: Tensor, tile: DecodeTile | UpTile | None = None) -> Tensor:
+    def run(self, pair: tuple[Tensor, Tensor], ids: Tensor, tile: FewTile | DecodeTile | UpTile | None = None) -> Tensor:
         w13, w2 = pair
         return run_experts(
             self.x, w13, w2, self.router_weights, ids, self.out, self.scales, self.workspace,
             shared=self.shared, tile=tile,
         )  # fmt: skip
 
-    def time_us(self, tile: DecodeTile | UpTile | None = None, replays: int = 15) -> float:
+    def time_us(self, tile: FewTile | DecodeTile | UpTile | None = None, replays: int = 15) -> float:
         return median_us([partial(self.run, pair, ids, tile) for ids in self.ids for pair in self.weights], replays)
 
     def rows(self) -> list[Row]:
@@ -97,14 +97,14 @@ class Batch:
     def steps(self) -> dict[str, float]:
         """Microseconds of each launch of a batch, by itself."""
         plan, ids, w2 = self.workspace.plan, self.ids[0], self.weights[0][1]
-        tile = launches.choose_tile(ids.numel(), len(w2), w2.shape[2], w2.dtype)
+        tile = launches.choose_tile(ids.numel(), len(w2), w2.shape[2], w2.shape[1], w2.dtype)
         calls = {"plan": [partial(plan_routes, ids, plan, len(w2), tile.tokens)] * 4}
         if isinstance(tile, UpTile):
             up = partial(launches._launch_up, self.x, scales=self.scales, workspace=self.workspace, tile=tile)
             calls["up"] = [partial(up, w13=w13) for w13, _ in self.weights]
             calls["down"] = [
                 partial(
-                    launch_wide, self.workspace.h, w2, self.workspace.y, down_tile(HIDDEN), col_scale=self.scales.down,
+                    launch_wide, self.workspace.h, w2, self.workspace.y, down_tile(HIDDEN, tile.tokens), col_scale=self.scales.down,
                     tiles=plan.tiles, tile_count=plan.tile_count,
                 )
                 for _, w2 in self.weights
@@ -162,13 +162,13 @@ def tiles(shard: str) -> dict[str, Any]:
     sizes = {"TP8": (1, 4, 16, 64, 256, 512), "EP8": (16, 64, 128)}[shard]
     with preparing():
         weights = _weights(shard)
-        choices = [
-            DecodeTile(8, 64, 1, 18, True),
+        candidates: list[DecodeTile | UpTile] = [
             DecodeTile(8, 64, 2, 11, True),
             DecodeTile(16, 64, 2, 10, True),
             DecodeTile(32, 64, 2, 9, True),
+            DecodeTile(64, 64, 2, 8, True),
+            up_tile(weights[0][1].shape[2], HIDDEN, E4M3),
         ]
-        candidates: list[DecodeTile | UpTile] = [*choices, up_tile(weights[0][1].shape[2], E4M3)]
         batches = [Batch(shard, tokens, weights) for tokens in sizes]
         for tile in candidates:
             batches[0].run(weights[0], batches[0].ids[0], tile)

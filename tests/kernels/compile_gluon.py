@@ -53,8 +53,8 @@ def run_narrow(dtype: torch.dtype, tile: NarrowTile) -> None:
     launch.launch_narrow(a, b, out, tile, row_scale=torch.ones(5), residual=out, promote=dtype == E4M3)
 
 
-def run_experts(dtype: torch.dtype, tokens: int, **scales: torch.Tensor) -> None:
-    count, width, hidden, top_k = 8, 192, 4096, 8
+def run_experts(dtype: torch.dtype, tokens: int, width: int = 192, **scales: torch.Tensor) -> None:
+    count, hidden, top_k = 8, 4096, 8
     w13, w2 = zeros(count, 2 * width, hidden, dtype=dtype), zeros(count, hidden, width, dtype=dtype)
     x, out = zeros(tokens, hidden, dtype=dtype), zeros(tokens, hidden, dtype=BF16)
     ids = torch.zeros(tokens, top_k, dtype=torch.int32)
@@ -80,11 +80,14 @@ def main() -> None:
         "gemm fp8 promoted, vectors": lambda: run_gemm(E4M3, True, row_scale=vector, col_scale=vector.repeat(2)),
         "gemm fp8 few rows": lambda: run_narrow(E4M3, NarrowTile(16, 2, 10)),
         "gemm bf16 few rows, one warpgroup": lambda: run_narrow(BF16, NarrowTile(64, 1, 8)),
-        "experts fp8, one token, no plan": lambda: run_experts(E4M3, 1),
-        "experts fp8 decode": lambda: run_experts(E4M3, 4),
-        "experts fp8 decode, scale a token": lambda: run_experts(E4M3, 16, token=torch.ones(16)),
+        "experts fp8, one token": lambda: run_experts(E4M3, 1),
+        "experts bf16, one token": lambda: run_experts(BF16, 1),
+        "experts fp8 decode": lambda: run_experts(E4M3, 16),
+        "experts fp8 decode, scale a token": lambda: run_experts(E4M3, 17, token=torch.ones(17)),
         "experts fp8 prefill": lambda: run_experts(E4M3, 1024),
-        "experts bf16 decode": lambda: run_experts(BF16, 4),
+        "experts fp8 prefill, scale a token": lambda: run_experts(E4M3, 1024, token=torch.ones(1024)),
+        "experts fp8 prefill, 256 columns": lambda: run_experts(E4M3, 1024, 256),
+        "experts bf16 decode": lambda: run_experts(BF16, 16),
         "experts bf16 prefill": lambda: run_experts(BF16, 1024),
     }
     for case, run in cases.items():

@@ -37,6 +37,7 @@ def test_hopper_instructions(compiled: list[dict]) -> None:
         "narrow_gemm_kernel",
         "experts_up_kernel",
         "experts_decode_kernel",
+        "experts_few_kernel",
     }
     for kernel in compiled:
         multiply, other = ("QGMMA", "HGMMA") if "fp8" in kernel["case"] else ("HGMMA", "QGMMA")

@@ -12,7 +12,7 @@ from torch import Tensor
 from katydid_kernels.gemm.expert_scales import ExpertScales
 from katydid_kernels.gemm.experts import ExpertWorkspace, run_experts
 from katydid_kernels.gemm.launch import launch_narrow, launch_wide
-from katydid_kernels.gemm.tuning import DecodeTile, NarrowTile, UpTile, WideTile
+from katydid_kernels.gemm.tuning import DecodeTile, FewTile, NarrowTile, UpTile, WideTile
 
 __all__ = ["E4M3", "ExpertCase", "check_experts", "check_gemm", "expert_operands", "relative_error"]
 
@@ -84,7 +84,7 @@ def check_experts(
     hidden: int,
     dtype: torch.dtype,
     *,
-    tile: DecodeTile | UpTile | None = None,
+    tile: FewTile | DecodeTile | UpTile | None = None,
     crowd: bool = False,
 ) -> float:
     """One batch against an expert-by-expert product; h is rounded as the kernels round it.

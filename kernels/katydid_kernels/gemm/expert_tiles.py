@@ -27,6 +27,7 @@ __all__ = [
     "multiply",
     "row_layout",
     "scaled_swiglu",
+    "stage_operands",
     "store_columns",
     "tokens_of",
 ]
@@ -61,47 +62,83 @@ def gather(base, rows, stride, cols):
 
 @gluon.jit
 def copy_rows(buffer, source, valid, barrier):
-    """Copy the valid token rows into a stage; each of 128 threads arrives at its barrier when its copies have landed.
+    """Copy the valid token rows into a stage; each of 128 threads arrives at its barrier, if one is given, when all its
+    copies so far have landed.
 
     The other rows keep what they held: they only reach columns of the product that are never stored.
     """
     async_copy.async_copy_global_to_shared(buffer, source, mask=valid)
-    async_copy.mbarrier_arrive(barrier, increment_count=False)
+    if barrier is not None:
+        async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 
 @gluon.jit
 def multiply(
     WHO: gl.constexpr, ring, stage, phase, steps, ROWS: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-    WGS: gl.constexpr, PROMOTE: gl.constexpr, GATHERED: gl.constexpr,
+    WGS: gl.constexpr, PROMOTE: gl.constexpr, GATHERED: gl.constexpr, AT_ONCE: gl.constexpr = 1,
 ):  # fmt: skip
     """The product of `steps` stages with the first TOKENS rows of x, ``[ROWS, TOKENS]`` for ROWS weight rows; and the
-    place in the ring after them."""
-    x_bufs, w_bufs, full, empty = ring
-    BLOCK_K: gl.constexpr = x_bufs.type.shape[2]
-    layout: gl.constexpr = accumulator_layout(TOKENS, x_bufs.dtype.primitive_bitwidth)
+    place in the ring after them.
+
+    AT_ONCE: how many stages to multiply before waiting for the first, where each has an accumulator of its own
+    (PROMOTE); it divides `steps`. With few tokens a stage's time is latency, which two share.
+    """
+    _, _, full, empty = ring
+    layout: gl.constexpr = accumulator_layout(TOKENS, ring[0].dtype.primitive_bitwidth)
     acc = gl.zeros([ROWS, TOKENS], gl.float32, layout)
-    for k in range(steps):
-        mbarrier.wait(full.index(stage), phase)
-        if GATHERED:
-            # cp.async writes through the generic proxy, wgmma reads through the async one.
-            fence_async_shared()
-        w = w_bufs.index(stage * WGS + WHO).reshape([ROWS, BLOCK_K])
-        x = x_bufs.index(stage).slice(0, TOKENS).permute((1, 0))
-        if PROMOTE:
-            part = gl.zeros([ROWS, TOKENS], gl.float32, layout)
-            part = warpgroup_mma(w, x, part, use_acc=False, is_async=True)
+    if PROMOTE and AT_ONCE == 2:
+        for _ in range(0, steps, 2):
+            second, second_phase = advance(stage, phase, STAGES)
+            part = _multiply_stage(WHO, ring, stage, phase, ROWS, TOKENS, WGS, GATHERED)
+            other = _multiply_stage(WHO, ring, second, second_phase, ROWS, TOKENS, WGS, GATHERED)
+            part, other = warpgroup_mma_wait(0, deps=(part, other))
+            mbarrier.arrive(empty.index(stage), count=1)
+            mbarrier.arrive(empty.index(second), count=1)
+            acc += part
+            acc += other
+            stage, phase = advance(second, second_phase, STAGES)
+    elif PROMOTE:
+        for _ in range(steps):
+            part = _multiply_stage(WHO, ring, stage, phase, ROWS, TOKENS, WGS, GATHERED)
             part = warpgroup_mma_wait(0, deps=(part,))
             mbarrier.arrive(empty.index(stage), count=1)
             acc += part
-        else:
+            stage, phase = advance(stage, phase, STAGES)
+    else:
+        for k in range(steps):
+            mbarrier.wait(full.index(stage), phase)
+            w, x = stage_operands(WHO, ring, stage, ROWS, TOKENS, WGS, GATHERED)
             acc = warpgroup_mma(w, x, acc, use_acc=k > 0, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
             mbarrier.arrive(empty.index(before(stage, STAGES)), count=1, pred=k > 0)
-        stage, phase = advance(stage, phase, STAGES)
-    if not PROMOTE:
+            stage, phase = advance(stage, phase, STAGES)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
     return acc, stage, phase
+
+
+@gluon.jit
+def stage_operands(
+    WHO: gl.constexpr, ring, stage, ROWS: gl.constexpr, TOKENS: gl.constexpr, WGS: gl.constexpr, GATHERED: gl.constexpr
+):
+    x_bufs, w_bufs, _, _ = ring
+    if GATHERED:
+        # cp.async writes through the generic proxy, wgmma reads through the async one.
+        fence_async_shared()
+    w = w_bufs.index(stage * WGS + WHO).reshape([ROWS, x_bufs.type.shape[2]])
+    return w, x_bufs.index(stage).slice(0, TOKENS).permute((1, 0))
+
+
+@gluon.jit
+def _multiply_stage(
+    WHO: gl.constexpr, ring, stage, phase, ROWS: gl.constexpr, TOKENS: gl.constexpr, WGS: gl.constexpr,
+    GATHERED: gl.constexpr,
+):  # fmt: skip
+    """Start one stage's product in an accumulator of its own."""
+    mbarrier.wait(ring[2].index(stage), phase)
+    w, x = stage_operands(WHO, ring, stage, ROWS, TOKENS, WGS, GATHERED)
+    part = gl.zeros([ROWS, TOKENS], gl.float32, accumulator_layout(TOKENS, ring[0].dtype.primitive_bitwidth))
+    return warpgroup_mma(w, x, part, use_acc=False, is_async=True)
 
 
 @gluon.jit

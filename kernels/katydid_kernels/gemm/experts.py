@@ -1,7 +1,8 @@
 """Routed experts on the Gluon kernels: plan, gate-up with SwiGLU, down, weighted sum, in buffers made once.
 
-Few tokens an expert go through one persistent launch after the plan (`experts_decode_kernel`), many through the grouped
-GEMMs: gate-up with the weights as wgmma's rows, down by the wide kernel, then `combine`.
+The fewest tokens go through one persistent launch without a plan (`experts_few_kernel`), few tokens an expert through
+one after the plan (`experts_decode_kernel`), many through the grouped GEMMs: gate-up with the weights as wgmma's rows,
+down by the wide kernel, then `combine`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -16,16 +18,26 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from katydid_kernels.gemm.combine import combine
 from katydid_kernels.gemm.expert_scales import ExpertScales
 from katydid_kernels.gemm.experts_decode_kernel import experts_decode_kernel
+from katydid_kernels.gemm.experts_few_kernel import experts_few_kernel
 from katydid_kernels.gemm.experts_up_kernel import experts_up_kernel
 from katydid_kernels.gemm.launch import GLUON_TYPE, REGISTERS, launch_wide, sm_count
 from katydid_kernels.gemm.plan import RoutePlan, plan_routes
-from katydid_kernels.gemm.tuning import DecodeTile, UpTile, WideTile, decode_tile, down_tile, up_tile
+from katydid_kernels.gemm.tuning import (
+    DecodeTile,
+    FewTile,
+    UpTile,
+    WideTile,
+    decode_tile,
+    down_tile,
+    few_tokens_tile,
+    up_tile,
+)
 
 __all__ = ["ExpertWorkspace", "run_experts"]
 
 _K_BYTES = 128
-# Up to here every pair is a tile of its own: making a plan would take longer than reading an expert twice.
-UNPLANNED_PAIRS = 48
+# Up to here the sum is part of the decode kernel; for more tokens a launch of its own has more loads in flight.
+SUMMED_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -57,9 +69,15 @@ class ExpertWorkspace:
         )
 
 
-def choose_tile(pairs: int, experts: int, intermediate: int, dtype: torch.dtype) -> DecodeTile | UpTile:
+def choose_tile(
+    pairs: int, experts: int, intermediate: int, hidden: int, dtype: torch.dtype
+) -> FewTile | DecodeTile | UpTile:
     """The tuned tile: decode's as long as an expert sees few rows."""
-    return decode_tile(pairs, experts, intermediate, dtype) or up_tile(intermediate, dtype)
+    return (
+        few_tokens_tile(pairs, experts, dtype)
+        or decode_tile(pairs, experts, intermediate, dtype)
+        or up_tile(intermediate, hidden, dtype)
+    )
 
 
 def run_experts(
@@ -74,21 +92,24 @@ def run_experts(
     *,
     first_expert: int = 0,
     shared: Tensor | None = None,
-    tile: DecodeTile | UpTile | None = None,
+    tile: FewTile | DecodeTile | UpTile | None = None,
     down: WideTile | None = None,
 ) -> Tensor:
     """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``; arguments as `fused_moe`'s."""
-    tile = tile or choose_tile(ids.numel(), len(w2), w2.shape[2], w2.dtype)
-    if ids.numel() <= min(UNPLANNED_PAIRS, len(w2)) and isinstance(tile, DecodeTile):
-        _launch_decode(x, w13, w2, weights, ids, first_expert, shared, out, scales, workspace, tile, planned=False)
+    tile = tile or choose_tile(ids.numel(), len(w2), w2.shape[2], w2.shape[1], w2.dtype)
+    if isinstance(tile, FewTile):
+        _launch_few(x, w13, w2, weights, ids, first_expert, shared, out, scales, workspace, tile)
         return out
     plan = plan_routes(ids, workspace.plan, len(w2), tile.tokens, first_expert=first_expert)
     if isinstance(tile, DecodeTile):
-        _launch_decode(x, w13, w2, weights, ids, first_expert, shared, out, scales, workspace, tile, planned=True)
+        summed = len(ids) <= SUMMED_TOKENS
+        _launch_decode(x, w13, w2, weights, ids, shared, out, scales, workspace, tile, summed=summed)
+        if not summed:
+            combine(workspace.y, plan.slots[: len(ids)], weights, out, shared=shared, early=True)
     else:
         _launch_up(x, w13, scales, workspace, tile)
         launch_wide(
-            workspace.h, w2, workspace.y, down or down_tile(w2.shape[1]), col_scale=scales.down,
+            workspace.h, w2, workspace.y, down or down_tile(w2.shape[1], tile.tokens), col_scale=scales.down,
             tiles=plan.tiles, tile_count=plan.tile_count,
         )  # fmt: skip
         combine(workspace.y, plan.slots[: len(ids)], weights, out, shared=shared, early=True)
@@ -114,15 +135,48 @@ def _rows_layout(tokens: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
 def _launch_up(x: Tensor, w13: Tensor, scales: ExpertScales, workspace: ExpertWorkspace, tile: UpTile) -> None:
     plan, h = workspace.plan, workspace.h
     experts_up_kernel[(sm_count(x.device),)](
-        x, x.stride(0), _interleaved(w13, tile.rows), h, h.stride(0), plan.rows, plan.tiles, plan.tile_count,
-        scales.up, scales.inverse_h, scales.token, w13.shape[2], w13.shape[1] // 2,
-        TOKENS=tile.tokens, STAGES=tile.stages, WGS=tile.warpgroups, PROMOTE=tile.promote,
-        CONSUMER_REGISTERS=tile.consumer_registers, PRODUCER_REGISTERS=tile.producer_registers,
-        X_LAYOUT=_rows_layout(tile.tokens, x.dtype), num_warps=4, maxnreg=REGISTERS[tile.warpgroups], launch_pdl=True,
+        x, x.stride(0), _interleaved(w13, tile.rows), h, plan.rows, plan.tiles, plan.tile_count,
+        scales.up, scales.inverse_h, scales.token,
+        H=w13.shape[2], WIDTH=w13.shape[1] // 2, H_STRIDE=h.stride(0),
+        TOKENS=tile.tokens - tile.extra, EXTRA=tile.extra, STAGES=tile.stages, WGS=tile.warpgroups,
+        PROMOTE=tile.promote, CONSUMER_REGISTERS=tile.consumer_registers, PRODUCER_REGISTERS=tile.producer_registers,
+        X_LAYOUT=_rows_layout(128, x.dtype), num_warps=4, maxnreg=REGISTERS[tile.warpgroups], launch_pdl=True,
     )  # fmt: skip
 
 
+def _down_weights(w2: Tensor, rows: int) -> TensorDescriptor:
+    experts, hidden, intermediate = w2.shape
+    return _weight_descriptor(
+        w2.view(experts, hidden // 8, 8, intermediate), [1, rows // 8, 8, _K_BYTES // w2.element_size()]
+    )
+
+
 def _launch_decode(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    shared: Tensor | None,
+    out: Tensor,
+    scales: ExpertScales,
+    workspace: ExpertWorkspace,
+    tile: DecodeTile,
+    *,
+    summed: bool,
+) -> None:
+    plan, h, y = workspace.plan, workspace.h, workspace.y
+    experts_decode_kernel[(sm_count(x.device),)](
+        x, x.stride(0), _interleaved(w13, tile.rows), _down_weights(w2, tile.rows), h, h.stride(0), y, weights, shared,
+        out, plan.rows, plan.slots, plan.tiles, plan.tile_count, workspace.ready, workspace.sync,
+        scales.up, scales.inverse_h, scales.down, scales.token, x.shape[0],
+        H=w2.shape[1], WIDTH=w2.shape[2], TOP_K=ids.shape[1], TOKENS=tile.tokens, STAGES=tile.stages,
+        WGS=tile.warpgroups, PROMOTE=tile.promote, SUM=summed, X_LAYOUT=_rows_layout(tile.tokens, x.dtype),
+        num_warps=4, maxnreg=128, launch_pdl=True,
+    )  # fmt: skip
+
+
+def _launch_few(
     x: Tensor,
     w13: Tensor,
     w2: Tensor,
@@ -133,21 +187,14 @@ def _launch_decode(
     out: Tensor,
     scales: ExpertScales,
     workspace: ExpertWorkspace,
-    tile: DecodeTile,
-    *,
-    planned: bool,
+    tile: FewTile,
 ) -> None:
-    plan, h, y = workspace.plan, workspace.h, workspace.y
-    sorted_pairs = (plan.rows, plan.slots, plan.tiles, plan.tile_count) if planned else (None, None, None, None)
-    experts, hidden, intermediate = w2.shape
-    down = _weight_descriptor(
-        w2.view(experts, hidden // 8, 8, intermediate), [1, tile.rows // 8, 8, _K_BYTES // w2.element_size()]
-    )
-    experts_decode_kernel[(sm_count(x.device),)](
-        x, x.stride(0), _interleaved(w13, tile.rows), down, h, h.stride(0), y, weights, shared, out,
-        ids, first_expert, experts, *sorted_pairs, workspace.ready, workspace.sync,
+    h, top_k = workspace.h, ids.shape[1]
+    experts_few_kernel[(sm_count(x.device),)](
+        x, x.stride(0), _interleaved(w13, tile.rows), _down_weights(w2, tile.rows), h, h.stride(0), weights, shared,
+        out, ids, first_expert, len(w2), workspace.ready, workspace.sync,
         scales.up, scales.inverse_h, scales.down, scales.token, x.shape[0],
-        H=hidden, WIDTH=intermediate, TOP_K=ids.shape[1], TOKENS=tile.tokens, STAGES=tile.stages,
-        WGS=tile.warpgroups, PROMOTE=tile.promote, X_LAYOUT=_rows_layout(tile.tokens, x.dtype),
-        num_warps=4, maxnreg=128 if tile.warpgroups == 1 else 168, launch_pdl=True,
+        H=w2.shape[1], WIDTH=w2.shape[2], TOP_K=top_k, PADDED=triton.next_power_of_2(top_k), TOKENS=tile.tokens,
+        STAGES=tile.stages, PROMOTE=tile.promote, X_LAYOUT=_rows_layout(tile.tokens, x.dtype),
+        num_warps=4, maxnreg=128, launch_pdl=True,
     )  # fmt: skip

@@ -1,12 +1,14 @@
 """Gate-up projection of routed experts for many tokens: grouped GEMM, SwiGLU and quantisation as one persistent kernel.
 
-A CTA's tile is ``WGS * ROWS`` interleaved gate and up rows by `TOKENS` rows of one expert, over all of K: at TP8 of Hy3
-(384 rows an expert) two tiles wide, so x is read through the index twice and never gathered into memory.
+A CTA's tile is ``WGS * ROWS`` interleaved gate and up rows by 128 or 192 rows of one expert, over all of K: at TP8 of
+Hy3 (384 rows an expert) two tiles wide, so x is read through the index twice and never gathered into memory. L2 bounds
+it: a tile of 192 x 192 moves a fifth less for its work than one of 192 x 128. Shapes being powers of two, 192 tokens
+are two accumulators, 128 and 64 wide; the last tile of an expert multiplies as many columns as it has rows for.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from katydid_kernels.gemm.expert_tiles import (
     accumulator_layout,
@@ -15,18 +17,21 @@ from katydid_kernels.gemm.expert_tiles import (
     multiply,
     row_layout,
     scaled_swiglu,
+    stage_operands,
     store_columns,
     tokens_of,
 )
-from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_for_last
+from katydid_kernels.gemm.ring import advance, before, launch_next, make_barriers, wait_for_last
 
 __all__ = ["experts_up_kernel"]
 
 
 @gluon.jit
 def _produce(
-    x_ptr, x_stride, w_desc, rows_ptr, tiles_ptr, ring, problem, STAGES: gl.constexpr, WGS: gl.constexpr
+    x_ptr, x_stride, w_desc, token_rows, ring, extra_ring, problem,
+    EXTRA: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr,
 ):  # fmt: skip
+    rows_ptr, tiles_ptr = token_rows
     x_bufs, w_bufs, full, empty = ring
     items, tiles_n, tiles_k = problem
     TOKENS: gl.constexpr = x_bufs.type.shape[1]
@@ -40,11 +45,14 @@ def _produce(
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         entry = tiles_ptr + item // tiles_n * 4
         expert = gl.load(entry)
+        first = gl.load(entry + 1)
         end = gl.load(entry + 2)
-        row = gl.load(entry + 1) + lane
-        valid = (row < end)[:, None]
-        token = tokens_of(row, end, rows_ptr, 1)
-        source = gather(x_ptr, token, x_stride, cols)
+        valid = (first + lane < end)[:, None]
+        source = gather(x_ptr, tokens_of(first + lane, end, rows_ptr, 1), x_stride, cols)
+        if EXTRA > 0:
+            extra = first + TOKENS + gl.arange(0, EXTRA, gl.SliceLayout(1, layout))
+            extra_valid = (extra < end)[:, None]
+            extra_source = gather(x_ptr, tokens_of(extra, end, rows_ptr, 1), x_stride, cols)
         for k in range(tiles_k):
             ready = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
@@ -54,79 +62,132 @@ def _produce(
                 tma.async_copy_global_to_shared(
                     w_desc, [expert, group, 0, 0, k * BLOCK_K], ready, w_bufs.index(stage * WGS + part)
                 )
+            if EXTRA > 0:
+                copy_rows(extra_ring[0].index(stage), extra_source + k * BLOCK_K, extra_valid, None)
             copy_rows(x_bufs.index(stage), source + k * BLOCK_K, valid, ready)
             stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
-def _widen(left, layout: gl.constexpr):
-    """An accumulator with as many columns of zeros after it: registers put side by side, nothing moves."""
-    both = gl.join(left, gl.zeros_like(left)).permute((0, 2, 1)).reshape([left.shape[0], 2 * left.shape[1]])
-    return gl.convert_layout(both, layout, assert_trivial=True)
+def _multiply_both(
+    WHO: gl.constexpr, ring, extra_ring, stage, phase, steps, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    WGS: gl.constexpr,
+):  # fmt: skip
+    """The products with both parts of a tile's tokens, accumulated by the tensor cores."""
+    TOKENS: gl.constexpr = ring[0].type.shape[1]
+    EXTRA: gl.constexpr = extra_ring[0].type.shape[1]
+    BITS: gl.constexpr = ring[0].dtype.primitive_bitwidth
+    acc = gl.zeros([ROWS, TOKENS], gl.float32, accumulator_layout(TOKENS, BITS))
+    extra = gl.zeros([ROWS, EXTRA], gl.float32, accumulator_layout(EXTRA, BITS))
+    for k in range(steps):
+        mbarrier.wait(ring[2].index(stage), phase)
+        w, x = stage_operands(WHO, ring, stage, ROWS, TOKENS, WGS, True)
+        acc = warpgroup_mma(w, x, acc, use_acc=k > 0, is_async=True)
+        w, x = stage_operands(WHO, extra_ring, stage, ROWS, EXTRA, WGS, False)
+        extra = warpgroup_mma(w, x, extra, use_acc=k > 0, is_async=True)
+        acc, extra = warpgroup_mma_wait(2, deps=(acc, extra))
+        mbarrier.arrive(ring[3].index(before(stage, STAGES)), count=1, pred=k > 0)
+        stage, phase = advance(stage, phase, STAGES)
+    acc, extra = warpgroup_mma_wait(0, deps=(acc, extra))
+    mbarrier.arrive(ring[3].index(before(stage, STAGES)), count=1)
+    return acc, extra, stage, phase
+
+
+@gluon.jit
+def _finish(acc, row, end, col, entry, target, scales, rows_ptr, BITS: gl.constexpr):
+    """SwiGLU of an accumulator, quantised and stored; 64 tokens at a time, to need few registers."""
+    h_ptr, h_stride = target
+    up_scale_ptr, inverse_scale, token_scale_ptr = scales
+    ROWS: gl.constexpr = acc.shape[0]
+    layout: gl.constexpr = accumulator_layout(64, BITS)
+    out_layout: gl.constexpr = gl.BlockedLayout([16, 1], [2, 16], [1, 4], [0, 1])
+    scale = up_scale_ptr + gl.load(entry) * 2
+    gate_scale = gl.load(scale)
+    up_scale = gl.load(scale + 1) * inverse_scale
+    if acc.shape[1] == 128:
+        left, right = acc.reshape([ROWS, 2, 64]).permute((0, 2, 1)).split()
+        parts = (
+            gl.convert_layout(left, layout, assert_trivial=True),
+            gl.convert_layout(right, layout, assert_trivial=True),
+        )
+    else:
+        parts = (acc,)
+    for i in gl.static_range(len(parts)):
+        start = row + i * 64
+        h = scaled_swiglu(parts[i], gate_scale, up_scale, start, end, token_scale_ptr, rows_ptr, 1)
+        store_columns(h, h_ptr, h_stride, start, end, col, out_layout)
 
 
 @gluon.jit
 def _consume(
-    WHO: gl.constexpr, rows_ptr, tiles_ptr, h_ptr, h_stride, scales, ring, problem,
-    STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr,
+    WHO: gl.constexpr, token_rows, target, scales, ring, extra_ring, problem,
+    EXTRA: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
-    x_bufs, w_bufs, _, _ = ring
+    rows_ptr, tiles_ptr = token_rows
     items, tiles_n, tiles_k = problem
-    up_scale_ptr, inverse_scale, token_scale_ptr = scales
-    TOKENS: gl.constexpr = x_bufs.type.shape[1]
+    TOKENS: gl.constexpr = ring[0].type.shape[1]
     HALF: gl.constexpr = TOKENS // 2
-    ROWS: gl.constexpr = w_bufs.type.shape[2] * 16
-    out_layout: gl.constexpr = gl.BlockedLayout([16, 1], [2, 16], [1, 4], [0, 1])
+    ROWS: gl.constexpr = ring[1].type.shape[2] * 16
+    BITS: gl.constexpr = ring[0].dtype.primitive_bitwidth
     stage = 0
     phase = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         entry = tiles_ptr + item // tiles_n * 4
         row = gl.load(entry + 1)
         end = gl.load(entry + 2)
-        if end - row > HALF:
-            acc, stage, phase = multiply(WHO, ring, stage, phase, tiles_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, True)
-        else:
-            # The last tile of an expert is on average half empty: half the columns take half the time.
-            half, stage, phase = multiply(WHO, ring, stage, phase, tiles_k, ROWS, HALF, STAGES, WGS, PROMOTE, True)
-            acc = _widen(half, accumulator_layout(TOKENS, x_bufs.dtype.primitive_bitwidth))
-        scale = up_scale_ptr + gl.load(entry) * 2
-        up_scale = gl.load(scale + 1) * inverse_scale
-        h = scaled_swiglu(acc, gl.load(scale), up_scale, row, end, token_scale_ptr, rows_ptr, 1)
         col = (item % tiles_n * WGS + WHO) * (ROWS // 2)
-        store_columns(h, h_ptr, h_stride, row, end, col, out_layout)
+        if end - row <= HALF:
+            half, stage, phase = multiply(WHO, ring, stage, phase, tiles_k, ROWS, HALF, STAGES, WGS, PROMOTE, True)
+            _finish(half, row, end, col, entry, target, scales, rows_ptr, BITS)
+        # Two branches, because the first is decided when the kernel is compiled and takes the others away.
+        elif EXTRA == 0:  # noqa: SIM114
+            acc, stage, phase = multiply(WHO, ring, stage, phase, tiles_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, True)
+            _finish(acc, row, end, col, entry, target, scales, rows_ptr, BITS)
+        elif end - row <= TOKENS:
+            acc, stage, phase = multiply(WHO, ring, stage, phase, tiles_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, True)
+            _finish(acc, row, end, col, entry, target, scales, rows_ptr, BITS)
+        else:
+            acc, extra, stage, phase = _multiply_both(WHO, ring, extra_ring, stage, phase, tiles_k, ROWS, STAGES, WGS)
+            _finish(acc, row, end, col, entry, target, scales, rows_ptr, BITS)
+            _finish(extra, row + TOKENS, end, col, entry, target, scales, rows_ptr, BITS)
 
 
-@gluon.jit(do_not_specialize=["H"])
+@gluon.jit
 def experts_up_kernel(
-    x_ptr, x_stride, w_desc, h_ptr, h_stride, rows_ptr, tiles_ptr, tile_count_ptr,
-    up_scale_ptr, inverse_scale_ptr, token_scale_ptr, H, WIDTH,
-    TOKENS: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr,
+    x_ptr, x_stride, w_desc, h_ptr, rows_ptr, tiles_ptr, tile_count_ptr,
+    up_scale_ptr, inverse_scale_ptr, token_scale_ptr, H: gl.constexpr, WIDTH: gl.constexpr, H_STRIDE: gl.constexpr,
+    TOKENS: gl.constexpr, EXTRA: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, X_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """``h[r] = swiglu(x[rows[r]] @ w13[expert of r]^T * scales) * inverse_scale`` for every tile of a `RoutePlan`.
 
     w_desc: boxes ``[1, ROWS / 16, 2, 8, BLOCK_K]`` of w13 seen as ``[E, WIDTH / 8, 2, 8, H]``. up_scale: fp32
-    ``[E, 2]``; inverse_scale: fp32 ``[1]``; token_scale: fp32 ``[T]`` or None.
+    ``[E, 2]``; inverse_scale: fp32 ``[1]``; token_scale: fp32 ``[T]`` or None. h has rows of H_STRIDE elements. The
+    plan's tiles have TOKENS + EXTRA rows; EXTRA is 0 or, without PROMOTE, 64.
     """
     GROUPS: gl.constexpr = w_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[4]
     x_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, TOKENS, BLOCK_K], X_LAYOUT)
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES * WGS, 1, GROUPS, 2, 8, BLOCK_K], w_desc.layout)
     full, empty = make_barriers(STAGES, 129, WGS)
-    tiles_n = WIDTH // (GROUPS * 8 * WGS)
-    tiles_k = H // BLOCK_K
+    ring = (x_bufs, w_bufs, full, empty)
+    extra_ring = ring
+    if EXTRA > 0:
+        extra_ring = (gl.allocate_shared_memory(w_desc.dtype, [STAGES, EXTRA, BLOCK_K], X_LAYOUT), w_bufs, full, empty)
+    tiles_n: gl.constexpr = WIDTH // (GROUPS * 8 * WGS)
+    tiles_k: gl.constexpr = H // BLOCK_K
     launch_next()
     wait_for_last()
-    items = gl.load(tile_count_ptr) * tiles_n
     scales = (up_scale_ptr, gl.load(inverse_scale_ptr), token_scale_ptr)
-    ring = (x_bufs, w_bufs, full, empty)
-    problem = (items, tiles_n, tiles_k)
+    target = (h_ptr, H_STRIDE)
+    problem = (gl.load(tile_count_ptr) * tiles_n, tiles_n, tiles_k)
+    token_rows = (rows_ptr, tiles_ptr)
     if WGS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, rows_ptr, tiles_ptr, h_ptr, h_stride, scales, ring, problem, STAGES, WGS, PROMOTE)),
-                (_consume, (1, rows_ptr, tiles_ptr, h_ptr, h_stride, scales, ring, problem, STAGES, WGS, PROMOTE)),
-                (_produce, (x_ptr, x_stride, w_desc, rows_ptr, tiles_ptr, ring, problem, STAGES, WGS)),
+                (_consume, (0, token_rows, target, scales, ring, extra_ring, problem, EXTRA, STAGES, WGS, PROMOTE)),
+                (_consume, (1, token_rows, target, scales, ring, extra_ring, problem, EXTRA, STAGES, WGS, PROMOTE)),
+                (_produce, (x_ptr, x_stride, w_desc, token_rows, ring, extra_ring, problem, EXTRA, STAGES, WGS)),
             ],
             [4, 4],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -134,10 +195,10 @@ def experts_up_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, rows_ptr, tiles_ptr, h_ptr, h_stride, scales, ring, problem, STAGES, WGS, PROMOTE)),
-                (_consume, (1, rows_ptr, tiles_ptr, h_ptr, h_stride, scales, ring, problem, STAGES, WGS, PROMOTE)),
-                (_consume, (2, rows_ptr, tiles_ptr, h_ptr, h_stride, scales, ring, problem, STAGES, WGS, PROMOTE)),
-                (_produce, (x_ptr, x_stride, w_desc, rows_ptr, tiles_ptr, ring, problem, STAGES, WGS)),
+                (_consume, (0, token_rows, target, scales, ring, extra_ring, problem, EXTRA, STAGES, WGS, PROMOTE)),
+                (_consume, (1, token_rows, target, scales, ring, extra_ring, problem, EXTRA, STAGES, WGS, PROMOTE)),
+                (_consume, (2, token_rows, target, scales, ring, extra_ring, problem, EXTRA, STAGES, WGS, PROMOTE)),
+                (_produce, (x_ptr, x_stride, w_desc, token_rows, ring, extra_ring, problem, EXTRA, STAGES, WGS)),
             ],
             [4, 4, 4],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],

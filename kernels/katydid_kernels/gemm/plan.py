@@ -2,9 +2,9 @@
 
 The grouped GEMMs read token rows through `rows`, so nothing is gathered; `slots` leads each pair back to its row for
 the weighted sum. Few pairs (decode) take one launch of one CTA. Many take two: every CTA counts its chunk and takes a
-range of each expert's rows with one atomic an expert, the last CTA places the experts, and in the second launch a pair
-finds its row by its rank in its block of 256. Rows of one expert come in no particular order, which no result depends
-on: a row's product is the same wherever it stands.
+range of each expert's rows with one atomic an expert, the last CTA places the experts, and in the second launch every
+pair claims a row of its chunk's range with an atomic that few others want. Rows of one expert come in no particular
+order, which no result depends on: a row's product is the same wherever it stands.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = ["PLAN_FIELDS", "RoutePlan", "max_tiles", "plan_routes", "plan_routes_reference"]
 
 PLAN_FIELDS = 4
 SINGLE_LAUNCH_PAIRS = 4096
 SMALLEST_TILE = 8
-RANKED_PAIRS = 256
 CHUNK_PAIRS = 1024
 
 
@@ -35,7 +34,7 @@ class RoutePlan:
     tiles: int32 ``[max_tiles, 4]``: expert, first row, end of the expert's rows, 0.
     tile_count: int32 ``[1]``: how many tiles are in use.
     scratch: int32, zero between calls.
-    bases: int32 ``[T * top_k / 256, experts]``: where a block's rows begin within each expert's.
+    bases: int32 ``[T * top_k / 1024, experts]``: the next row of a chunk within each expert's.
     """
 
     rows: Tensor
@@ -54,12 +53,7 @@ class RoutePlan:
             torch.zeros(max_tiles(pairs, experts, SMALLEST_TILE), PLAN_FIELDS, dtype=torch.int32, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
             torch.zeros(2 * experts + 1, dtype=torch.int32, device=device),
-            torch.empty(
-                triton.cdiv(pairs, CHUNK_PAIRS) * (CHUNK_PAIRS // RANKED_PAIRS),
-                experts,
-                dtype=torch.int32,
-                device=device,
-            ),
+            torch.empty(triton.cdiv(pairs, CHUNK_PAIRS), experts, dtype=torch.int32, device=device),
         )
 
 
@@ -77,22 +71,23 @@ def plan_routes(topk_ids: Tensor, plan: RoutePlan, experts: int, tile_rows: int,
     block_e = max(32, triton.next_power_of_2(experts))
     early = topk_ids.is_cuda
     if pairs <= SINGLE_LAUNCH_PAIRS:
-        block = max(32, min(CHUNK_PAIRS, triton.next_power_of_2(pairs)))
+        block = max(32, min(2 * CHUNK_PAIRS, triton.next_power_of_2(pairs)))
         _place_few_kernel[(1,)](
             topk_ids, plan.scratch, plan.rows, plan.slots, plan.tiles, plan.tile_count,
             pairs, top_k, first_expert, experts, triton.cdiv(pairs, block),
             TILE=tile_rows, BLOCK=block, BLOCK_E=block_e, EARLY=early,
             # A warp scans and counts without a barrier: few pairs are placed soonest by one.
-            num_warps=1 if pairs <= 256 else 8,
+            num_warps=1 if pairs <= 256 else 8, launch_pdl=early,
         )  # fmt: skip
         return plan
-    _place_many_kernel[(triton.cdiv(pairs, CHUNK_PAIRS),)](
+    chunks = triton.cdiv(pairs, CHUNK_PAIRS)
+    _place_many_kernel[(chunks,)](
         topk_ids, plan.scratch, plan.bases, plan.tiles, plan.tile_count, pairs, first_expert, experts,
-        TILE=tile_rows, BLOCK=RANKED_PAIRS, BLOCKS=CHUNK_PAIRS // RANKED_PAIRS, BLOCK_E=block_e, num_warps=8,
+        TILE=tile_rows, BLOCK=CHUNK_PAIRS, BLOCK_E=block_e, EARLY=early, num_warps=8, launch_pdl=early,
     )  # fmt: skip
-    _claim_kernel[(triton.cdiv(pairs, RANKED_PAIRS),)](
+    _claim_kernel[(chunks,)](
         topk_ids, plan.scratch, plan.bases, plan.rows, plan.slots, pairs, top_k, first_expert, experts,
-        BLOCK=RANKED_PAIRS, EARLY=early, num_warps=4,
+        BLOCK=CHUNK_PAIRS, EARLY=early, num_warps=8, launch_pdl=early,
     )  # fmt: skip
     return plan
 
@@ -128,6 +123,7 @@ def _place_few_kernel(
     if EARLY:
         # The experts' kernel may set itself up meanwhile; it waits for this grid before it reads the plan.
         gdc_launch_dependents()
+        gdc_wait()
     cursors_ptr = scratch_ptr + experts
     bins = tl.arange(0, BLOCK_E)
     lanes = tl.arange(0, BLOCK)
@@ -148,21 +144,18 @@ def _place_few_kernel(
 @triton.jit
 def _place_many_kernel(
     ids_ptr, scratch_ptr, bases_ptr, tiles_ptr, tile_count_ptr, pairs, first_expert, experts,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_E: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     arrivals_ptr = scratch_ptr + 2 * experts
     bins = tl.arange(0, BLOCK_E)
-    lanes = tl.arange(0, BLOCK)
-    first_block = tl.program_id(0) * BLOCKS
-    counts = tl.zeros([BLOCK_E], tl.int32)
-    for block in range(BLOCKS):
-        expert, valid = _local_expert(ids_ptr, (first_block + block) * BLOCK + lanes, pairs, first_expert, experts)
-        counts += tl.histogram(tl.where(valid, expert, 0), BLOCK_E, mask=valid)
+    chunk = tl.program_id(0)
+    expert, valid = _local_expert(ids_ptr, chunk * BLOCK + tl.arange(0, BLOCK), pairs, first_expert, experts)
+    counts = tl.histogram(tl.where(valid, expert, 0), BLOCK_E, mask=valid)
     base = tl.atomic_add(scratch_ptr + bins, counts, mask=(bins < experts) & (counts > 0), sem="relaxed")
-    for block in range(BLOCKS):
-        tl.store(bases_ptr + (first_block + block).to(tl.int64) * experts + bins, base, mask=bins < experts)
-        expert, valid = _local_expert(ids_ptr, (first_block + block) * BLOCK + lanes, pairs, first_expert, experts)
-        base += tl.histogram(tl.where(valid, expert, 0), BLOCK_E, mask=valid)
+    tl.store(bases_ptr + chunk.to(tl.int64) * experts + bins, base, mask=bins < experts)
     tl.debug_barrier()
     if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         counts = tl.atomic_xchg(scratch_ptr + bins, 0, mask=bins < experts, sem="relaxed")
@@ -176,20 +169,14 @@ def _claim_kernel(
     ids_ptr, scratch_ptr, bases_ptr, rows_ptr, slots_ptr, pairs, top_k, first_expert, experts,
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    chunk = tl.program_id(0)
     if EARLY:
         gdc_launch_dependents()
-    lanes = tl.arange(0, BLOCK)
-    pair = tl.program_id(0) * BLOCK + lanes
+        gdc_wait()
+    pair = chunk * BLOCK + tl.arange(0, BLOCK)
     expert, valid = _local_expert(ids_ptr, pair, pairs, first_expert, experts)
-    rank = tl.zeros([BLOCK], tl.int32)
-    for first in range(0, BLOCK, 32):
-        other = first + tl.arange(0, 32)
-        its_expert, _ = _local_expert(ids_ptr, tl.program_id(0) * BLOCK + other, pairs, first_expert, experts)
-        before = (its_expert[None, :] == expert[:, None]) & (other[None, :] < lanes[:, None])
-        rank += tl.sum(before.to(tl.int32), 1)
     start = tl.load(scratch_ptr + experts + expert, mask=valid, other=0)
-    base = tl.load(bases_ptr + tl.program_id(0).to(tl.int64) * experts + expert, mask=valid, other=0)
-    slot = start + base + rank
+    slot = start + tl.atomic_add(bases_ptr + chunk.to(tl.int64) * experts + expert, 1, mask=valid, sem="relaxed")
     tl.store(rows_ptr + slot, pair // top_k, mask=valid)
     tl.store(slots_ptr + pair, tl.where(valid, slot, -1), mask=pair < pairs)
 

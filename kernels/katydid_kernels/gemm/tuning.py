@@ -8,11 +8,13 @@ import torch
 
 __all__ = [
     "DecodeTile",
+    "FewTile",
     "NarrowTile",
     "UpTile",
     "WideTile",
     "decode_tile",
     "down_tile",
+    "few_tokens_tile",
     "narrow_tile",
     "up_tile",
     "wide_tile",
@@ -65,7 +67,7 @@ def wide_tile(m: int, n: int, *, promote: bool) -> WideTile:
 class UpTile:
     """One configuration of the gate-up kernel for many tokens.
 
-    tokens: rows of x in a tile.
+    tokens: rows of x in a tile, 128 or, without `promote`, 192.
     rows: interleaved gate and up rows a consumer warpgroup.
     """
 
@@ -76,6 +78,11 @@ class UpTile:
     promote: bool
     consumer_registers: int
     producer_registers: int
+
+    @property
+    def extra(self) -> int:
+        """Tokens past the first 128, which have an accumulator of their own."""
+        return self.tokens - 128
 
 
 @dataclass(frozen=True)
@@ -89,17 +96,46 @@ class DecodeTile:
     promote: bool
 
 
-def up_tile(intermediate: int, dtype: torch.dtype) -> UpTile:
-    """The gate-up tile for experts of this width: three warpgroups where 192 rows divide the expert's, else two."""
+@dataclass(frozen=True)
+class FewTile:
+    """One configuration of the kernel for the fewest tokens: 64 weight rows by one row of x, padded to 8."""
+
+    stages: int
+    promote: bool
+    tokens: int = 8
+    rows: int = 64
+
+
+def up_tile(intermediate: int, hidden: int, dtype: torch.dtype) -> UpTile:
+    """The gate-up tile for experts of this width: three warpgroups where 192 rows divide the expert's, else two.
+
+    Unless `down_tile` cannot follow, tiles have 192 tokens. Their accumulator is the tensor cores' own: h is rounded to
+    e4m3 next, which costs ten times what the short accumulator does.
+    """
     promote = dtype == torch.float8_e4m3fn
-    if intermediate % 96 == 0:
+    if intermediate % 96:
+        return UpTile(128, 64, 2, 6, promote, 216, 56)
+    if hidden % 256:
         return UpTile(128, 64, 3, 5, promote, 152, 56)
-    return UpTile(128, 64, 2, 6, promote, 216, 56)
+    return UpTile(192, 64, 3, 4, False, 152, 56)
 
 
-def down_tile(hidden: int) -> WideTile:
+def down_tile(hidden: int, tokens: int) -> WideTile:
     """The down tile: rows as many as the gate-up tile has tokens, columns that divide the hidden size."""
+    if tokens == 192:
+        return WideTile(64, 256, 64, 2, 3, 1, 3)
     return WideTile(64, 256, 64, 4, 3, 1) if hidden % 256 == 0 else WideTile(64, 128, 64, 2, 6, 1)
+
+
+# Up to here every pair is a tile of its own: making a plan would take longer than reading an expert twice.
+_UNPLANNED_PAIRS = 48
+
+
+def few_tokens_tile(pairs: int, experts: int, dtype: torch.dtype) -> FewTile | None:
+    """The tile for batches whose pairs hardly share an expert, or None for larger ones."""
+    if pairs > min(_UNPLANNED_PAIRS, experts):
+        return None
+    return FewTile(22, dtype == torch.float8_e4m3fn)
 
 
 def decode_tile(pairs: int, experts: int, intermediate: int, dtype: torch.dtype) -> DecodeTile | None:
@@ -109,9 +145,6 @@ def decode_tile(pairs: int, experts: int, intermediate: int, dtype: torch.dtype)
     mean = pairs / experts
     if mean > 32:
         return None
-    if pairs <= 48:
-        # Few experts: narrow tiles reach more SMs.
-        return DecodeTile(8, 64, 1, 18, promote)
     if mean <= 3:
         return DecodeTile(8, 64, 2, 11, promote)
     if mean <= 8:

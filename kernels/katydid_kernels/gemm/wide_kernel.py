@@ -104,6 +104,21 @@ def _multiply(
             mbarrier.arrive(empty.index(stage), count=1)
             right += part
             stage, phase = advance(stage, phase, STAGES)
+    elif WGS == 3 and BLOCK_N == 256:
+        # Three warpgroups start with 128 registers a thread, and ptxas refuses an instruction with as many results.
+        left = gl.zeros([BLOCK_M, HALF], gl.float32, half_layout)
+        right = gl.zeros([BLOCK_M, HALF], gl.float32, half_layout)
+        for k in range(tiles_k):
+            mbarrier.wait(full.index(stage), phase)
+            a = a_bufs.index(stage * WGS + WHO)
+            b = b_bufs.index(stage)
+            left = warpgroup_mma(a, b.slice(0, HALF).permute((1, 0)), left, use_acc=k > 0, is_async=True)
+            right = warpgroup_mma(a, b.slice(HALF, HALF).permute((1, 0)), right, use_acc=k > 0, is_async=True)
+            left, right = warpgroup_mma_wait(2, deps=(left, right))
+            mbarrier.arrive(empty.index(before(stage, STAGES)), count=1, pred=k > 0)
+            stage, phase = advance(stage, phase, STAGES)
+        left, right = warpgroup_mma_wait(0, deps=(left, right))
+        mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
     else:
         acc = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, tile_layout)
         for k in range(tiles_k):
@@ -130,12 +145,13 @@ def _multiply(
 
 @gluon.jit
 def _finish(value, row, end, col, N, scalar, hooks, ROW_VECTOR: gl.constexpr, COL_VECTOR: gl.constexpr):
-    """Scale, bias, residual."""
+    """Scale, bias, residual, for what is not rounded yet."""
     row_scale_ptr, col_scale_ptr, bias_ptr, residual_ptr, residual_stride = hooks
     layout: gl.constexpr = value.type.layout
     rows = row + gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))
     cols = col + gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
-    value *= scalar
+    if value.dtype == gl.float32:
+        value *= scalar
     if ROW_VECTOR:
         value *= gl.load(row_scale_ptr + rows, mask=rows < end, other=0.0)[:, None]
     if COL_VECTOR:
@@ -234,6 +250,10 @@ def _consume(
             end = gl.load(entry + 2)
             if hooks[1] is not None:
                 scalar = gl.load(hooks[1] + gl.load(entry))
+        if tiles_ptr is not None:
+            # A group has no other hook: rounded at once, the tile takes half the registers on its way out.
+            left = (left * scalar).to(out_desc.dtype)
+            right = (right * scalar).to(out_desc.dtype)
         pieces = (left, right) if PIECE == BLOCK_N // 2 else _quarters(left, right, piece_layout)
         place = (row, end, tile_n * BLOCK_N)
         # Two branches, because the first is decided when the kernel is compiled and takes the third away.

@@ -1,0 +1,48 @@
+"""The order of work in the single-launch expert kernels: who takes which down tiles, and the counters they wait on.
+
+Every CTA takes gate-up tiles first, dealt round robin, then a stretch of the down tiles. A down tile waits for counters
+that gate-up tiles count up, never the other way round, so CTAs that are all on the GPU at once cannot wait in a circle.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+__all__ = ["count", "down_share", "wait_for_count"]
+
+
+@gluon.jit
+def wait_for_count(counter_ptr, target):
+    """Spin until the counter has reached `target`; what was written before it was counted is then visible."""
+    seen = 0
+    while seen < target:
+        seen = gl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [counter_ptr], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def count(counter_ptr):
+    """Publish what this warpgroup has stored."""
+    gl.thread_barrier()
+    gl.atomic_add(counter_ptr, 1, sem="release")
+
+
+@gluon.jit
+def down_share(up_items, down_items, exchange):
+    """The down tiles of this CTA, first and end.
+
+    A CTA with one gate-up tile fewer takes `exchange` more down tiles, which is how many take the time of one; where
+    none has more than one, all down tiles wait for those, and are dealt evenly. The CTAs with a gate-up tile more take
+    the last down tiles, which are the ones that wait for the last gate-up tiles: nobody else stands still for them.
+    """
+    ctas = gl.num_programs(0)
+    longer = up_items % ctas
+    shorter = gl.where(longer == 0, 0, ctas - longer)
+    extra = gl.where(up_items <= ctas, 0, gl.minimum(shorter * exchange, down_items))
+    even = down_items - extra
+    me = gl.program_id(0)
+    me = gl.where(me < longer, me + shorter, me - longer)
+    short = gl.maximum(shorter, 1)
+    begin = even * me // ctas + extra * gl.minimum(me, short) // short
+    end = even * (me + 1) // ctas + extra * gl.minimum(me + 1, short) // short
+    return begin, end
