@@ -9,12 +9,19 @@ first_expert + E - 1`` skips ids outside them; adding the ranks' outputs gives t
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+from katydid_kernels.gemm.dense import runs_gluon
 from katydid_kernels.linear import linear_reference
 from katydid_kernels.swiglu import swiglu_reference
 from katydid_kernels.w4a8.packing import Int4Weight, dequantize_int4, unpack_int4
+
+if TYPE_CHECKING:
+    from katydid_kernels.w4a8.experts import Int4ExpertWorkspace
 
 __all__ = ["fused_moe_w4a8", "fused_moe_w4a8_reference"]
 
@@ -36,6 +43,9 @@ def fused_moe_w4a8(
 ) -> Tensor:
     """Returns bf16 ``[T, hidden]``.
 
+    On Hopper GPUs it runs as Gluon kernels where hidden is a multiple of 128 and n of 64; their scratch is kept for the
+    next batch, so one stream at a time may run experts of one shape.
+
     Args:
         x: e4m3 ``[T, hidden]``.
         w13: packed ``[E, 2 * n, hidden]``, gated.
@@ -50,9 +60,29 @@ def fused_moe_w4a8(
     Raises ValueError for shapes, dtypes or scales that do not fit each other.
     """
     _check(x, w13, w2, topk_weights, topk_ids, x_scale, h_scale, shared_output)
+    if x.is_cuda and len(x) and runs_gluon(x.device) and x.shape[1] % 128 == 0 and w2.cols % 64 == 0:
+        # Imported where it runs: the kernels speak to one generation of GPUs and of Triton.
+        from katydid_kernels.w4a8.experts import run_experts_w4a8
+
+        capacity = max(64, 1 << (len(x) - 1).bit_length())
+        return run_experts_w4a8(
+            x.contiguous(), w13, w2, topk_weights.contiguous(), topk_ids.contiguous(), x_scale, h_scale,
+            torch.empty(x.shape, dtype=torch.bfloat16, device=x.device),
+            _workspace(capacity, topk_ids.shape[1], len(w2.codes), w2.rows, w2.cols, x.device),
+            first_expert=first_expert, shared=None if shared_output is None else shared_output.contiguous(),
+        )  # fmt: skip
     return fused_moe_w4a8_reference(
         x, w13, w2, topk_weights, topk_ids, x_scale, h_scale, first_expert=first_expert, shared_output=shared_output
     )
+
+
+@functools.lru_cache(maxsize=16)
+def _workspace(
+    tokens: int, top_k: int, experts: int, hidden: int, width: int, device: torch.device
+) -> Int4ExpertWorkspace:
+    from katydid_kernels.w4a8.experts import Int4ExpertWorkspace
+
+    return Int4ExpertWorkspace.allocate(tokens, top_k, experts, hidden, width, device)
 
 
 def _check(

@@ -1,0 +1,88 @@
+"""Routed experts of packed int4 on the Gluon kernels, in buffers made once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from katydid_kernels.gemm.launch import sm_count
+from katydid_kernels.gemm.plan import RoutePlan, plan_routes
+from katydid_kernels.w4a8.experts_decode_kernel import experts_decode_w4a8_kernel
+from katydid_kernels.w4a8.launch import weight_descriptors
+from katydid_kernels.w4a8.packing import Int4Weight
+from katydid_kernels.w4a8.tuning import DecodeTile, decode_tile
+
+__all__ = ["UNPLANNED_PAIRS", "Int4ExpertWorkspace", "run_experts_w4a8"]
+
+_E4M3 = torch.float8_e4m3fn
+# Up to here every pair is a tile of its own: making a plan would take longer than reading an expert twice.
+UNPLANNED_PAIRS = 48
+
+
+@dataclass(frozen=True)
+class Int4ExpertWorkspace:
+    """Scratch made once: nothing is allocated while a batch runs, so its launches can be captured. For one stream."""
+
+    plan: RoutePlan
+    h: Tensor
+    y: Tensor
+    partial: Tensor
+    counters: Tensor
+    sync: Tensor
+
+    @staticmethod
+    def allocate(
+        tokens: int, top_k: int, experts: int, hidden: int, intermediate: int, device: torch.device
+    ) -> Int4ExpertWorkspace:
+        """Scratch for batches of up to `tokens` rows."""
+        pairs = tokens * top_k
+        plan = RoutePlan.allocate(tokens, top_k, experts, device)
+        padded = -(-intermediate // 256) * 256
+        return Int4ExpertWorkspace(
+            plan,
+            # Zeros, because what pads a row up to a whole stage is multiplied (by zeros, but NaN would stay NaN).
+            torch.zeros(pairs, padded, dtype=torch.uint8, device=device).view(_E4M3),
+            torch.empty(pairs, hidden, dtype=torch.bfloat16, device=device),
+            torch.empty(2 * sm_count(device), 2, 64, 64, device=device),
+            torch.zeros(max(pairs, len(plan.tiles)) * (intermediate // 32), dtype=torch.int32, device=device),
+            torch.zeros(3, dtype=torch.int32, device=device),
+        )
+
+
+def run_experts_w4a8(
+    x: Tensor,
+    w13: Int4Weight,
+    w2: Int4Weight,
+    weights: Tensor,
+    ids: Tensor,
+    x_scale: Tensor,
+    h_scale: Tensor,
+    out: Tensor,
+    workspace: Int4ExpertWorkspace,
+    *,
+    first_expert: int = 0,
+    shared: Tensor | None = None,
+    tile: DecodeTile | None = None,
+) -> Tensor:
+    """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``; arguments as
+    `fused_moe_w4a8`'s."""
+    experts, hidden, width = len(w2.codes), w2.rows, w2.cols
+    tile = tile or decode_tile(ids.numel(), experts)
+    plan = workspace.plan
+    planned = ids.numel() > min(UNPLANNED_PAIRS, experts)
+    if planned:
+        plan_routes(ids, plan, experts, tile.tokens, first_expert=first_expert)
+    sorted_pairs = (plan.rows, plan.slots, plan.tiles, plan.tile_count) if planned else (None, None, None, None)
+    experts_decode_w4a8_kernel[(sm_count(x.device),)](
+        x, x.stride(0), *weight_descriptors(w13), *weight_descriptors(w2), workspace.h, workspace.h.stride(0),
+        workspace.y, weights, shared, out, ids, first_expert, experts, *sorted_pairs,
+        workspace.partial, workspace.counters, workspace.sync, x_scale, h_scale, x.shape[0],
+        H=hidden, WIDTH=width, TOP_K=ids.shape[1], TOKENS=tile.tokens, STAGES=tile.stages, WGS=2,
+        SCALE_A_TOKEN=x_scale.numel() > 1,
+        X_LAYOUT=gl.NVMMASharedLayout.get_default_for([tile.tokens, 128], gl.float8e4nv),
+        num_warps=4, maxnreg=128, launch_pdl=True,
+    )  # fmt: skip
+    return out

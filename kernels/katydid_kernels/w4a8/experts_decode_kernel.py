@@ -1,0 +1,325 @@
+"""Routed experts of packed int4 for few tokens: gate-up, SwiGLU, down and the weighted sum in one persistent launch.
+
+Such a batch is bound by reading each hit expert's weights once, so what fetches them never waits for anything but room
+in the ring: first this CTA's equal share of all gate-up stages (a tile cut in two or more is summed by whoever finishes
+it last, in the order of K), then its share of the down tiles, which are on their way while the last h is still being
+made. Token rows come from a producer of their own, which before the first h waits until every gate-up tile of the GPU
+is done; the weighted sum waits for all down tiles. The CTAs (never more than fit the GPU at once) depend on each other
+only backwards in this order, and cannot wait in a circle. Counters are zero between calls.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+
+from katydid_kernels.gemm.expert_tiles import gather, row_layout, scaled_swiglu, store_columns, tokens_of
+from katydid_kernels.gemm.ring import advance, make_barriers, wait_for_last
+from katydid_kernels.w4a8.packed_tiles import fetch_weights, multiply_packed, weight_buffers
+
+__all__ = ["experts_decode_w4a8_kernel"]
+
+
+@gluon.jit
+def _wait_for(counter_ptr, count):
+    """Spin until the counter has reached `count`; what was written before it was counted is then visible."""
+    seen = 0
+    while seen < count:
+        seen = gl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [counter_ptr], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def _count(counter_ptr):
+    """Publish what this warpgroup has stored."""
+    gl.thread_barrier()
+    gl.atomic_add(counter_ptr, 1, sem="release")
+
+
+@gluon.jit
+def _expert_of(tile, plan):
+    """Index of the tile's weights. Without a plan every pair is a tile."""
+    if plan[1] is None:
+        expert = gl.load(plan[2] + tile) - plan[3]
+        expert = gl.where((expert >= 0) & (expert < plan[4]), expert, 0)
+    else:
+        expert = gl.load(plan[1] + tile * 4)
+    return expert
+
+
+@gluon.jit
+def _rows_of(tile, plan):
+    """First row and end of the rows of a tile: without a plan one row, or none where its expert is not local."""
+    if plan[1] is None:
+        expert = gl.load(plan[2] + tile) - plan[3]
+        row = tile
+        end = gl.where((expert >= 0) & (expert < plan[4]), tile + 1, tile)
+    else:
+        row = gl.load(plan[1] + tile * 4 + 1)
+        end = gl.load(plan[1] + tile * 4 + 2)
+    return row, end
+
+
+@gluon.jit
+def _within(item, interval, up_k):
+    """The stages of a gate-up tile that belong to this CTA."""
+    begin, end, _ = interval
+    return gl.maximum(begin - item * up_k, 0), gl.minimum(end - item * up_k, up_k)
+
+
+@gluon.jit
+def _items(interval, up_k):
+    begin, end, _ = interval
+    return begin // up_k, gl.where(begin < end, (end - 1) // up_k + 1, begin // up_k)
+
+
+@gluon.jit
+def _down_share(shape):
+    items = shape[0] * shape[2]
+    return items * gl.program_id(0) // gl.num_programs(0), items * (gl.program_id(0) + 1) // gl.num_programs(0)
+
+
+@gluon.jit
+def _produce_weights(w13, w2, plan, ring, shape, interval, STAGES: gl.constexpr, WGS: gl.constexpr):
+    full, empty = ring[3], ring[4]
+    up_n, down_n, up_k, down_k = shape[1:]
+    codes13_desc, scales13_desc, groups13 = w13
+    codes2_desc, scales2_desc, groups2 = w2
+    BYTES: gl.constexpr = WGS * (codes13_desc.block_type.nbytes + scales13_desc.block_type.nbytes)
+    stage = 0
+    phase = 1
+    wait_for_last()
+    first, last = _items(interval, up_k)
+    for item in range(first, last):
+        expert = _expert_of(item // up_n, plan)
+        strip = (expert * up_n + item % up_n) * WGS
+        first_k, last_k = _within(item, interval, up_k)
+        for k in range(first_k, last_k):
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(bar, BYTES)
+            for part in gl.static_range(WGS):
+                fetch_weights(
+                    codes13_desc, scales13_desc, strip + part, k, groups13, bar, ring[1], ring[2], stage * WGS + part
+                )
+            stage, phase = advance(stage, phase, STAGES)
+    first, last = _down_share(shape)
+    for item in range(first, last):
+        expert = _expert_of(item // down_n, plan)
+        strip = (expert * down_n + item % down_n) * WGS
+        for k in range(down_k):
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(bar, BYTES)
+            for part in gl.static_range(WGS):
+                fetch_weights(
+                    codes2_desc, scales2_desc, strip + part, k, groups2, bar, ring[1], ring[2], stage * WGS + part
+                )
+            stage, phase = advance(stage, phase, STAGES)
+
+
+@gluon.jit
+def _copy_rows(x_bufs, stage, source, k, columns, valid, bar):
+    """Both groups of a stage, as `gemm.expert_tiles.copy_rows`; past the last column, where weights are zero, any."""
+    for group in gl.static_range(2):
+        col = gl.minimum(k * 256 + group * 128, columns - 128)
+        async_copy.async_copy_global_to_shared(x_bufs.index(stage * 2 + group), source + col, mask=valid)
+    async_copy.mbarrier_arrive(bar, increment_count=False)
+
+
+@gluon.jit
+def _produce_rows(
+    x, hidden, plan, sync_ptr, ring, shape, interval, TOP_K: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr
+):
+    x_ptr, x_stride, columns = x
+    h_ptr, h_stride = hidden
+    x_bufs, full, empty = ring[0], ring[3], ring[4]
+    tiles, up_n, down_n, up_k, down_k = shape
+    TOKENS: gl.constexpr = x_bufs.type.shape[1]
+    layout: gl.constexpr = row_layout(128, 8)
+    cols = gl.arange(0, 128, gl.SliceLayout(0, layout))
+    lane = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
+    stage = 0
+    phase = 1
+    wait_for_last()
+    first, last = _items(interval, up_k)
+    for item in range(first, last):
+        row, end = _rows_of(item // up_n, plan)
+        valid = (row + lane < end)[:, None]
+        source = gather(x_ptr, tokens_of(row + lane, end, plan[0], TOP_K), x_stride, cols)
+        first_k, last_k = _within(item, interval, up_k)
+        for k in range(first_k, last_k):
+            mbarrier.wait(empty.index(stage), phase)
+            _copy_rows(x_bufs, stage, source, k, columns, valid, full.index(stage))
+            stage, phase = advance(stage, phase, STAGES)
+    _wait_for(sync_ptr, tiles * up_n * WGS)
+    first, last = _down_share(shape)
+    for item in range(first, last):
+        row, end = _rows_of(item // down_n, plan)
+        valid = (row + lane < end)[:, None]
+        source = gather(h_ptr, row + lane, h_stride, cols)
+        for k in range(down_k):
+            mbarrier.wait(empty.index(stage), phase)
+            _copy_rows(x_bufs, stage, source, k, h_stride, valid, full.index(stage))
+            stage, phase = advance(stage, phase, STAGES)
+
+
+@gluon.jit
+def _sum_parts(WHO: gl.constexpr, acc, item, first_k, interval, partials, up_k, WGS: gl.constexpr):
+    """Leave this CTA's part of a tile; whoever is last gets the sum of all, in the order of K, and True."""
+    partial_ptr, counters_ptr = partials
+    TOKENS: gl.constexpr = acc.shape[1]
+    layout: gl.constexpr = acc.type.layout
+    AT_ONCE: gl.constexpr = 2 if TOKENS == 64 else 4
+    lane = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] * TOKENS
+    lane += gl.arange(0, TOKENS, gl.SliceLayout(0, layout))[None, :]
+    # A CTA has two places: 1 for a tile it begins, 0 for one it takes up.
+    place = gl.program_id(0) * 2 + gl.where(first_k == 0, 1, 0)
+    gl.store(partial_ptr + (place * WGS + WHO) * (64 * TOKENS) + lane, acc)
+    gl.thread_barrier()
+    _, _, share = interval
+    first_cta = item * up_k // share
+    last_cta = ((item + 1) * up_k - 1) // share
+    counter = counters_ptr + item * WGS + WHO
+    last = gl.atomic_add(counter, 1, sem="acq_rel") == last_cta - first_cta
+    total = acc
+    if last:
+        total = gl.zeros([64, TOKENS], gl.float32, layout)
+        for cta in range(first_cta, last_cta + 1, AT_ONCE):
+            for i in gl.static_range(AT_ONCE):
+                place = (cta + i) * 2 + gl.where(cta + i == first_cta, 1, 0)
+                part = partial_ptr + (place * WGS + WHO) * (64 * TOKENS) + lane
+                total += gl.load(part, mask=(lane >= 0) & (cta + i <= last_cta), other=0.0)
+        gl.store(counter, 0)
+    return total, last
+
+
+@gluon.jit
+def _consume(
+    WHO: gl.constexpr, plan, hidden, result, scales, partials, sync_ptr, ring, shape, interval, H: gl.constexpr,
+    TOP_K: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, SCALE_A_TOKEN: gl.constexpr,
+):  # fmt: skip
+    h_ptr, h_stride = hidden
+    y_ptr = result[0]
+    x_scale_ptr, h_scale_ptr = scales
+    up_n, down_n, up_k, down_k = shape[1:]
+    TOKENS: gl.constexpr = ring[0].type.shape[1]
+    h_layout: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
+    y_layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    stage = 0
+    phase = 0
+    wait_for_last()
+    h_scale = gl.load(h_scale_ptr)
+    gate_scale = 512.0
+    if not SCALE_A_TOKEN:
+        gate_scale = 512.0 * gl.load(x_scale_ptr)
+    first, last = _items(interval, up_k)
+    for item in range(first, last):
+        # Loaded here, the tile's numbers arrive while it multiplies.
+        row, end = _rows_of(item // up_n, plan)
+        first_k, last_k = _within(item, interval, up_k)
+        acc, stage, phase = multiply_packed(
+            WHO, ring, stage, phase, last_k - first_k, TOKENS, STAGES, WGS, GATHERED=True
+        )
+        whole = last_k - first_k == up_k
+        if not whole:
+            acc, whole = _sum_parts(WHO, acc, item, first_k, interval, partials, up_k, WGS)
+        if whole:
+            token_scale_ptr = x_scale_ptr if SCALE_A_TOKEN else None
+            h = scaled_swiglu(acc, gate_scale, gate_scale / h_scale, row, end, token_scale_ptr, plan[0], TOP_K)
+            store_columns(h, h_ptr, h_stride, row, end, (item % up_n * WGS + WHO) * 32, h_layout)
+            _count(sync_ptr)
+
+    first, last = _down_share(shape)
+    for item in range(first, last):
+        row, end = _rows_of(item // down_n, plan)
+        acc, stage, phase = multiply_packed(WHO, ring, stage, phase, down_k, TOKENS, STAGES, WGS, GATHERED=True)
+        store_columns(acc * (512.0 * h_scale), y_ptr, H, row, end, (item % down_n * WGS + WHO) * 64, y_layout)
+
+    _count(sync_ptr + 1)
+    _wait_for(sync_ptr + 1, gl.num_programs(0) * WGS)
+    _combine(WHO, plan, result, H, TOP_K, WGS)
+    gl.thread_barrier()
+    if gl.atomic_add(sync_ptr + 2, 1, sem="acq_rel") == gl.num_programs(0) * WGS - 1:
+        for i in gl.static_range(3):
+            gl.store(sync_ptr + i, 0)
+
+
+@gluon.jit
+def _combine(WHO: gl.constexpr, plan, result, H: gl.constexpr, TOP_K: gl.constexpr, WGS: gl.constexpr):
+    """The weighted sum of `gemm.combine`, in pieces of a row over all warpgroups of the GPU."""
+    y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, tokens = result
+    _, _, ids_ptr, first_expert, experts = plan
+    PIECE: gl.constexpr = 512 if H % 512 == 0 else 128
+    PIECES: gl.constexpr = H // PIECE
+    line: gl.constexpr = gl.BlockedLayout([PIECE // 128], [32], [4], [0])
+    lane = gl.arange(0, PIECE, line)
+    for item in range(gl.program_id(0) * WGS + WHO, tokens * PIECES, gl.num_programs(0) * WGS):
+        token = item // PIECES
+        col = item % PIECES * PIECE + lane
+        total = gl.zeros([PIECE], gl.float32, line)
+        for j in gl.static_range(TOP_K):
+            if slots_ptr is None:
+                expert = gl.load(ids_ptr + token * TOP_K + j) - first_expert
+                slot = gl.where((expert >= 0) & (expert < experts), token * TOP_K + j, -1)
+            else:
+                slot = gl.load(slots_ptr + token * TOP_K + j)
+            weight = gl.load(weights_ptr + token * TOP_K + j)
+            # A row nobody wrote may hold NaN: it is left out, not multiplied by zero.
+            part = gl.load(y_ptr + gl.maximum(slot, 0).to(gl.int64) * H + col)
+            total += gl.where(slot >= 0, weight * part.to(gl.float32), 0.0)
+        if shared_ptr is not None:
+            total += gl.load(shared_ptr + token.to(gl.int64) * H + col).to(gl.float32)
+        gl.store(out_ptr + token.to(gl.int64) * H + col, total.to(out_ptr.dtype.element_ty))
+
+
+@gluon.jit(do_not_specialize=["tokens", "first_expert", "experts"])
+def experts_decode_w4a8_kernel(
+    x_ptr, x_stride, codes13_desc, scales13_desc, codes2_desc, scales2_desc, h_ptr, h_stride, y_ptr, weights_ptr,
+    shared_ptr, out_ptr, ids_ptr, first_expert, experts, rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr,
+    partial_ptr, counters_ptr, sync_ptr, x_scale_ptr, h_scale_ptr, tokens,
+    H: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
+    WGS: gl.constexpr, SCALE_A_TOKEN: gl.constexpr, X_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``, e the expert of pair (t, j).
+
+    Descriptors are `launch.weight_descriptors`' of the packed w13, gated, and w2. h: e4m3 ``[pairs, *]``, rows padded
+    with zeros to a multiple of 256; y: bf16 ``[pairs, H]``; partial: fp32 ``[2 * CTAs, WGS, 64, TOKENS]``; counters:
+    int32 zeros, one a gate-up strip of every tile; sync: three zeros. Rows, slots and tiles are a `RoutePlan`'s, or
+    None where few pairs share an expert: then every pair is a tile. x_scale: fp32 ``[T]`` where SCALE_A_TOKEN, else
+    one.
+    """
+    x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, TOKENS, 128], X_LAYOUT)
+    codes, code_scales = weight_buffers(codes13_desc, scales13_desc, STAGES, WGS)
+    full, empty = make_barriers(STAGES, 129, WGS)
+    up_n = WIDTH // (32 * WGS)
+    down_n = H // (64 * WGS)
+    up_k = (H + 255) // 256
+    down_k = (WIDTH + 255) // 256
+    # Launched while the plan is still being made: everything it wrote is read after this.
+    wait_for_last()
+    tiles = tokens * TOP_K if tile_count_ptr is None else gl.load(tile_count_ptr)
+    steps = tiles * up_n * up_k
+    share = gl.maximum(gl.cdiv(steps, gl.num_programs(0)), 1)
+    begin = gl.program_id(0) * share
+    interval = (begin, gl.minimum(begin + share, steps), share)
+    plan = (rows_ptr, tiles_ptr, ids_ptr, first_expert, experts)
+    hidden = (h_ptr, h_stride)
+    result = (y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, tokens)
+    partials = (partial_ptr, counters_ptr)
+    ring = (x_bufs, codes, code_scales, full, empty)
+    shape = (tiles, up_n, down_n, up_k, down_k)
+    w13 = (codes13_desc, scales13_desc, H // 128)
+    w2 = (codes2_desc, scales2_desc, (WIDTH + 127) // 128)
+    gl.warp_specialize(
+        [
+            (_consume, (0, plan, hidden, result, (x_scale_ptr, h_scale_ptr), partials, sync_ptr, ring, shape,
+                        interval, H, TOP_K, STAGES, WGS, SCALE_A_TOKEN)),
+            (_consume, (1, plan, hidden, result, (x_scale_ptr, h_scale_ptr), partials, sync_ptr, ring, shape,
+                        interval, H, TOP_K, STAGES, WGS, SCALE_A_TOKEN)),
+            (_produce_rows, ((x_ptr, x_stride, H), hidden, plan, sync_ptr, ring, shape, interval, TOP_K, STAGES, WGS)),
+            (_produce_weights, (w13, w2, plan, ring, shape, interval, STAGES, WGS)),
+        ],
+        [4, 4, 1],
+        [152, 72, 40],
+    )  # fmt: skip
