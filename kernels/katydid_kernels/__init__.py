@@ -22,7 +22,13 @@ from katydid_kernels.linear import linear, linear_reference
 from katydid_kernels.linear_fp8 import linear_fp8, linear_fp8_reference, segment_scale
 from katydid_kernels.linear_w4a8 import linear_w4a8, linear_w4a8_reference
 from katydid_kernels.prefill_attention import prefill_attention, prefill_attention_reference, prefill_plan
-from katydid_kernels.qkv_post import QkNorm, qkv_post, qkv_post_reference
+from katydid_kernels.qkv_post import (
+    QkNorm,
+    qkv_post,
+    qkv_post_fp8,
+    qkv_post_fp8_reference,
+    qkv_post_reference,
+)
 from katydid_kernels.quantize_rows import (
     FP8_MAX,
     add_rms_norm_quantize,
@@ -92,6 +98,8 @@ __all__ = [
     "prefill_plan",
     "published_checksum",
     "qkv_post",
+    "qkv_post_fp8",
+    "qkv_post_fp8_reference",
     "qkv_post_reference",
     "quantize_fp8",
     "quantize_fp8_reference",
