@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from katydid_runtime.metrics import STEP_SECONDS, Metrics
 
 from katydid_kvcache.cache import Cache
@@ -45,7 +43,8 @@ class Figures:
         """Bring counters and gauges up to the cache's books."""
         for books in cache.store.tiers:
             tier = books.tier.name.lower()
-            for field, value in asdict(books.counters).items():
+            for field in _COUNTED:
+                value = getattr(books.counters, field)
                 self._counters[field].labels(tier).inc(value - self._seen.get((field, tier), 0))
                 self._seen[field, tier] = value
             self._kept.labels(tier).set(books.blocks)
