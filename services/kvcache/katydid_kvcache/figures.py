@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from katydid_runtime.metrics import STEP_SECONDS, Metrics
 
 from katydid_kvcache.cache import Cache
@@ -14,7 +16,6 @@ _COUNTED = {
     "writes": ("written_blocks", "Blocks that entered the tier"),
     "evictions": ("evicted_blocks", "Blocks evicted from the tier for room"),
     "corrupt": ("corrupt_blocks", "Blocks of the tier whose checksum was wrong"),
-    "shed": ("shed_blocks", "Writes to the tier given up because it was full, slow or failing"),
 }
 
 
@@ -30,6 +31,7 @@ class Figures:
         self._counters = {
             field: metrics.counter(name, help_text, ["tier"]) for field, (name, help_text) in _COUNTED.items()
         }
+        self._shed = metrics.counter("shed_blocks", "Writes to the tier given up, by reason", ["tier", "reason"])
         self._kept = metrics.gauge("kept_blocks", "Blocks in the tier", ["tier"])
         self._kept_bytes = metrics.gauge("kept_bytes", "Payload bytes in the tier", ["tier"])
         self._capacity = metrics.gauge("capacity_bytes", "Bytes the tier may hold", ["tier"])
@@ -43,10 +45,10 @@ class Figures:
         """Bring counters and gauges up to the cache's books."""
         for books in cache.store.tiers:
             tier = books.tier.name.lower()
-            for field in _COUNTED:
-                value = getattr(books.counters, field)
-                self._counters[field].labels(tier).inc(value - self._seen.get((field, tier), 0))
-                self._seen[field, tier] = value
+            for field, counter in self._counters.items():
+                self._follow(counter.labels(tier), (field, tier), getattr(books.counters, field))
+            for reason, blocks in books.counters.sheds.items():
+                self._follow(self._shed.labels(tier, reason), (reason, tier), blocks)
             self._kept.labels(tier).set(books.blocks)
             self._kept_bytes.labels(tier).set(books.bytes)
             self._capacity.labels(tier).set(books.slots.capacity_bytes)
@@ -54,3 +56,8 @@ class Figures:
         self._attached.set(len(cache.attachments))
         self._quarantined.set(cache.quarantined)
         self._queued.set(cache.writer.bytes_in_flight)
+
+    def _follow(self, counter: Any, name: tuple[str, str], value: int) -> None:
+        """Bring a counter up to a value that only grows."""
+        counter.inc(value - self._seen.get(name, 0))
+        self._seen[name] = value
