@@ -139,5 +139,6 @@ def launch_narrow(
         PROMOTE=promote,
         num_warps=4,
         maxnreg=128,
+        launch_pdl=True,
     )
     return out

@@ -1,9 +1,8 @@
 """D = X W^T for a few rows of X: bound by reading W once, so every CTA reads the same share of it.
 
-The tiles of W (64 rows a warpgroup) stand on one line, each as long as its stages of K, and the line is cut into equal
-intervals, one a CTA: a stream-K GEMM (Osama et al., 2023) with the weights as wgmma's rows. A tile cut in two or more
-is summed by whichever CTA finishes it last, from fp32 partial sums, in the order of K: the result is the same every
-time.
+The weights are wgmma's rows, 64 a warpgroup, and their stages are dealt by `stream_k`. Weights do not depend on the
+kernel before: launched early (PDL), a CTA has filled its ring with them by the time X is there. A CTA takes less than
+half of an SM, so that this kernel and the next can stand on it side by side.
 """
 
 from triton.experimental import gluon
@@ -11,33 +10,47 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from katydid_kernels.gemm.expert_tiles import multiply
-from katydid_kernels.gemm.ring import advance, make_barriers
+from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_for_last
+from katydid_kernels.gemm.stream_k import interval_of, stages_within, sum_parts, tiles_of
 
-__all__ = ["narrow_gemm_kernel"]
+__all__ = ["finish_columns", "narrow_gemm_kernel"]
 
 
 @gluon.jit
-def _produce(x_desc, w_desc, ring, interval, STAGES: gl.constexpr, WGS: gl.constexpr):
-    x_bufs, w_bufs, full, empty = ring
-    begin, end, _, tiles_k = interval
+def _fetch_weights(w_desc, w_bufs, bar, step, tiles_k, stage, WGS: gl.constexpr):
     ROWS: gl.constexpr = w_desc.block_type.shape[0]
+    row = step // tiles_k * (WGS * ROWS)
+    k = step % tiles_k * w_desc.block_type.shape[1]
+    for part in gl.static_range(WGS):
+        tma.async_copy_global_to_shared(w_desc, [row + part * ROWS, k], bar, w_bufs.index(stage * WGS + part))
+
+
+@gluon.jit
+def _produce(x_desc, w_desc, ring, interval, tiles_k, STAGES: gl.constexpr, WGS: gl.constexpr):
+    x_bufs, w_bufs, full, empty = ring
+    begin, end, _ = interval
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
+    STAGE_BYTES: gl.constexpr = WGS * w_desc.block_type.nbytes + x_desc.block_type.nbytes
+    ahead = gl.minimum(end - begin, STAGES)
+    for i in range(ahead):
+        mbarrier.expect(full.index(i), STAGE_BYTES)
+        _fetch_weights(w_desc, w_bufs, full.index(i), begin + i, tiles_k, i, WGS)
+    wait_for_last()
+    for i in range(ahead):
+        tma.async_copy_global_to_shared(x_desc, [0, (begin + i) % tiles_k * BLOCK_K], full.index(i), x_bufs.index(i))
     stage = 0
-    phase = 1
-    for step in range(begin, end):
+    phase = 0
+    for step in range(begin + STAGES, end):
         bar = full.index(stage)
         mbarrier.wait(empty.index(stage), phase)
-        mbarrier.expect(bar, WGS * w_desc.block_type.nbytes + x_desc.block_type.nbytes)
-        row = step // tiles_k * (WGS * ROWS)
-        k = step % tiles_k * BLOCK_K
-        for part in gl.static_range(WGS):
-            tma.async_copy_global_to_shared(w_desc, [row + part * ROWS, k], bar, w_bufs.index(stage * WGS + part))
-        tma.async_copy_global_to_shared(x_desc, [0, k], bar, x_bufs.index(stage))
+        mbarrier.expect(bar, STAGE_BYTES)
+        _fetch_weights(w_desc, w_bufs, bar, step, tiles_k, stage, WGS)
+        tma.async_copy_global_to_shared(x_desc, [0, step % tiles_k * BLOCK_K], bar, x_bufs.index(stage))
         stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
-def _finish(acc, col, target, hooks):
+def finish_columns(acc, col, target, hooks):
     """Scale, bias, residual, and D token by token from an accumulator that holds it transposed."""
     out_ptr, out_stride, M, N = target
     row_scale_ptr, row_step, col_scale_ptr, col_step, bias_ptr, residual_ptr, residual_stride = hooks
@@ -61,47 +74,25 @@ def _finish(acc, col, target, hooks):
 
 @gluon.jit
 def _consume(
-    WHO: gl.constexpr, target, hooks, partial_ptr, counters_ptr, ring, interval,
+    WHO: gl.constexpr, target, hooks, partials, ring, interval, tiles_k,
     STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
-    x_bufs, w_bufs, _, _ = ring
-    begin, end, share, tiles_k = interval
-    TOKENS: gl.constexpr = x_bufs.type.shape[1]
-    ROWS: gl.constexpr = w_bufs.type.shape[1]
-    # Partial sums read at once, as the registers allow.
-    AT_ONCE: gl.constexpr = 2 if TOKENS == 64 else 4
+    TOKENS: gl.constexpr = ring[0].type.shape[1]
+    ROWS: gl.constexpr = ring[1].type.shape[1]
     stage = 0
     phase = 0
-    if begin < end:
-        for tile in range(begin // tiles_k, (end - 1) // tiles_k + 1):
-            first_k = gl.maximum(begin - tile * tiles_k, 0)
-            last_k = gl.minimum(end - tile * tiles_k, tiles_k)
-            acc, stage, phase = multiply(
-                WHO, ring, stage, phase, last_k - first_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, GATHERED=False
-            )
-            col = (tile * WGS + WHO) * ROWS
-            if last_k - first_k == tiles_k:
-                _finish(acc, col, target, hooks)
-            else:
-                # A CTA has two places: 1 for a tile it begins, 0 for one it takes up.
-                layout: gl.constexpr = acc.type.layout
-                lane = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None] * TOKENS
-                lane += gl.arange(0, TOKENS, gl.SliceLayout(0, layout))[None, :]
-                place = gl.program_id(0) * 2 + gl.where(first_k == 0, 1, 0)
-                gl.store(partial_ptr + (place * WGS + WHO) * (ROWS * TOKENS) + lane, acc)
-                gl.thread_barrier()
-                counter = counters_ptr + tile * WGS + WHO
-                first_cta = tile * tiles_k // share
-                last_cta = ((tile + 1) * tiles_k - 1) // share
-                if gl.atomic_add(counter, 1, sem="acq_rel") == last_cta - first_cta:
-                    total = gl.zeros([ROWS, TOKENS], gl.float32, layout)
-                    for cta in range(first_cta, last_cta + 1, AT_ONCE):
-                        for i in gl.static_range(AT_ONCE):
-                            place = (cta + i) * 2 + gl.where(cta + i == first_cta, 1, 0)
-                            part = partial_ptr + (place * WGS + WHO) * (ROWS * TOKENS) + lane
-                            total += gl.load(part, mask=(lane >= 0) & (cta + i <= last_cta), other=0.0)
-                    gl.store(counter, 0)
-                    _finish(total, col, target, hooks)
+    wait_for_last()
+    first, last = tiles_of(interval, tiles_k)
+    for tile in range(first, last):
+        first_k, last_k = stages_within(tile, interval, tiles_k)
+        acc, stage, phase = multiply(
+            WHO, ring, stage, phase, last_k - first_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, GATHERED=False
+        )
+        done = last_k - first_k == tiles_k
+        if not done:
+            acc, done = sum_parts(WHO, WGS, acc, tile, first_k, interval, tiles_k, partials)
+        if done:
+            finish_columns(acc, (tile * WGS + WHO) * ROWS, target, hooks)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "K"])
@@ -121,21 +112,20 @@ def narrow_gemm_kernel(
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, BLOCK_K], x_desc.layout)
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES * WGS, ROWS, BLOCK_K], w_desc.layout)
     full, empty = make_barriers(STAGES, 1, WGS)
+    # The next kernel waits for this one's end before it reads or writes what a kernel writes, and so does this one.
+    launch_next()
     tiles_k = gl.cdiv(K, BLOCK_K)
-    steps = gl.cdiv(N, WGS * ROWS) * tiles_k
     # Not much more than five pieces a tile: they cost more to sum than they save in reading.
-    share = gl.maximum(gl.cdiv(steps, gl.num_programs(0)), tiles_k // 5)
-    begin = gl.program_id(0) * share
-    end = gl.minimum(begin + share, steps)
+    interval = interval_of(gl.cdiv(N, WGS * ROWS) * tiles_k, gl.maximum(tiles_k // 5, 1))
     hooks = (row_scale_ptr, row_step, col_scale_ptr, col_step, bias_ptr, residual_ptr, residual_stride)
     ring = (x_bufs, w_bufs, full, empty)
     target = (out_ptr, out_stride, M, N)
-    interval = (begin, end, share, tiles_k)
+    partials = (partial_ptr, counters_ptr)
     if WGS == 1:
         gl.warp_specialize(
             [
-                (_consume, (0, target, hooks, partial_ptr, counters_ptr, ring, interval, STAGES, WGS, PROMOTE)),
-                (_produce, (x_desc, w_desc, ring, interval, STAGES, WGS)),
+                (_consume, (0, target, hooks, partials, ring, interval, tiles_k, STAGES, WGS, PROMOTE)),
+                (_produce, (x_desc, w_desc, ring, interval, tiles_k, STAGES, WGS)),
             ],
             [1],
             [24],
@@ -143,9 +133,9 @@ def narrow_gemm_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, target, hooks, partial_ptr, counters_ptr, ring, interval, STAGES, WGS, PROMOTE)),
-                (_consume, (1, target, hooks, partial_ptr, counters_ptr, ring, interval, STAGES, WGS, PROMOTE)),
-                (_produce, (x_desc, w_desc, ring, interval, STAGES, WGS)),
+                (_consume, (0, target, hooks, partials, ring, interval, tiles_k, STAGES, WGS, PROMOTE)),
+                (_consume, (1, target, hooks, partials, ring, interval, tiles_k, STAGES, WGS, PROMOTE)),
+                (_produce, (x_desc, w_desc, ring, interval, tiles_k, STAGES, WGS)),
             ],
             [4, 1],
             [176, 24],

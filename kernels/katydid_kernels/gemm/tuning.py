@@ -164,9 +164,12 @@ class NarrowTile:
     stages: int
 
 
+# A CTA keeps to half of an SM's shared memory, see `narrow_kernel`.
+_FEW_ROWS = [NarrowTile(8, 1, 11), NarrowTile(16, 1, 10), NarrowTile(32, 1, 8), NarrowTile(64, 1, 5)]
+
+
 def narrow_tile(m: int) -> NarrowTile | None:
     """The tile for `m` rows, or None where the wide kernel is faster."""
     if m > 64:
         return None
-    tokens = next(size for size in (8, 16, 32, 64) if m <= size)
-    return NarrowTile(tokens, 2, 8 if tokens == 64 else 10)
+    return next(tile for tile in _FEW_ROWS if m <= tile.tokens)

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrie
 
 from katydid_kernels.gemm.expert_tiles import gather, row_layout, scaled_swiglu, store_columns, tokens_of
 from katydid_kernels.gemm.ring import advance, make_barriers, wait_for_last
+from katydid_kernels.gemm.stream_k import interval_of, stages_within, sum_parts, tiles_of
 from katydid_kernels.w4a8.packed_tiles import fetch_weights, multiply_packed, weight_buffers
 
 __all__ = ["experts_decode_w4a8_kernel"]
@@ -61,19 +62,6 @@ def _rows_of(tile, plan):
 
 
 @gluon.jit
-def _within(item, interval, up_k):
-    """The stages of a gate-up tile that belong to this CTA."""
-    begin, end, _ = interval
-    return gl.maximum(begin - item * up_k, 0), gl.minimum(end - item * up_k, up_k)
-
-
-@gluon.jit
-def _items(interval, up_k):
-    begin, end, _ = interval
-    return begin // up_k, gl.where(begin < end, (end - 1) // up_k + 1, begin // up_k)
-
-
-@gluon.jit
 def _down_share(shape):
     items = shape[0] * shape[2]
     return items * gl.program_id(0) // gl.num_programs(0), items * (gl.program_id(0) + 1) // gl.num_programs(0)
@@ -89,11 +77,11 @@ def _produce_weights(w13, w2, plan, ring, shape, interval, STAGES: gl.constexpr,
     stage = 0
     phase = 1
     wait_for_last()
-    first, last = _items(interval, up_k)
+    first, last = tiles_of(interval, up_k)
     for item in range(first, last):
         expert = _expert_of(item // up_n, plan)
         strip = (expert * up_n + item % up_n) * WGS
-        first_k, last_k = _within(item, interval, up_k)
+        first_k, last_k = stages_within(item, interval, up_k)
         for k in range(first_k, last_k):
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
@@ -142,12 +130,12 @@ def _produce_rows(
     stage = 0
     phase = 1
     wait_for_last()
-    first, last = _items(interval, up_k)
+    first, last = tiles_of(interval, up_k)
     for item in range(first, last):
         row, end = _rows_of(item // up_n, plan)
         valid = (row + lane < end)[:, None]
         source = gather(x_ptr, tokens_of(row + lane, end, plan[0], TOP_K), x_stride, cols)
-        first_k, last_k = _within(item, interval, up_k)
+        first_k, last_k = stages_within(item, interval, up_k)
         for k in range(first_k, last_k):
             mbarrier.wait(empty.index(stage), phase)
             _copy_rows(x_bufs, stage, source, k, columns, valid, full.index(stage))
@@ -162,36 +150,6 @@ def _produce_rows(
             mbarrier.wait(empty.index(stage), phase)
             _copy_rows(x_bufs, stage, source, k, h_stride, valid, full.index(stage))
             stage, phase = advance(stage, phase, STAGES)
-
-
-@gluon.jit
-def _sum_parts(WHO: gl.constexpr, acc, item, first_k, interval, partials, up_k, WGS: gl.constexpr):
-    """Leave this CTA's part of a tile; whoever is last gets the sum of all, in the order of K, and True."""
-    partial_ptr, counters_ptr = partials
-    TOKENS: gl.constexpr = acc.shape[1]
-    layout: gl.constexpr = acc.type.layout
-    AT_ONCE: gl.constexpr = 2 if TOKENS == 64 else 4
-    lane = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None] * TOKENS
-    lane += gl.arange(0, TOKENS, gl.SliceLayout(0, layout))[None, :]
-    # A CTA has two places: 1 for a tile it begins, 0 for one it takes up.
-    place = gl.program_id(0) * 2 + gl.where(first_k == 0, 1, 0)
-    gl.store(partial_ptr + (place * WGS + WHO) * (64 * TOKENS) + lane, acc)
-    gl.thread_barrier()
-    _, _, share = interval
-    first_cta = item * up_k // share
-    last_cta = ((item + 1) * up_k - 1) // share
-    counter = counters_ptr + item * WGS + WHO
-    last = gl.atomic_add(counter, 1, sem="acq_rel") == last_cta - first_cta
-    total = acc
-    if last:
-        total = gl.zeros([64, TOKENS], gl.float32, layout)
-        for cta in range(first_cta, last_cta + 1, AT_ONCE):
-            for i in gl.static_range(AT_ONCE):
-                place = (cta + i) * 2 + gl.where(cta + i == first_cta, 1, 0)
-                part = partial_ptr + (place * WGS + WHO) * (64 * TOKENS) + lane
-                total += gl.load(part, mask=(lane >= 0) & (cta + i <= last_cta), other=0.0)
-        gl.store(counter, 0)
-    return total, last
 
 
 @gluon.jit
@@ -213,17 +171,17 @@ def _consume(
     gate_scale = 512.0
     if not SCALE_A_TOKEN:
         gate_scale = 512.0 * gl.load(x_scale_ptr)
-    first, last = _items(interval, up_k)
+    first, last = tiles_of(interval, up_k)
     for item in range(first, last):
         # Loaded here, the tile's numbers arrive while it multiplies.
         row, end = _rows_of(item // up_n, plan)
-        first_k, last_k = _within(item, interval, up_k)
+        first_k, last_k = stages_within(item, interval, up_k)
         acc, stage, phase = multiply_packed(
             WHO, ring, stage, phase, last_k - first_k, TOKENS, STAGES, WGS, GATHERED=True
         )
         whole = last_k - first_k == up_k
         if not whole:
-            acc, whole = _sum_parts(WHO, acc, item, first_k, interval, partials, up_k, WGS)
+            acc, whole = sum_parts(WHO, WGS, acc, item, first_k, interval, up_k, partials)
         if whole:
             token_scale_ptr = x_scale_ptr if SCALE_A_TOKEN else None
             h = scaled_swiglu(acc, gate_scale, gate_scale / h_scale, row, end, token_scale_ptr, plan[0], TOP_K)
@@ -299,10 +257,7 @@ def experts_decode_w4a8_kernel(
     # Launched while the plan is still being made: everything it wrote is read after this.
     wait_for_last()
     tiles = tokens * TOP_K if tile_count_ptr is None else gl.load(tile_count_ptr)
-    steps = tiles * up_n * up_k
-    share = gl.maximum(gl.cdiv(steps, gl.num_programs(0)), 1)
-    begin = gl.program_id(0) * share
-    interval = (begin, gl.minimum(begin + share, steps), share)
+    interval = interval_of(tiles * up_n * up_k, 1)
     plan = (rows_ptr, tiles_ptr, ids_ptr, first_expert, experts)
     hidden = (h_ptr, h_stride)
     result = (y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, tokens)
