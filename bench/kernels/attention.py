@@ -2,13 +2,15 @@
 
     PYTHONPATH=kernels:bench/kernels python bench/kernels/attention.py --out bench/results/attention.json
 
-FA3 is measured in the same process where vLLM's package is on PYTHONPATH, cuDNN through torch.  A run ends at the first
-kernel that does not match the float64 reference.  Rows are written as they come: a run cut short keeps what it has.
+FA3 and FlashInfer are measured in the same process where vLLM's and FlashInfer's packages are on PYTHONPATH, cuDNN
+through torch.  A run ends at the first kernel that does not match the float64 reference.  Rows are written as they
+come: a run cut short keeps what it has.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import platform
@@ -30,9 +32,9 @@ from attention_cases import (
     time_graph,
     uniform_twin,
 )
-from attention_peers import Fa3, cudnn_prefill, fa3_available
+from attention_peers import PeerPool, peers
 from katydid_kernels.decode_attention import decode_attention, decode_attention_reference, decode_ctas
-from katydid_kernels.decode_plan import decode_plan
+from katydid_kernels.decode_plan import RECORD, decode_plan
 from katydid_kernels.prefill_attention import prefill_attention, prefill_attention_reference
 from torch import Tensor
 
@@ -74,15 +76,18 @@ class Report:
 
 
 class Setup:
-    """Pools by name ("fp8 8/1" is e4m3 pages, 8 query heads on 1 kv head), and FA3's copies of them."""
+    """Pools by name ("fp8 8/1" is e4m3 pages, 8 query heads on 1 kv head)."""
 
     def __init__(self) -> None:
         shapes = {"fp8 8/1": (1, FP8), "bf16 8/1": (1, BF16), "fp8 64/8": (8, FP8), "bf16 64/8": (8, BF16)}
         self.pools = {name: Pool.make(POOL_BYTES, heads, dtype) for name, (heads, dtype) in shapes.items()}
-        self.fa3 = {name: Fa3(pool) for name, pool in self.pools.items()} if fa3_available() else {}
 
     def decode(self, name: str, lens: list[int], q_len: int = 1) -> Decode:
         return Decode(self.pools[name], lens, int(name.split()[1].split("/")[0]), q_len)
+
+    @functools.cache  # noqa: B019 - one setup a process
+    def peer_pool(self, name: str) -> PeerPool:
+        return PeerPool(self.pools[name])
 
     def prefill(self, name: str, new: int, prefix: int) -> Prefill:
         return Prefill(self.pools[name], new, prefix, int(name.split()[1].split("/")[0]))
@@ -91,7 +96,7 @@ class Setup:
 def run_decode(args: tuple[Tensor, ...], scale: dict[str, Tensor]) -> Tensor:
     """The output of one call, launched as the timed ones are."""
     q, k_pages, lens = args[0], args[1], args[4]
-    plan = decode_plan(lens, k_pages.shape[1], ctas=decode_ctas(q.device), q_len=q.shape[1])
+    plan = decode_plan(lens, k_pages.shape[1], ctas=decode_ctas(q.device), q_len=q.shape[1], block_table=args[3])
     torch.cuda.synchronize()
     return decode_attention(*args, plan=plan, overlap=True, **scale)[0]
 
@@ -129,10 +134,10 @@ def correctness(setup: Setup, report: Report) -> None:
 
 def decode_bars(setup: Setup, report: Report) -> None:
     lens = torch.randint(1, 100_000, (256,), device="cuda", dtype=torch.int32)
-    plan = torch.empty(decode_ctas(lens.device), 8, dtype=torch.int32, device="cuda")
-    report.add(
-        "planner", "batch 256", time_graph([lambda: decode_plan(lens, 1, ctas=len(plan), out=plan)] * 20), "us", 4
-    )
+    plan = torch.empty(decode_ctas(lens.device), RECORD, dtype=torch.int32, device="cuda")
+    table = torch.zeros(256, 1600, dtype=torch.int32, device="cuda")
+    once = time_graph([lambda: decode_plan(lens, 1, ctas=len(plan), block_table=table, out=plan)] * 20)
+    report.add("planner", "batch 256", once, "us", 4)
 
     single = 0.0
     for name, batch, target in (
@@ -193,33 +198,51 @@ def prefill_bars(setup: Setup, report: Report) -> None:
         report.add("2K chunk over 128K", name, chunk / rate, "of the 32K rate", 0.85, tflops=round(chunk, 1))
 
 
-def against_fa3(setup: Setup, report: Report) -> None:
-    for name in ("bf16 64/8", "fp8 64/8", "bf16 8/1", "fp8 8/1"):
-        for new in (8192, 32768):
-            case = setup.prefill(name, new, 0)
-            ours, peer = case.tflops(case.time()), case.tflops(setup.fa3[name].prefill(case))
-            more = {"tflops": round(ours, 1), "peer": "FA3, TFLOP/s", "peer_value": round(peer, 1)}
-            report.add("prefill against FA3", f"{name} {new}", ours / peer, "x", 1.0, **more)
-    faster = []
-    cases = [("fp8 8/1", name, q_len) for name in BATCHES for q_len in (1, 2, 4) if q_len == 1 or name == "64x4K"]
-    cases += [("bf16 8/1", name, 1) for name in ("64x4K", "64x512", "1x128K+31x4K", "1x256K")]
-    cases += [("fp8 64/8", name, 1) for name in ("64x4K", "1x128K+31x4K")] + [("bf16 64/8", "64x4K", 1)]
-    for pool, batch, q_len in cases:
-        case = setup.decode(pool, BATCHES[batch], q_len)
-        ours, peer = case.time(), setup.fa3[pool].decode(case)
-        faster.append(peer / ours)
-        name = f"{pool} {batch} q_len {q_len}"
-        more = {"us": round(ours, 2), "peer": "FA3, us", "peer_value": round(peer, 2)}
-        report.add("decode against FA3", name, peer / ours, "x", 1.0, **more)
-    report.add("decode against FA3", "geometric mean", geometric_mean(faster), "x", 1.25)
+PREFILL_CASES = [(name, new) for name in ("bf16 64/8", "fp8 64/8", "bf16 8/1", "fp8 8/1") for new in (8192, 32768)]
+DECODE_CASES = [
+    *(("fp8 8/1", batch, q_len) for batch in BATCHES for q_len in ((1, 2, 4) if batch == "64x4K" else (1,))),
+    *(("bf16 8/1", batch, 1) for batch in ("64x4K", "64x512", "1x128K+31x4K", "1x256K", "128x8K")),
+    *(("fp8 64/8", batch, 1) for batch in ("64x4K", "1x128K+31x4K")),
+    *(("bf16 64/8", batch, 1) for batch in ("64x4K", "1x128K+31x4K")),
+]
 
 
-def against_cudnn(setup: Setup, report: Report) -> None:
-    for name, new in (("bf16 64/8", 8192), ("bf16 64/8", 32768), ("bf16 8/1", 8192)):
+def against_peers(setup: Setup, report: Report) -> None:
+    others = peers()
+    for name, new in PREFILL_CASES:
         case = setup.prefill(name, new, 0)
-        ours, peer = case.tflops(case.time()), case.tflops(cudnn_prefill(case))
-        more = {"tflops": round(ours, 1), "peer": "cuDNN, TFLOP/s", "peer_value": round(peer, 1)}
-        report.add("prefill against cuDNN", f"{name} {new}", ours / peer, "x", 1.0, **more)
+        ours = case.tflops(case.time())
+        rates = {peer.name: case.tflops(us) for peer in others if (us := peer.prefill(case))}
+        if rates:
+            add_peers(report, "prefill against peers", f"{name} {new}", ours, rates, "TFLOP/s", max)
+    faster = []
+    for pool, batch, q_len in DECODE_CASES:
+        case, pages = setup.decode(pool, BATCHES[batch], q_len), setup.peer_pool(pool)
+        ours = case.time()
+        times = {peer.name: us for peer in others if (us := peer.decode(pages, case))}
+        if times:
+            name = f"{pool} {batch} q_len {q_len}"
+            faster.append(add_peers(report, "decode against peers", name, ours, times, "us", min))
+    if faster:
+        report.add("decode against peers", "geometric mean", geometric_mean(faster), "x", 1.25)
+
+
+def add_peers(
+    report: Report,
+    what: str,
+    case: str,
+    ours: float,
+    peers: dict[str, float],
+    unit: str,
+    best: Callable[..., str],
+) -> float:
+    """A row that says how many times faster than the best peer we are."""
+    name = best(peers, key=peers.__getitem__)
+    ratio = ours / peers[name] if unit == "TFLOP/s" else peers[name] / ours
+    more = {f"{peer} {unit}": round(value, 2) for peer, value in peers.items()}
+    more |= {f"ours {unit}": round(ours, 2), "peer": name, "peer_value": round(peers[name], 2)}
+    report.add(what, case, ratio, "x", 1.0, **more)
+    return ratio
 
 
 def geometric_mean(values: list[float]) -> float:
@@ -232,8 +255,7 @@ def main() -> None:
         "decode": decode_bars,
         "prefill": prefill_bars,
         "mixes": mixes,
-        "fa3": against_fa3,
-        "cudnn": against_cudnn,
+        "peers": against_peers,
     }
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results/attention.json"))
@@ -242,8 +264,7 @@ def main() -> None:
     options = parser.parse_args()
     setup, report = Setup(), Report(options.out, options.commit)
     for name in options.only:
-        if name != "fa3" or setup.fa3:
-            sections[name](setup, report)
+        sections[name](setup, report)
 
 
 if __name__ == "__main__":

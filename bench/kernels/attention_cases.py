@@ -121,18 +121,20 @@ class Decode:
         """One call a block table; with `splits` over the static plan instead of the dealt one."""
         q, scale = self.query()
         lens = torch.tensor(self.lens, dtype=torch.int32, device="cuda")
+        kv_heads, ctas, tables = self.pool.kv_heads, decode_ctas(q.device), self.pool.tables(self.lens)
         if splits is None:
-            plan = decode_plan(lens, self.pool.kv_heads, ctas=decode_ctas(q.device), q_len=self.q_len)
+            plans = [decode_plan(lens, kv_heads, ctas=ctas, q_len=self.q_len, block_table=table) for table in tables]
         else:
-            plan = decode_plan_static(lens, self.pool.kv_heads, splits, q_len=self.q_len)
-        group = self.heads // self.pool.kv_heads
-        scratch = DecodeScratch.allocate(len(plan), self.q_len, group, q.shape[3], q.device)
-        fixed = {"plan": plan, "scratch": scratch, "overlap": overlap, **scale}
+            plans = [decode_plan_static(lens, kv_heads, splits, q_len=self.q_len)] * len(tables)
+        scratch = DecodeScratch.allocate(len(plans[0]), self.q_len, self.heads // kv_heads, q.shape[3], q.device)
+        fixed = {"scratch": scratch, "overlap": overlap, **scale}
         fixed["out"] = torch.empty_like(q, dtype=BF16)
         fixed["lse"] = torch.empty(q.shape[:3], device="cuda")
         return [
-            lambda table=table: decode_attention(q, self.pool.k, self.pool.v, table, lens, **fixed)
-            for table in self.pool.tables(self.lens)
+            lambda table=table, plan=plan: decode_attention(
+                q, self.pool.k, self.pool.v, table, lens, plan=plan, **fixed
+            )
+            for table, plan in zip(tables, plans, strict=True)
         ]
 
     def time(self, *, overlap: bool = True, splits: int | None = None) -> float:

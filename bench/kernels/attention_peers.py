@@ -1,6 +1,7 @@
-"""Other attention kernels on the same batches: FA3 as vLLM ships it, and cuDNN through torch.
+"""Other attention kernels on the same batches: FA3 as vLLM ships it, FlashInfer, and cuDNN through torch.
 
-FA3 wants tokens first in both pages, `[pages, 64, kv_heads, head_dim]`: a peer pool is a rearranged copy of ours.
+They want tokens first in both pages, `[pages, 64, kv_heads, head_dim]`: a peer pool is a rearranged copy of ours.
+Times are microseconds a call, like ours; None where a peer has no kernel for the case.
 """
 
 from __future__ import annotations
@@ -8,36 +9,72 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from attention_cases import BF16, FP8, Decode, Pool, Prefill, time_graph
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-
-def fa3_available() -> bool:
-    """Whether vLLM's flash-attention package is on the path."""
-    return importlib.util.find_spec("vllm") is not None
+PREFILL_REPLAYS = 7
 
 
-class Fa3:
-    """FA3 with its scheduler metadata made ahead, as vLLM runs it; best of its own split choice and 32 splits."""
+class PeerPool:
+    """The pages of one of our pools in the peers' layout."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.k = pool.k.transpose(1, 2).contiguous()
         self.v = pool.v.permute(0, 3, 1, 2).contiguous()
+
+
+class Peer(Protocol):
+    name: str
+
+    def decode(self, pages: PeerPool, case: Decode, /) -> float | None: ...
+
+    def prefill(self, case: Prefill, /) -> float | None: ...
+
+
+def peers() -> list[Peer]:
+    """Those whose packages are on the path; torch's cuDNN always is."""
+    found: list[Peer] = [Cudnn()]
+    if importlib.util.find_spec("vllm") is not None:
+        found.append(Fa3())
+    if importlib.util.find_spec("flashinfer") is not None:
+        found.append(FlashInfer())
+    return found
+
+
+def dense_inputs(case: Prefill) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Two sets of contiguous queries, keys and values: the peers are slower over pages of 64."""
+    if case.prefix:
+        raise ValueError(f"prefix must be 0, got {case.prefix}")
+    head_dim, dtype = case.pool.k.shape[3], case.pool.k.dtype
+
+    def rand(heads: int) -> Tensor:
+        return torch.randn(case.new, heads, head_dim, device="cuda", dtype=BF16).to(dtype)
+
+    return [(rand(case.heads), rand(case.pool.kv_heads), rand(case.pool.kv_heads)) for _ in range(2)]
+
+
+class Fa3:
+    """FA3 with its scheduler metadata made ahead, as vLLM runs it; best of its own split choice and 32 splits."""
+
+    name = "FA3"
+
+    def __init__(self) -> None:
         self.api = importlib.import_module("vllm.vllm_flash_attn.flash_attn_interface")
 
-    def _calls(self, q: Tensor, lens: list[int], q_len: int, splits: int) -> list[Callable[[], object]]:
-        heads, kv_heads, rows = q.shape[1], self.pool.kv_heads, len(lens)
-        used = torch.tensor(lens, dtype=torch.int32, device="cuda")
-        cu = torch.arange(0, rows * q_len + 1, q_len, dtype=torch.int32, device="cuda")
+    def _calls(self, pages: PeerPool, case: Decode, splits: int) -> list[Callable[[], object]]:
+        q, rows, kv_heads = case.query()[0].flatten(0, 1), len(case.lens), pages.pool.kv_heads
+        used = torch.tensor(case.lens, dtype=torch.int32, device="cuda")
+        cu = torch.arange(0, rows * case.q_len + 1, case.q_len, dtype=torch.int32, device="cuda")
         metadata = self.api.get_scheduler_metadata(
             batch_size=rows,
-            max_seqlen_q=q_len,
-            max_seqlen_k=max(lens),
-            num_heads_q=heads,
+            max_seqlen_q=case.q_len,
+            max_seqlen_k=max(case.lens),
+            num_heads_q=case.heads,
             num_heads_kv=kv_heads,
             headdim=q.shape[2],
             cache_seqlens=used,
@@ -47,84 +84,107 @@ class Fa3:
             causal=True,
             num_splits=splits,
         )
-        scales = {}
-        if q.dtype == FP8:
-            ones = torch.ones(rows, kv_heads, device="cuda")
-            scales = {"q_descale": ones, "k_descale": ones, "v_descale": ones}
         out = torch.empty_like(q, dtype=BF16)
+        fixed = {"max_seqlen_q": case.q_len, "cu_seqlens_q": cu, "max_seqlen_k": max(case.lens), "seqused_k": used}
+        fixed |= {"causal": True, "out": out, "scheduler_metadata": metadata, "num_splits": splits, "fa_version": 3}
+        fixed |= self._scales(q.dtype, rows, kv_heads)
+        return [
+            lambda table=table: self.api.flash_attn_varlen_func(q, pages.k, pages.v, block_table=table, **fixed)
+            for table in pages.pool.tables(case.lens)
+        ]
 
-        def call(table: Tensor) -> object:
-            return self.api.flash_attn_varlen_func(
-                q,
-                self.k,
-                self.v,
-                max_seqlen_q=q_len,
-                cu_seqlens_q=cu,
-                max_seqlen_k=max(lens),
-                seqused_k=used,
-                causal=True,
-                block_table=table,
-                out=out,
-                scheduler_metadata=metadata,
-                num_splits=splits,
-                fa_version=3,
-                **scales,
-            )
+    @staticmethod
+    def _scales(dtype: torch.dtype, rows: int, kv_heads: int) -> dict[str, Tensor]:
+        if dtype != FP8:
+            return {}
+        return dict.fromkeys(("q_descale", "k_descale", "v_descale"), torch.ones(rows, kv_heads, device="cuda"))
 
-        return [lambda table=table: call(table) for table in self.pool.tables(lens)]
-
-    def decode(self, case: Decode) -> float:
-        q = case.query()[0].flatten(0, 1)
-        return min(time_graph(self._calls(q, case.lens, case.q_len, splits)) for splits in (0, 32))
+    def decode(self, pages: PeerPool, case: Decode) -> float:
+        return min(time_graph(self._calls(pages, case, splits)) for splits in (0, 32))
 
     def prefill(self, case: Prefill) -> float:
-        """On contiguous keys: FA3 is slower over pages of 64, and has no prefix to find here."""
-        if case.prefix:
-            raise ValueError(f"prefix must be 0, got {case.prefix}")
-        head_dim = self.pool.k.shape[3]
         cu = torch.tensor([0, case.new], dtype=torch.int32, device="cuda")
-        scales = {}
-        if self.pool.k.dtype == FP8:
-            ones = torch.ones(1, self.pool.kv_heads, device="cuda")
-            scales = {"q_descale": ones, "k_descale": ones, "v_descale": ones}
+        fixed = {"max_seqlen_q": case.new, "cu_seqlens_q": cu, "max_seqlen_k": case.new, "cu_seqlens_k": cu}
+        fixed |= {"causal": True, "fa_version": 3, **self._scales(case.pool.k.dtype, 1, case.pool.kv_heads)}
+        calls = [lambda qkv=qkv: self.api.flash_attn_varlen_func(*qkv, **fixed) for qkv in dense_inputs(case)]
+        return time_graph(calls, replays=PREFILL_REPLAYS)
+
+
+class FlashInfer:
+    """FlashInfer planned ahead: decode on the tensor cores (bf16 queries over fp8 pages), prefill by its Hopper
+    kernels."""
+
+    name = "FlashInfer"
+
+    def __init__(self) -> None:
+        self.api: Any = importlib.import_module("flashinfer")
+        self.workspace = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+
+    def decode(self, pages: PeerPool, case: Decode) -> float | None:
+        if case.q_len > 1:
+            return None
+        q = case.query()[0].flatten(0, 1).to(BF16)
+        counts = torch.tensor([-(-n // 64) for n in case.lens], dtype=torch.int32)
+        indptr = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0).int()])
+        inside = (torch.arange(int(counts.max()))[None] < counts[:, None]).cuda()
+        last = torch.tensor([(n - 1) % 64 + 1 for n in case.lens], dtype=torch.int32)
+        out = torch.empty_like(q)
         calls = []
-        for _ in range(2):
-            q, k, v = (
-                torch.randn(case.new, heads, head_dim, device="cuda", dtype=BF16).to(self.pool.k.dtype)
-                for heads in (case.heads, self.pool.kv_heads, self.pool.kv_heads)
+        for table in pages.pool.tables(case.lens):
+            wrapper = self.api.BatchDecodeWithPagedKVCacheWrapper(self.workspace, "NHD", use_tensor_cores=True)
+            wrapper.plan(
+                indptr,
+                table[inside],
+                last,
+                case.heads,
+                pages.pool.kv_heads,
+                q.shape[2],
+                64,
+                q_data_type=BF16,
+                kv_data_type=pages.k.dtype,
             )
+            calls.append(lambda wrapper=wrapper: wrapper.run(q, (pages.k, pages.v), out=out))
+        return time_graph(calls)
+
+    def prefill(self, case: Prefill) -> float:
+        cu = torch.tensor([0, case.new], dtype=torch.int32, device="cuda")
+        calls = []
+        for q, k, v in dense_inputs(case):
+            wrapper = self.api.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, "NHD", backend="fa3")
+            wrapper.plan(
+                cu,
+                cu,
+                case.heads,
+                case.pool.kv_heads,
+                q.shape[2],
+                causal=True,
+                q_data_type=q.dtype,
+                kv_data_type=k.dtype,
+                o_data_type=BF16,
+            )
+            out = torch.empty_like(q, dtype=BF16)
+            calls.append(lambda wrapper=wrapper, q=q, k=k, v=v, out=out: wrapper.run(q, k, v, out=out))
+        return time_graph(calls, replays=PREFILL_REPLAYS)
+
+
+class Cudnn:
+    """cuDNN's causal attention on contiguous bf16 keys: no pages, no prefix."""
+
+    name = "cuDNN"
+
+    def decode(self, _pages: PeerPool, _case: Decode) -> None:
+        return None
+
+    def prefill(self, case: Prefill) -> float | None:
+        if case.pool.k.dtype != BF16:
+            return None
+        calls = []
+        for qkv in dense_inputs(case):
+            q, k, v = (x.transpose(0, 1)[None].contiguous() for x in qkv)
             calls.append(
-                lambda q=q, k=k, v=v: self.api.flash_attn_varlen_func(
-                    q,
-                    k,
-                    v,
-                    max_seqlen_q=case.new,
-                    cu_seqlens_q=cu,
-                    max_seqlen_k=case.new,
-                    cu_seqlens_k=cu,
-                    causal=True,
-                    fa_version=3,
-                    **scales,
+                lambda q=q, k=k, v=v: torch.nn.functional.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, enable_gqa=case.heads != case.pool.kv_heads
                 )
             )
-        return time_graph(calls, replays=7)
-
-
-def cudnn_prefill(case: Prefill) -> float:
-    """cuDNN's causal attention on contiguous bf16 keys, no pages, no prefix."""
-    if case.prefix:
-        raise ValueError(f"prefix must be 0, got {case.prefix}")
-    head_dim = case.pool.k.shape[3]
-    calls = []
-    for _ in range(2):
-        q, k, v = (
-            torch.randn(1, heads, case.new, head_dim, device="cuda", dtype=BF16)
-            for heads in (case.heads, case.pool.kv_heads, case.pool.kv_heads)
-        )
-        calls.append(
-            lambda q=q, k=k, v=v: torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=case.heads != case.pool.kv_heads
-            )
-        )
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return time_graph(calls, replays=7)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return time_graph(calls, replays=PREFILL_REPLAYS)

@@ -4,7 +4,11 @@ An item is one (request, kv head): its visible tiles of 64 tokens, and at least 
 ways to cut items into pieces, of which the planner takes the first that fits:
 
 * **aligned**: every CTA gets one piece.  The smallest piece size is sought with which the pieces number no more than
-  the CTAs; an item's pieces are equal.  No CTA reads two queries or combines twice.
+  the CTAs; it may exceed the packed plan's interval by a little.  No CTA reads two queries or combines twice.  Pieces
+  of an item are equal but for two things that the combine asks for: the last of up to `FAN` pieces is LAG tiles longer,
+  so that it finds the others done and takes them in while its own last pages still come; more pieces combine in two
+  rounds, which costs as much as ROUND tiles read alone: an item is left in `FAN` longer pieces for less, else its
+  pieces are DEEP tiles shorter, so that both rounds are over when the other items end.
 * **packed**: all items lie on one line, each as long as its tiles plus a fixed cost a piece (reading the query,
   combining), and every CTA takes one interval of equal length.  A long item spreads over many CTAs, short ones share
   one; no CTA carries more than its interval plus one fixed cost, that of the piece which a cut creates.
@@ -13,10 +17,11 @@ Both need prefix sums only, so each CTA of the planner finds its own interval: o
 the device, good inside a CUDA graph and for every layer of a step.  `decode_plan_reference` cuts the same items in
 plain Python.
 
-A plan is int32 `[ctas, 8]`, per CTA its first piece and what follows from it: row, kv head, first tile, end tile,
-index of the piece in its item, pieces of the item, interval left after the piece, interval.  Further pieces of a CTA
-begin at the first visible tile of the next item, so the attention kernel derives them itself.  An idle CTA has row =
-batch.
+A plan is int32 `[ctas, 16]`, per CTA its first piece and what follows from it: row, kv head, first tile, end tile,
+index of the piece in its item, pieces of the item, interval left after the piece, interval, the row's length, and the
+pages of its first four tiles (-1 where no block table was given), so that the first load waits for nothing else.
+Further pieces of a CTA begin at the first visible tile of the next item, so the attention kernel derives them itself.
+An idle CTA has row = batch.
 """
 
 from __future__ import annotations
@@ -29,11 +34,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["MIN_TILES", "PIECE_COST", "TILE", "Piece", "decode_plan", "decode_plan_reference", "decode_plan_static"]
+__all__ = [
+    "ALIGN_SLACK",
+    "FAN",
+    "LAG",
+    "MIN_TILES",
+    "PIECE_COST",
+    "RECORD",
+    "ROUND",
+    "TILE",
+    "Piece",
+    "decode_plan",
+    "decode_plan_reference",
+    "decode_plan_static",
+]
 
 TILE = 64
+RECORD = 16
+FAN = 16
 PIECE_COST = 2
 MIN_TILES = 8
+LAG = 4
+DEEP = 2
+ROUND = 10
+ALIGN_SLACK = 2
+_PAGES = 4
 MAX_BATCH = 4096
 _CANDIDATES = 16
 _CANDIDATE_STEP = 32
@@ -57,8 +82,12 @@ def decode_plan(
     ctas: int,
     q_len: int = 1,
     window: int | None = None,
+    block_table: Tensor | None = None,
     min_tiles: int = MIN_TILES,
     piece_cost: int = PIECE_COST,
+    lag: int = LAG,
+    deep: int = DEEP,
+    rounds: int = ROUND,
     out: Tensor | None = None,
 ) -> Tensor:
     """Plan one decode step.
@@ -68,25 +97,36 @@ def decode_plan(
         kv_heads: KV heads of this rank; each is an item of its own.
         ctas: how many CTAs the attention kernel will run with.
         q_len, window: the new tokens per row and the sliding window: tiles no query can see are left out.
+        block_table: int32 `[batch, max_pages]` that the attention calls will get; saves each of them a round trip.
         min_tiles: no item is cut into pieces smaller than this: combining them would cost more than it saves.
         piece_cost: what a piece costs beyond its tiles, in tiles.
-        out: int32 `[ctas, 8]` to write into; given inside captured graphs.
+        lag, deep, rounds: LAG, DEEP and ROUND of an aligned plan; the first two are at most a quarter of a piece.
+        out: int32 `[ctas, 16]` to write into; given inside captured graphs.
 
     Raises ValueError for a batch over 4096.
     """
     batch = len(context_lens)
     if batch > MAX_BATCH:
         raise ValueError(f"context_lens must have at most {MAX_BATCH} rows, got {batch}")
-    plan = torch.empty(ctas, 8, dtype=torch.int32, device=context_lens.device) if out is None else out
+    plan = torch.empty(ctas, RECORD, dtype=torch.int32, device=context_lens.device) if out is None else out
     _decode_plan_kernel[(ctas,)](
         context_lens,
+        block_table,
         plan,
         batch,
         kv_heads,
         q_len,
         window or 0,
         min_tiles,
+        0 if block_table is None else block_table.stride(0),
         PIECE_COST=piece_cost,
+        SLACK=ALIGN_SLACK,
+        LAG=lag,
+        DEEP=deep,
+        ROUND=rounds,
+        FAN=FAN,
+        PAGES=_PAGES,
+        HAS_TABLE=block_table is not None,
         ALIGN=batch * kv_heads <= ctas,
         BLOCK_B=max(128, triton.next_power_of_2(batch)),
         CANDIDATES=_CANDIDATES,
@@ -103,19 +143,42 @@ def visible_tiles(length, q_len, window):
     return first, tl.maximum((length + 63) // 64 - first, 1)
 
 
+@triton.jit
+def _divide_up(tiles, size):
+    """ceil(tiles / size) of non-negative numbers below 2^20, without the slow integer division."""
+    return tl.floor((tiles + size - 0.5) * (1.0 / size.to(tl.float32))).to(tl.int32)
+
+
+@triton.jit
+def _pieces(tiles, size, DEEP: tl.constexpr, ROUND: tl.constexpr, FAN: tl.constexpr):
+    """How many pieces of about `size` tiles an item is cut into."""
+    pieces = _divide_up(tiles, size)
+    many = tl.where(tiles <= FAN * (size + ROUND), FAN, _divide_up(tiles, size - tl.minimum(size // 4, DEEP)))
+    return tl.where(pieces > FAN, many, pieces)
+
+
 @triton.jit(
-    do_not_specialize=["batch", "kv_heads", "q_len", "window", "min_tiles"],
-    do_not_specialize_on_alignment=["lens_ptr"],
+    do_not_specialize=["batch", "kv_heads", "q_len", "window", "min_tiles", "table_stride"],
+    do_not_specialize_on_alignment=["lens_ptr", "table_ptr"],
 )
 def _decode_plan_kernel(
     lens_ptr,
+    table_ptr,
     plan_ptr,
     batch,
     kv_heads,
     q_len,
     window,
     min_tiles,
+    table_stride,
     PIECE_COST: tl.constexpr,
+    SLACK: tl.constexpr,
+    LAG: tl.constexpr,
+    DEEP: tl.constexpr,
+    ROUND: tl.constexpr,
+    FAN: tl.constexpr,
+    PAGES: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK_B: tl.constexpr,
     CANDIDATES: tl.constexpr,
@@ -137,12 +200,11 @@ def _decode_plan_kernel(
         ideal = (total_tiles + ctas - 1) // ctas
         step = tl.arange(0, CANDIDATES)
         size = tl.maximum(ideal + (ideal * step + CANDIDATE_STEP - 1) // CANDIDATE_STEP, min_tiles)
-        inverse = 1.0 / size.to(tl.float32)
-        pieces_of = tl.floor((tiles[None, :] + size[:, None] - 0.5) * inverse[:, None]).to(tl.int32)
+        pieces_of = _pieces(tiles[None, :], size[:, None], DEEP, ROUND, FAN)
         needed = tl.sum(tl.where(real[None, :], pieces_of, 0), 1) * kv_heads
-        piece_size = tl.min(tl.where(needed <= ctas, size, interval + 1), 0)
-        aligned = piece_size <= interval
-        pieces = (tiles + piece_size - 1) // piece_size
+        piece_size = tl.min(tl.where(needed <= ctas, size, interval + SLACK + 1), 0)
+        aligned = piece_size <= interval + SLACK
+        pieces = _pieces(tiles, piece_size, DEEP, ROUND, FAN)
         cost = tl.where(aligned, tl.where(real, pieces * kv_heads, 0), cost)
         interval = tl.where(aligned, 1, interval)
 
@@ -154,7 +216,8 @@ def _decode_plan_kernel(
     mine = row == my_row
     my_tiles = tl.sum(tl.where(mine, tiles, 0), 0)
     my_base = tl.sum(tl.where(mine, base, 0), 0)
-    my_stored = (tl.sum(tl.where(mine, length, 0), 0) + 63) // 64
+    my_length = tl.sum(tl.where(mine, length, 0), 0)
+    my_stored = (my_length + 63) // 64
     span = tl.maximum(tl.sum(tl.where(mine, cost, 0), 0) // kv_heads, 1)
     head = (begin - row_start) // span
     start = row_start + head * span
@@ -163,19 +226,30 @@ def _decode_plan_kernel(
     first_cta = tl.where(aligned, start, (start + PIECE_COST) // interval)
     count = tl.where(aligned, span, (stop - 1) // interval - first_cta + 1)
     index = tl.maximum(cta - first_cta, 0)
-    first = tl.where(aligned, my_tiles * index // span, tl.maximum(begin - start - PIECE_COST, 0))
-    last = tl.where(aligned, my_tiles * (index + 1) // span, tl.minimum(begin + interval, stop) - start - PIECE_COST)
+    lag = tl.where(span > FAN, 0, tl.minimum(my_tiles // span // 4, LAG))
+    even = (my_tiles - lag) * index // span
+    even_end = (my_tiles - lag) * (index + 1) // span + tl.where(index + 1 == span, lag, 0)
+    first = my_base + tl.where(aligned, even, tl.maximum(begin - start - PIECE_COST, 0))
+    last = my_base + tl.where(aligned, even_end, tl.minimum(begin + interval, stop) - start - PIECE_COST)
+    last = tl.minimum(last, my_stored)
     left = tl.where(aligned, 0, tl.maximum(begin + interval - stop, 0))
 
-    record = plan_ptr + cta * 8
+    record = plan_ptr + cta * 16
     tl.store(record + 0, my_row)
     tl.store(record + 1, head)
-    tl.store(record + 2, my_base + first)
-    tl.store(record + 3, tl.minimum(my_base + last, my_stored))
+    tl.store(record + 2, first)
+    tl.store(record + 3, last)
     tl.store(record + 4, index)
     tl.store(record + 5, count)
     tl.store(record + 6, left)
     tl.store(record + 7, interval)
+    tl.store(record + 8, my_length)
+    slot = tl.arange(0, PAGES)
+    page = tl.full([PAGES], -1, tl.int32)
+    if HAS_TABLE:
+        at = table_ptr + my_row.to(tl.int64) * table_stride + first + slot
+        page = tl.load(at, mask=(my_row < batch) & (first + slot < last), other=-1)
+    tl.store(record + 9 + slot, page)
 
 
 def decode_plan_static(
@@ -183,7 +257,7 @@ def decode_plan_static(
 ) -> Tensor:
     """The plan that serving engines used before: every item in `splits` equal pieces, whatever its length.
 
-    The baseline to measure `decode_plan` against.  int32 `[batch * kv_heads * splits, 8]`.
+    The baseline to measure `decode_plan` against.  int32 `[batch * kv_heads * splits, 16]`.
     """
     batch = len(context_lens)
     lens = context_lens.long()
@@ -196,10 +270,11 @@ def decode_plan_static(
     first, last = base[:, None] + tiles * index // count, base[:, None] + tiles * (index + 1) // count
     last = torch.minimum(last, stored[:, None])
     zero = torch.zeros_like(row)
-    record = torch.stack([row, zero, first, last, index + zero, count + zero, zero, zero + 1], dim=2)
-    plan = record[:, None].repeat(1, kv_heads, 1, 1)
+    fields = [row, zero, first, last, index + zero, count + zero, zero, zero + 1, lens[:, None] + zero]
+    fields += [zero - 1] * (RECORD - len(fields))
+    plan = torch.stack(fields, dim=2)[:, None].repeat(1, kv_heads, 1, 1)
     plan[..., 1] = torch.arange(kv_heads, device=lens.device)[None, :, None]
-    return plan.reshape(-1, 8).int()
+    return plan.reshape(-1, RECORD).int()
 
 
 def decode_plan_reference(
@@ -211,6 +286,9 @@ def decode_plan_reference(
     window: int | None = None,
     min_tiles: int = MIN_TILES,
     piece_cost: int = PIECE_COST,
+    lag: int = LAG,
+    deep: int = DEEP,
+    rounds: int = ROUND,
 ) -> list[list[Piece]]:
     """The pieces of every CTA, cut in plain Python; a row of length zero has one piece without tiles."""
     items = []
@@ -225,14 +303,16 @@ def decode_plan_reference(
         stored = -(-context_lens[row] // TILE)
         plan[cta].append(Piece(row, head, base + begin, min(base + end, stored), index, count))
 
-    size = _aligned_size([tiles for *_, tiles in items], ctas, min_tiles)
-    if size is not None and size <= interval:
+    size = _aligned_size([tiles for *_, tiles in items], ctas, min_tiles, deep, rounds)
+    if size is not None and size <= interval + ALIGN_SLACK:
         cta = 0
         for item in items:
             tiles = item[3]
-            count = -(-tiles // size)
-            for index in range(count):
-                place(cta, item, tiles * index // count, tiles * (index + 1) // count, index, count)
+            count = _piece_count(tiles, size, deep, rounds)
+            longer = min(tiles // count // 4, lag) if count <= FAN else 0
+            cuts = [(tiles - longer) * index // count for index in range(count)] + [tiles]
+            for index, (begin, end) in enumerate(itertools.pairwise(cuts)):
+                place(cta, item, begin, end, index, count)
                 cta += 1
         return plan
 
@@ -249,11 +329,19 @@ def decode_plan_reference(
     return plan
 
 
-def _aligned_size(tiles: list[int], ctas: int, min_tiles: int) -> int | None:
+def _piece_count(tiles: int, size: int, deep: int, rounds: int) -> int:
+    """How many pieces of about `size` tiles an item is cut into."""
+    count = -(-tiles // size)
+    if count <= FAN:
+        return count
+    return FAN if tiles <= FAN * (size + rounds) else -(-tiles // (size - min(size // 4, deep)))
+
+
+def _aligned_size(tiles: list[int], ctas: int, min_tiles: int, deep: int, rounds: int) -> int | None:
     """The smallest candidate piece size with which one piece a CTA suffices, or None."""
     ideal = -(-sum(tiles) // ctas)
     for step in range(_CANDIDATES):
         size = max(ideal - (-ideal * step // _CANDIDATE_STEP), min_tiles)
-        if sum(-(-n // size) for n in tiles) <= ctas:
+        if sum(_piece_count(n, size, deep, rounds) for n in tiles) <= ctas:
             return size
     return None

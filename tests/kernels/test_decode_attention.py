@@ -82,6 +82,16 @@ def test_rows_may_share_the_pages_of_a_prefix():
     assert torch.equal(windowed[0], windowed[1])
 
 
+def test_the_op_says_what_it_writes_and_compiles():
+    pages = make_pages([300, 0, 77], 2, 16, torch.float32)
+    q = queries(3, 2, 6, 16, torch.float32, "cpu")
+    out, lse = torch.empty_like(q), torch.empty(3, 2, 6)
+    op = torch.ops.katydid.decode_attention
+    torch.library.opcheck(op.default, (q, *pages, out, lse, 0.25, *[None] * 9, False))
+    compiled = torch.compile(lambda q: decode_attention(q, *pages)[0] + 1, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(q), decode_attention(q, *pages)[0] + 1)
+
+
 def test_what_does_not_fit_is_named():
     pages = make_pages([65], 2, 16, torch.float32)
     with pytest.raises(ValueError, match=r"q_len 1..8, got \[1, 9, 4, 16\]"):

@@ -7,8 +7,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from katydid_kernels.decode_plan import (
+    ALIGN_SLACK,
+    FAN,
+    LAG,
     MIN_TILES,
     PIECE_COST,
+    ROUND,
     TILE,
     Piece,
     decode_plan,
@@ -55,7 +59,18 @@ def test_no_cta_carries_more_than_the_ideal_and_one_piece(shape):
     loads = [sum(max(p.tile_end - p.tile_begin, 1) + PIECE_COST for p in pieces) for pieces in plan]
     tiles = sum(max(end - first, 1) for first, end in (tiles_of(n, 1, window) for n in lens)) * kv_heads
     ideal = max(-(-(tiles + PIECE_COST * len(lens) * kv_heads) // ctas), MIN_TILES + PIECE_COST)
-    assert max(loads) <= ideal + PIECE_COST
+    assert max(loads) <= ideal + PIECE_COST + ALIGN_SLACK + max(LAG, ROUND)
+
+
+def test_the_last_piece_is_longer_and_deep_items_get_shorter_pieces():
+    plan = decode_plan_reference([65536] + [4096] * 31, 1, ctas=264)
+    pieces = [piece for pieces in plan for piece in pieces]
+    long = [p.tile_end - p.tile_begin for p in pieces if p.row == 0]
+    short = [p.tile_end - p.tile_begin for p in pieces if p.row == 1]
+    assert len(long) > FAN >= len(short)
+    assert short[-1] - max(short[:-1]) >= LAG - 1
+    assert max(long) < max(short[:-1])
+    assert max(long) - min(long) <= 1
 
 
 @given(shapes)
@@ -83,13 +98,19 @@ def test_a_cta_has_at_most_two_partial_pieces(shape):
 )
 def test_the_device_planner_equals_its_twin(lens, kv_heads, ctas, q_len, window):
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    table = torch.arange(len(lens) * 4096, dtype=torch.int32, device=device).reshape(len(lens), 4096)
     plan = decode_plan(
-        torch.tensor(lens, dtype=torch.int32, device=device), kv_heads, ctas=ctas, q_len=q_len, window=window
-    )
+        torch.tensor(lens, dtype=torch.int32, device=device), kv_heads, ctas=ctas, q_len=q_len, window=window,
+        block_table=table,
+    )  # fmt: skip
     expected = decode_plan_reference(lens, kv_heads, ctas=ctas, q_len=q_len, window=window)
     for record, pieces in zip(plan.tolist(), expected, strict=True):
         if pieces:
-            assert Piece(*record[:6]) == pieces[0]
+            piece = pieces[0]
+            assert Piece(*record[:6]) == piece
+            assert record[8] == lens[piece.row]
+            pages = [piece.row * 4096 + tile for tile in range(piece.tile_begin, piece.tile_end)]
+            assert record[9:13] == (pages + [-1] * 4)[:4]
             assert (record[6] > PIECE_COST) == (len(pieces) > 1) or pieces[-1].row == len(lens) - 1
         else:
             assert record[0] == len(lens)

@@ -143,6 +143,15 @@ def test_the_hopper_kernel_equals_the_reference(dtype, q_lens, lens, kv_heads, g
     torch.testing.assert_close(lse.double(), expected_lse, atol=5e-3, rtol=1e-3)
 
 
+def test_the_op_says_what_it_writes():
+    pages = make_pages([300, 77], 2, 16, torch.float32)
+    q = torch.randn(5, 6, 16)
+    out, lse = torch.empty_like(q), torch.empty(5, 6)
+    cu = torch.tensor([0, 4, 5], dtype=torch.int32)
+    op = torch.ops.katydid.prefill_attention
+    torch.library.opcheck(op.default, (q, *pages, cu, out, lse, 0.25, *[None] * 6))
+
+
 def test_what_does_not_fit_is_named():
     pages = make_pages([65], 2, 16, torch.float32)
     q = torch.zeros(1, 4, 16)

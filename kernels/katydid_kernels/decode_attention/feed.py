@@ -10,16 +10,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
+from katydid_kernels.decode_plan import RECORD as PLAN_RECORD
+
 __all__ = ["first_piece", "next_piece", "stream_pages"]
+
+RECORD = gl.constexpr(PLAN_RECORD)
 
 
 @gluon.jit
-def first_piece(plan_ptr, lens_ptr, batch):
-    record = plan_ptr + gl.program_id(0) * 8
-    row = gl.load(record)
-    length = gl.load(lens_ptr + row, mask=row < batch, other=0)
+def first_piece(plan_ptr):
+    """Row, head, first and end tile, index, pieces of the item, interval left, interval, the row's length."""
+    record = plan_ptr + gl.program_id(0) * RECORD
     return (
-        row,
+        gl.load(record),
         gl.load(record + 1),
         gl.load(record + 2),
         gl.load(record + 3),
@@ -27,7 +30,7 @@ def first_piece(plan_ptr, lens_ptr, batch):
         gl.load(record + 5),
         gl.load(record + 6),
         gl.load(record + 7),
-        length,
+        gl.load(record + 8),
     )
 
 
@@ -71,8 +74,12 @@ def stream_pages(
     STAGES: gl.constexpr,
     PERMUTE: gl.constexpr,
 ):
+    V_ROWS: gl.constexpr = v_smem.shape[1] // PAGES
     page_bytes: gl.constexpr = 2 * 64 * D * k_desc.dtype.primitive_bitwidth // 8
-    row, head, first, last, _index, _count, left, interval, length = first_piece(plan_ptr, lens_ptr, batch)
+    row, head, first, last, _index, _count, left, interval, length = first_piece(plan_ptr)
+    # The pages of the first load stand in the plan where a block table was there to plan with.
+    planned = plan_ptr + gl.program_id(0) * RECORD + 9
+    in_plan = gl.load(planned) >= 0
     waited = row < 0
     step = 0
     while row < batch:
@@ -84,10 +91,11 @@ def stream_pages(
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             pages = gl.minimum(last - tile, PAGES)
+            numbers = gl.where(in_plan & (step == 0), planned, table + tile)
             for n in gl.static_range(1, PAGES + 1):
                 mbarrier.expect(full.index(stage), page_bytes * n, pred=pages == n)
             for p in gl.static_range(PAGES):
-                page = gl.load(table + tile + p, mask=p < pages, other=0)
+                page = gl.load(numbers + p, mask=p < pages, other=0)
                 for c in gl.static_range(D // BOX):
                     block = k_smem.index(stage).slice((c * PAGES + p) * 64, 64)
                     page_of_head = page * kv_heads + head
@@ -105,9 +113,9 @@ def stream_pages(
                         )
                 tma.async_copy_global_to_shared(
                     v_desc,
-                    [(page * kv_heads + head) * D, 0],
+                    [(page * kv_heads + head) * V_ROWS, 0],
                     full.index(stage),
-                    v_smem.index(stage).slice(p * D, D),
+                    v_smem.index(stage).slice(p * V_ROWS, V_ROWS),
                     pred=p < pages,
                 )
             step += 1

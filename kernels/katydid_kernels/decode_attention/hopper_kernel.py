@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from katydid_kernels.decode_attention.feed import first_piece, next_piece, stream_pages
-from katydid_kernels.decode_attention.partials import combine_pieces, write_rows
+from katydid_kernels.decode_attention.partials import combine_pieces, others_done, take_in, write_rows
 
 __all__ = ["decode_hopper_kernel"]
 
@@ -30,15 +30,33 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def _clear_unwritten(v_smem, stage, tokens, D: gl.constexpr, PAGES: gl.constexpr, layout: gl.constexpr):
+def _clear_unwritten(v_tile, tokens, PAGES: gl.constexpr, layout: gl.constexpr):
     """Zero the value columns from `tokens` on: a weight of zero does not silence a NaN."""
+    V_ROWS: gl.constexpr = v_tile.shape[0] // PAGES
     for p in gl.static_range(PAGES):
         if tokens < (p + 1) * 64:
-            page = v_smem.index(stage).slice(p * D, D)
-            column = gl.arange(0, 64, gl.SliceLayout(0, layout)) + p * 64
+            page = v_tile.slice(p * V_ROWS, V_ROWS)
+            token = gl.arange(0, v_tile.shape[1], gl.SliceLayout(0, layout)) % 64 + p * 64
             values = page.load(layout)
-            page.store(gl.where((column < tokens)[None, :], values, gl.zeros_like(values)))
+            page.store(gl.where((token < tokens)[None, :], values, gl.zeros_like(values)))
     fence_async_shared()
+
+
+@gluon.jit
+def _output_tile(v_tile, p_smem, D: gl.constexpr, PAGES: gl.constexpr, PAIRED: gl.constexpr, mma: gl.constexpr):
+    """Issue `V^T P^T` of one stage; a pair of `[D / 2, ROWS]` where even and odd head_dims share a row of V."""
+    ROWS: gl.constexpr = p_smem.shape[0]
+    HALVES: gl.constexpr = 2 if PAIRED else 1
+    SIZE: gl.constexpr = D // HALVES
+    tiles = ()
+    for half in gl.static_range(HALVES):
+        o = gl.zeros([SIZE, ROWS], gl.float32, mma)
+        for page in gl.static_range(PAGES):
+            v = v_tile.slice(page * SIZE, SIZE).slice(half * 64, 64, dim=1)
+            p = p_smem.slice(page * 64, 64, dim=1).permute((1, 0))
+            o = warpgroup_mma(v, p, o, use_acc=page > 0, is_async=True)
+        tiles += (o,)  # type: ignore[assignment]
+    return tiles
 
 
 @gluon.jit
@@ -77,6 +95,7 @@ def _attend(
     PAGES: gl.constexpr,
     STAGES: gl.constexpr,
     UNROLL: gl.constexpr,
+    PAIRED: gl.constexpr,
 ):
     dtype: gl.constexpr = k_smem.dtype
     bits: gl.constexpr = dtype.primitive_bitwidth
@@ -87,7 +106,8 @@ def _attend(
     n_layout: gl.constexpr = gl.SliceLayout(0, mma)
     m_layout: gl.constexpr = gl.SliceLayout(1, mma)
     q_layout: gl.constexpr = gl.BlockedLayout([1, vec], [32 * vec // D, D // vec], [4, 1], [1, 0])
-    v_layout: gl.constexpr = gl.BlockedLayout([1, vec], [32 * vec // 64, 64 // vec], [4, 1], [1, 0])
+    W: gl.constexpr = v_smem.shape[2]
+    v_layout: gl.constexpr = gl.BlockedLayout([1, vec], [32 * vec // W, W // vec], [4, 1], [1, 0])
     k_layout: gl.constexpr = gl.NVMMASharedLayout(min(128, D * bits // 8), bits, 2)
 
     heads = kv_heads * GROUP
@@ -97,7 +117,10 @@ def _attend(
     token = gl.arange(0, TOKENS, m_layout)
     qn = gl.arange(0, ROWS, gl.SliceLayout(1, q_layout))
     qd = gl.arange(0, D, gl.SliceLayout(0, q_layout))
-    row, head, first, last, index, count, left, interval, length = first_piece(plan_ptr, lens_ptr, batch)
+    d = gl.arange(0, D, m_layout)
+    if PAIRED:
+        d = d % (D // 2) * 2 + d // (D // 2)
+    row, head, first, last, index, count, left, interval, length = first_piece(plan_ptr)
     gdc_wait()
     gdc_launch_dependents()
     step = 0
@@ -119,9 +142,20 @@ def _attend(
         oldest = gl.where(window > 0, position - window, -1)
         maximum = gl.full([ROWS], float("-inf"), gl.float32, n_layout)
         weights = gl.zeros([TOKENS, ROWS], gl.float32, mma)
+        total = gl.full([ROWS], 0.0, gl.float32, n_layout)
         acc = gl.zeros([D, ROWS], gl.float32, mma)
+        done = count == 1
         for tile in range(first, last, PAGES):
             stage = step % STAGES
+            if (count > 1) & (tile + PAGES >= last):
+                done = others_done(counter_ptr, index, count)
+                if done:
+                    total += gl.sum(weights, 0)
+                    weights = gl.zeros([TOKENS, ROWS], gl.float32, mma)
+                    maximum, total, acc = take_in(
+                        partial_ptr, stats_ptr, gl.program_id(0) - index, 0, 1, count, index, maximum, total, acc, LIVE,
+                        False, UNROLL,
+                    )  # fmt: skip
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             k = k_smem.index(stage)._reinterpret(dtype, [TOKENS, D], k_layout)
             s = warpgroup_mma(
@@ -136,7 +170,7 @@ def _attend(
                 at = tile * 64 + token
                 visible = (at[:, None] <= position[None, :]) & (at[:, None] > oldest[None, :]) & (at < end)[:, None]
                 s = gl.where(visible, s, float("-inf"))
-                _clear_unwritten(v_smem, stage, end - tile * 64, D, PAGES, v_layout)
+                _clear_unwritten(v_smem.index(stage), end - tile * 64, PAGES, v_layout)
             new_maximum = gl.maximum(maximum, gl.max(s, 0))
             finite = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) - SHIFT
             p = gl.exp2(s - finite[None, :])
@@ -145,33 +179,29 @@ def _attend(
             p_smem.permute((1, 0)).store(p.to(dtype))
             fence_async_shared()
             gl.thread_barrier()
-            o = gl.zeros([D, ROWS], gl.float32, mma)
-            for page in gl.static_range(PAGES):
-                o = warpgroup_mma(
-                    v_smem.index(stage).slice(page * D, D),
-                    p_smem.slice(page * 64, 64, dim=1).permute((1, 0)),
-                    o,
-                    use_acc=page > 0,
-                    is_async=True,
-                )
+            o = _output_tile(v_smem.index(stage), p_smem, D, PAGES, PAIRED, mma)
             weights = weights * keep[None, :] + p
+            total = total * keep
             acc = acc * keep[None, :]
-            o = warpgroup_mma_wait(0, deps=[o])
+            if PAIRED:
+                even, odd = warpgroup_mma_wait(0, deps=o)
+                o = gl.join(even, odd).permute((2, 0, 1)).reshape([D, ROWS])
+                acc += gl.convert_layout(o, mma, assert_trivial=True)
+            else:
+                acc += warpgroup_mma_wait(0, deps=o)
             mbarrier.arrive(empty.index(stage))
-            acc = acc + o
             step += 1
 
-        total = gl.sum(weights, 0)
-        done = count == 1
-        if count > 1:
+        total += gl.sum(weights, 0)
+        if not done:
             done, maximum, total, acc = combine_pieces(
-                partial_ptr, stats_ptr, counter_ptr, index, count, maximum, total, acc, D, ROWS, LIVE, mma, UNROLL
+                partial_ptr, stats_ptr, counter_ptr, index, count, maximum, total, acc, LIVE, False, UNROLL
             )
         if done:
             scale_v = 1.0
             if HAS_KV_SCALE:
                 scale_v = gl.load(v_scale_ptr + head * PER_HEAD)
-            write_rows(out_ptr, lse_ptr, out_row, maximum, total, acc, scale_v, D, ROWS, LIVE, mma, SHIFT)
+            write_rows(out_ptr, lse_ptr, out_row, maximum, total, acc, scale_v, d, LIVE, False, SHIFT)
         row, head, first, last, count, left, length = next_piece(
             row, head, left, interval, batch, kv_heads, lens_ptr, window, piece_cost, Q_LEN
         )
@@ -216,15 +246,18 @@ def decode_hopper_kernel(
     PAGES: gl.constexpr,
     STAGES: gl.constexpr,
     UNROLL: gl.constexpr,
+    PAIRED: gl.constexpr,
 ):
     dtype: gl.constexpr = k_desc.dtype
     bits: gl.constexpr = dtype.primitive_bitwidth
+    V_ROWS: gl.constexpr = v_desc.block_shape[0]
+    V_WIDTH: gl.constexpr = v_desc.block_shape[1]
     k_layout: gl.constexpr = gl.NVMMASharedLayout(BOX * bits // 8, bits, 2)
-    v_layout: gl.constexpr = gl.NVMMASharedLayout(64 * bits // 8, bits, 2)
+    p_layout: gl.constexpr = gl.NVMMASharedLayout(64 * bits // 8, bits, 2)
     q_smem = gl.allocate_shared_memory(dtype, [ROWS, D], k_layout)
-    p_smem = gl.allocate_shared_memory(dtype, [ROWS, PAGES * 64], v_layout)
+    p_smem = gl.allocate_shared_memory(dtype, [ROWS, PAGES * 64], p_layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, PAGES * (D // BOX) * 64, BOX], k_layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, PAGES * D, 64], v_layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, PAGES * V_ROWS, V_WIDTH], v_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -270,6 +303,7 @@ def decode_hopper_kernel(
                     PAGES,
                     STAGES,
                     UNROLL,
+                    PAIRED,
                 ),
             ),
             (

@@ -100,8 +100,12 @@ def launch_hopper(
         raise ValueError(f"scratch must hold {needed} rows of {head_dim} and {4 * len(plan)} counters")
 
     box = min(head_dim, 1024 // bits)
-    v_layout = gl.NVMMASharedLayout(64 * bits // 8, bits, 2)
-    v_desc = TensorDescriptor(v_pages, [num_pages * kv_heads * head_dim, 64], [64, 1], [head_dim, 64], v_layout)
+    # An fp8 row of V is 64 bytes: two of them, of an even and an odd head_dim, make one that TMA moves at full rate.
+    paired = bits == 8 and head_dim >= 128
+    v_rows, v_width = (head_dim // 2, 128) if paired else (head_dim, 64)
+    v_layout = gl.NVMMASharedLayout(v_width * bits // 8, bits, 2)
+    v_shape = [num_pages * kv_heads * v_rows, v_width]
+    v_desc = TensorDescriptor(v_pages, v_shape, [v_width, 1], [v_rows, v_width], v_layout)
     pointers = (
         problem.block_table,
         problem.context_lens,
@@ -130,6 +134,7 @@ def launch_hopper(
         "GROUP": group,
         "D": head_dim,
         "BOX": box,
+        "PAIRED": paired,
         "num_warps": 4,
         "launch_pdl": overlap,
     }

@@ -1,4 +1,7 @@
-"""The public decode call: checks what the caller sends and picks the implementation the device can run."""
+"""The public decode call checks what the caller sends; `katydid::decode_attention` picks what the device can run.
+
+The op writes into tensors it is given, so that torch.compile and graphs see what it changes and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,8 @@ def decode_attention(
         window: when given, a token sees itself and the `window - 1` tokens before it.
         q_scale: fp32 `[batch, q_len, heads]`; k_scale, v_scale: fp32 `[1]` or `[kv_heads]`, both or neither; multiply
             the stored values.
-        plan: from `decode_plan` for the same lengths, q_len and window, made once a step; made here when None.
+        plan: from `decode_plan` for the same lengths, q_len, window and (where it was given) block table, made once a
+            step; made here when None.
         scratch: of this stream, for the plan's CTAs; allocated here when None, so pass one inside captured graphs.
         overlap: let the kernel start before the preceding one ends (programmatic dependent launch).  Then plan,
             block_table, context_lens and every page without a new token must be older than the preceding kernel.
@@ -66,7 +70,7 @@ def decode_attention(
     if q.ndim != 4 or not 1 <= q.shape[1] <= MAX_Q_LEN:
         raise ValueError(f"q must be [batch, q_len, heads, head_dim] with q_len 1..{MAX_Q_LEN}, got {list(q.shape)}")
     check_pages(q, k_pages, v_pages, block_table, context_lens, k_scale, v_scale)
-    batch, q_len, heads, head_dim = q.shape
+    batch, head_dim = q.shape[0], q.shape[3]
     if batch != len(context_lens):
         raise ValueError(f"q must have context_lens' batch {len(context_lens)}, got {batch}")
     scale = head_dim**-0.5 if scale is None else scale
@@ -74,6 +78,61 @@ def decode_attention(
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse is None else lse
     if batch == 0:
         return out, lse
+    if overlap and plan is None:
+        raise ValueError("overlap needs a plan that is older than the preceding kernel, got none")
+    torch.ops.katydid.decode_attention(
+        q,
+        k_pages,
+        v_pages,
+        block_table,
+        context_lens,
+        out,
+        lse,
+        scale,
+        soft_cap,
+        window,
+        q_scale,
+        k_scale,
+        v_scale,
+        plan,
+        scratch and scratch.partial,
+        scratch and scratch.stats,
+        scratch and scratch.counters,
+        overlap,
+    )
+    return out, lse
+
+
+@torch.library.custom_op(
+    "katydid::decode_attention",
+    mutates_args=("out", "lse", "partial", "stats", "counters"),
+    schema="(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor context_lens, Tensor(a!) out, "
+    "Tensor(b!) lse, float scale, float? soft_cap, int? window, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, "
+    "Tensor? plan, Tensor(c!)? partial, Tensor(d!)? stats, Tensor(e!)? counters, bool overlap) -> ()",
+)
+def _decode_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    soft_cap: float | None,
+    window: int | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    plan: Tensor | None,
+    partial: Tensor | None,
+    stats: Tensor | None,
+    counters: Tensor | None,
+    overlap: bool,
+) -> None:
+    problem = DecodeProblem(
+        q, k_pages, v_pages, block_table, context_lens, out, lse, scale, soft_cap, window, q_scale, k_scale, v_scale
+    )
     if not q.is_cuda:
         result, log_sum = decode_attention_reference(
             q,
@@ -88,20 +147,23 @@ def decode_attention(
             k_scale=k_scale,
             v_scale=v_scale,
         )
-        return out.copy_(result), lse.copy_(log_sum)
-
-    problem = DecodeProblem(
-        q, k_pages, v_pages, block_table, context_lens, out, lse, scale, soft_cap, window, q_scale, k_scale, v_scale
-    )
-    kv_heads = k_pages.shape[1]
-    if overlap and plan is None:
-        raise ValueError("overlap needs a plan that is older than the preceding kernel, got none")
+        out.copy_(result)
+        lse.copy_(log_sum)
+        return
+    kv_heads, q_len = k_pages.shape[1], q.shape[1]
     if plan is None:
-        plan = decode_plan(context_lens, kv_heads, ctas=decode_ctas(q.device), q_len=q_len, window=window)
-    if scratch is None:
-        scratch = DecodeScratch.allocate(len(plan), q_len, heads // kv_heads, head_dim, q.device)
+        ctas = decode_ctas(q.device)
+        plan = decode_plan(context_lens, kv_heads, ctas=ctas, q_len=q_len, window=window, block_table=block_table)
+    if partial is None or stats is None or counters is None:
+        scratch = DecodeScratch.allocate(len(plan), q_len, q.shape[2] // kv_heads, q.shape[3], q.device)
+    else:
+        scratch = DecodeScratch(partial, stats, counters)
     if runs_on_hopper(q, k_pages):
         launch_hopper(problem, plan, scratch, overlap=overlap)
     else:
         launch_split(problem, plan, scratch)
-    return out, lse
+
+
+@_decode_attention.register_fake
+def _(*_arguments: object) -> None:
+    """Writes into what it is given: nothing to infer."""

@@ -1,9 +1,13 @@
 """Partial results of pieces, and how the last piece of an item sums them up inside the same launch.
 
-A piece leaves (maximum, sum, output) in one of its CTA's two slots.  The last piece of a group of `FAN` to arrive sums
-the group, the last group sums the groups: no CTA reads more than `FAN` (or pieces / FAN) partials, and a few round
-trips to L2 combine any number of pieces.  Arrival counters return to zero by themselves, so graph replays need no
-reset.
+A piece leaves (maximum, sum, output) in one of its CTA's two slots.  The last piece of a group of `FAN` to arrive takes
+in the others of its group, the last group the other groups' sums: no CTA reads more than `FAN` (or pieces / FAN)
+partials, and a few round trips to L2 combine any number of pieces.  Where the plan lets the last piece of an item end
+last, it finds the others there before its own last pages have come, takes them in meanwhile, and leaves nothing itself.
+Arrival counters return to zero by themselves, so graph replays need no reset.
+
+Outputs are `[M, N]` accumulators of the tensor cores, query rows along N, or along M where ROWS_FIRST.  In memory they
+lie as they do in registers, four neighbours of a lane in 16 bytes; only lanes of the same number read them back.
 """
 
 from __future__ import annotations
@@ -11,10 +15,54 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["FAN", "combine_pieces", "write_rows"]
+from katydid_kernels.decode_plan import FAN as PLAN_FAN
+
+__all__ = ["FAN", "by_row", "combine_pieces", "others_done", "take_in", "write_rows"]
 
 LOG2E = gl.constexpr(1.4426950408889634)
-FAN = gl.constexpr(16)
+FAN = gl.constexpr(PLAN_FAN)
+
+
+@gluon.jit
+def by_row(x, ROWS_FIRST: gl.constexpr):
+    """A value a query row, shaped to meet an accumulator."""
+    if ROWS_FIRST:
+        return x[:, None]
+    else:
+        return x[None, :]
+
+
+@gluon.jit
+def _in_memory(acc):
+    """An accumulator with a lane's neighbours (rows r and r + 8, columns c and c + 1) last."""
+    M: gl.constexpr = acc.shape[0]
+    N: gl.constexpr = acc.shape[1]
+    acc = acc.reshape([M // 16, 2, 8, N // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    return acc.reshape([N // 8, 2 * M, 4])
+
+
+@gluon.jit
+def _in_registers(part, M: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
+    """What `_in_memory` made of an accumulator, back in the accumulator's shape and layout."""
+    part = part.reshape([N // 8, M // 16, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([M, N])
+    return gl.convert_layout(part, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _places(acc, LIVE: gl.constexpr, ROWS_FIRST: gl.constexpr):
+    """Offsets of an accumulator's elements in memory, and which of them belong to a query row that exists."""
+    M: gl.constexpr = acc.shape[0]
+    N: gl.constexpr = acc.shape[1]
+    layout: gl.constexpr = _in_memory(acc).type.layout
+    block = gl.arange(0, N // 8, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    lane = gl.arange(0, 2 * M, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    four = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    offset = (block * (2 * M) + lane) * 4 + four
+    if ROWS_FIRST:
+        live = (lane // 32 * 16 < LIVE) & (four >= 0) & (block >= 0)
+    else:
+        live = (block * 8 < LIVE) & (lane >= 0) & (four >= 0)
+    return offset, live
 
 
 @gluon.jit
@@ -34,67 +82,74 @@ def _slot(first_cta, piece):
 
 
 @gluon.jit
-def _sum_partials(
+def _store_partial(partial_ptr, stats_ptr, slot, maximum, total, acc, LIVE: gl.constexpr, ROWS_FIRST: gl.constexpr):
+    ROWS: gl.constexpr = maximum.shape[0]
+    n = gl.arange(0, ROWS, maximum.type.layout)
+    offset, live = _places(acc, LIVE, ROWS_FIRST)
+    gl.store(partial_ptr + slot * acc.numel + offset, _in_memory(acc), mask=live)
+    gl.store(stats_ptr + slot * (2 * ROWS) + n, maximum, mask=n < LIVE)
+    gl.store(stats_ptr + slot * (2 * ROWS) + ROWS + n, total, mask=n < LIVE)
+
+
+@gluon.jit
+def take_in(
     partial_ptr,
     stats_ptr,
     first_cta,
     begin,
     stride,
     count,
-    D: gl.constexpr,
-    ROWS: gl.constexpr,
+    own,
+    maximum,
+    total,
+    acc,
     LIVE: gl.constexpr,
-    layout: gl.constexpr,
+    ROWS_FIRST: gl.constexpr,
     UNROLL: gl.constexpr,
 ):
-    """Combine the partials of pieces `begin`, `begin + stride`, ... (`count` of them) into (maximum, total, output)."""
-    n = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
-    d = gl.arange(0, D, gl.SliceLayout(1, layout))
-    maximum = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
-    total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(0, layout))
-    acc = gl.zeros([D, ROWS], gl.float32, layout)
-    for j in range(0, count, UNROLL):
-        new_maximum = maximum
+    """Add to (maximum, total, acc) the partials of pieces `begin + i * stride`, i < `count`, all but i = `own`."""
+    ROWS: gl.constexpr = maximum.shape[0]
+    M: gl.constexpr = acc.shape[0]
+    N: gl.constexpr = acc.shape[1]
+    layout: gl.constexpr = acc.type.layout
+    n = gl.arange(0, ROWS, maximum.type.layout)
+    offset, live = _places(acc, LIVE, ROWS_FIRST)
+    for first in range(0, count - 1, UNROLL):
+        maxima, totals, parts = (), (), ()
         for c in gl.static_range(UNROLL):
-            slot = _slot(first_cta, begin + gl.minimum(j + c, count - 1) * stride)
-            m = gl.load(stats_ptr + slot * (2 * ROWS) + n, mask=n < LIVE, other=0.0, cache_modifier=".cg")
-            new_maximum = gl.maximum(new_maximum, m)
-        finite = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+            i = first + c
+            real = i < count - 1
+            slot = _slot(first_cta, begin + (i + (i >= own).to(gl.int32)) * stride)
+            stats = stats_ptr + slot * (2 * ROWS) + n
+            maxima += (gl.load(stats, mask=(n < LIVE) & real, other=float("-inf"), cache_modifier=".cg"),)  # type: ignore[assignment]
+            totals += (gl.load(stats + ROWS, mask=(n < LIVE) & real, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
+            part = partial_ptr + slot * acc.numel + offset
+            parts += (gl.load(part, mask=live & real, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
+        highest = maximum
+        for c in gl.static_range(UNROLL):
+            highest = gl.maximum(highest, maxima[c])
+        finite = gl.where(highest == float("-inf"), 0.0, highest)
         keep = gl.exp2(maximum - finite)
         total = total * keep
-        acc = acc * keep[None, :]
+        acc = acc * by_row(keep, ROWS_FIRST)
         for c in gl.static_range(UNROLL):
-            slot = _slot(first_cta, begin + gl.minimum(j + c, count - 1) * stride)
-            m = gl.load(stats_ptr + slot * (2 * ROWS) + n, mask=n < LIVE, other=0.0, cache_modifier=".cg")
-            t = gl.load(stats_ptr + slot * (2 * ROWS) + ROWS + n, mask=n < LIVE, other=0.0, cache_modifier=".cg")
-            at = partial_ptr + slot * (ROWS * D) + d[:, None] * ROWS + n[None, :]
-            part = gl.load(at, mask=(n < LIVE)[None, :], other=0.0, cache_modifier=".cg")
-            weight = gl.where(j + c < count, gl.exp2(m - finite), 0.0)
-            total += t * weight
-            acc += part * weight[None, :]
-        maximum = new_maximum
+            weight = gl.exp2(maxima[c] - finite)
+            total += totals[c] * weight
+            acc += _in_registers(parts[c], M, N, layout) * by_row(weight, ROWS_FIRST)
+        maximum = highest
     return maximum, total, acc
 
 
 @gluon.jit
-def _store_partial(
-    partial_ptr,
-    stats_ptr,
-    slot,
-    maximum,
-    total,
-    acc,
-    D: gl.constexpr,
-    ROWS: gl.constexpr,
-    LIVE: gl.constexpr,
-    layout: gl.constexpr,
-):
-    n = gl.arange(0, ROWS, gl.SliceLayout(0, layout))
-    d = gl.arange(0, D, gl.SliceLayout(1, layout))
-    live = n < LIVE
-    gl.store(partial_ptr + slot * (ROWS * D) + d[:, None] * ROWS + n[None, :], acc, mask=live[None, :])
-    gl.store(stats_ptr + slot * (2 * ROWS) + n, maximum, mask=live)
-    gl.store(stats_ptr + slot * (2 * ROWS) + ROWS + n, total, mask=live)
+def others_done(counter_ptr, index, count):
+    """Whether all pieces but this one, the last of `count` <= FAN, have arrived; it then counts as arrived too."""
+    done = (count > 1) & (count <= FAN) & (index == count - 1)
+    if done:
+        counter = counter_ptr + _slot(gl.program_id(0) - index, 0)
+        done = gl.atomic_add(counter, 0, sem="acquire") == count - 1
+        if done:
+            gl.store(counter, 0)
+    return done
 
 
 @gluon.jit
@@ -107,35 +162,34 @@ def combine_pieces(
     maximum,
     total,
     acc,
-    D: gl.constexpr,
-    ROWS: gl.constexpr,
     LIVE: gl.constexpr,
-    layout: gl.constexpr,
+    ROWS_FIRST: gl.constexpr,
     UNROLL: gl.constexpr,
 ):
     """Hand in piece `index` of `count`; the one call that arrives last gets True and the whole item's result.
 
-    maximum and total are `[ROWS]`, acc `[D, ROWS]` in `layout`, the first LIVE rows of them real; counter_ptr holds
-    four int32 a CTA.
+    maximum and total are a value a query row, the first LIVE of them real; counter_ptr holds four int32 a CTA.
     """
     first_cta = gl.program_id(0) - index
     group = index // FAN * FAN
     members = gl.minimum(count - group, FAN)
-    _store_partial(partial_ptr, stats_ptr, _slot(first_cta, index), maximum, total, acc, D, ROWS, LIVE, layout)
+    _store_partial(partial_ptr, stats_ptr, _slot(first_cta, index), maximum, total, acc, LIVE, ROWS_FIRST)
     done = _arrive(counter_ptr + _slot(first_cta, group), members)
     if done:
-        maximum, total, acc = _sum_partials(
-            partial_ptr, stats_ptr, first_cta, group, 1, members, D, ROWS, LIVE, layout, UNROLL
-        )
+        maximum, total, acc = take_in(
+            partial_ptr, stats_ptr, first_cta, group, 1, members, index - group, maximum, total, acc, LIVE, ROWS_FIRST,
+            UNROLL,
+        )  # fmt: skip
         if count > FAN:
             gl.thread_barrier()
-            _store_partial(partial_ptr, stats_ptr, _slot(first_cta, group), maximum, total, acc, D, ROWS, LIVE, layout)
+            _store_partial(partial_ptr, stats_ptr, _slot(first_cta, group), maximum, total, acc, LIVE, ROWS_FIRST)
             groups = (count + FAN - 1) // FAN
             done = _arrive(counter_ptr + 2 * (gl.num_programs(0) + first_cta), groups)
             if done:
-                maximum, total, acc = _sum_partials(
-                    partial_ptr, stats_ptr, first_cta, 0, FAN, groups, D, ROWS, LIVE, layout, UNROLL
-                )
+                maximum, total, acc = take_in(
+                    partial_ptr, stats_ptr, first_cta, 0, FAN, groups, group // FAN, maximum, total, acc, LIVE,
+                    ROWS_FIRST, UNROLL,
+                )  # fmt: skip
     return done, maximum, total, acc
 
 
@@ -148,18 +202,21 @@ def write_rows(
     total,
     acc,
     factor,
-    D: gl.constexpr,
-    ROWS: gl.constexpr,
+    d,
     LIVE: gl.constexpr,
-    layout: gl.constexpr,
+    ROWS_FIRST: gl.constexpr,
     SHIFT: gl.constexpr,
 ):
-    """Normalise a finished item and write it: row n goes to row `out_row[n]` of the output, times `factor`."""
-    live = gl.arange(0, ROWS, gl.SliceLayout(0, layout)) < LIVE
-    d = gl.arange(0, D, gl.SliceLayout(1, layout))
+    """Normalise a finished item and write it: row n goes to row `out_row[n]` of the output, times `factor`.
+
+    `d` is the output column of the accumulator's other axis.
+    """
+    D: gl.constexpr = acc.numel // maximum.shape[0]
+    live = gl.arange(0, maximum.shape[0], maximum.type.layout) < LIVE
     nothing = total == 0.0
     inverse = factor / gl.where(nothing, 1.0, total)
     log_sum = gl.where(nothing, float("-inf"), (maximum + gl.log2(total) - SHIFT) / LOG2E)
-    result = (acc * inverse[None, :]).to(out_ptr.dtype.element_ty)
-    gl.store(out_ptr + out_row[None, :] * D + d[:, None], result, mask=live[None, :])
+    result = (acc * by_row(inverse, ROWS_FIRST)).to(out_ptr.dtype.element_ty)
+    at = by_row(out_row, ROWS_FIRST) * D + by_row(d, not ROWS_FIRST)
+    gl.store(out_ptr + at, result, mask=by_row(live, ROWS_FIRST))
     gl.store(lse_ptr + out_row, log_sum, mask=live)

@@ -58,7 +58,7 @@ def decode_split_kernel(
     STAGES: tl.constexpr,
 ):
     cta = tl.program_id(0)
-    record = plan_ptr + cta * 8
+    record = plan_ptr + cta * 16
     row = tl.load(record)
     head = tl.load(record + 1)
     first = tl.load(record + 2)

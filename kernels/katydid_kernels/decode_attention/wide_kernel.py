@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from katydid_kernels.decode_attention.feed import first_piece, next_piece, stream_pages
-from katydid_kernels.decode_attention.partials import combine_pieces, write_rows
+from katydid_kernels.decode_attention.partials import combine_pieces, others_done, take_in, write_rows
 from katydid_kernels.prefill_attention.score_tile import (
     LOG2E,
     add_columns,
@@ -35,11 +35,23 @@ ROWS = gl.constexpr(64)
 @gluon.jit
 def _clear_unwritten(v_page, tokens, layout: gl.constexpr):
     """Zero the value columns from `tokens` on: a weight of zero does not silence a NaN."""
-    column = gl.arange(0, 64, gl.SliceLayout(0, layout))
+    token = gl.arange(0, v_page.shape[1], gl.SliceLayout(0, layout)) % 64
     values = v_page.load(layout)
-    v_page.store(gl.where((column < tokens)[None, :], values, gl.zeros_like(values)))
+    v_page.store(gl.where((token < tokens)[None, :], values, gl.zeros_like(values)))
     fence_async_shared()
     gl.thread_barrier()
+
+
+@gluon.jit
+def _output_tile(weights, v_page, D: gl.constexpr, PAIRED: gl.constexpr, layout: gl.constexpr):
+    """Issue `P V` of one page; a pair of `[ROWS, D / 2]` where even and odd head_dims share a row of V."""
+    HALVES: gl.constexpr = 2 if PAIRED else 1
+    tiles = ()
+    for half in gl.static_range(HALVES):
+        v = v_page.slice(half * 64, 64, dim=1).permute((1, 0))
+        o = gl.zeros([ROWS, D // HALVES], gl.float32, layout)
+        tiles += (warpgroup_mma(weights, v, o, use_acc=False, is_async=True),)  # type: ignore[assignment]
+    return tiles
 
 
 @gluon.jit
@@ -77,6 +89,7 @@ def _attend(
     STAGES: gl.constexpr,
     UNROLL: gl.constexpr,
     PERMUTE: gl.constexpr,
+    PAIRED: gl.constexpr,
 ):
     dtype: gl.constexpr = k_smem.dtype
     bits: gl.constexpr = dtype.primitive_bitwidth
@@ -85,10 +98,12 @@ def _attend(
     vec: gl.constexpr = 128 // bits
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 256 // bits])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 256 // bits])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 32 // bits)
+    half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 2 if PAIRED else D, 256 // bits])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, half_layout, 32 // bits)
     k_layout: gl.constexpr = gl.NVMMASharedLayout(min(128, D * bits // 8), bits, 2)
     q_layout: gl.constexpr = gl.BlockedLayout([1, vec], [32 * vec // D, D // vec], [4, 1], [1, 0])
-    v_fix: gl.constexpr = gl.BlockedLayout([1, vec], [32 * vec // 64, 64 // vec], [4, 1], [1, 0])
+    W: gl.constexpr = v_smem.shape[2]
+    v_fix: gl.constexpr = gl.BlockedLayout([1, vec], [32 * vec // W, W // vec], [4, 1], [1, 0])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_row: gl.constexpr = gl.SliceLayout(1, o_layout)
 
@@ -96,7 +111,10 @@ def _attend(
     n = gl.arange(0, ROWS, row_layout)
     qn = gl.arange(0, ROWS, gl.SliceLayout(1, q_layout))
     qd = gl.arange(0, D, gl.SliceLayout(0, q_layout))
-    row, head, first, last, index, count, left, interval, length = first_piece(plan_ptr, lens_ptr, batch)
+    d = gl.arange(0, D, gl.SliceLayout(0, o_layout))
+    if PAIRED:
+        d = d % (D // 2) * 2 + d // (D // 2)
+    row, head, first, last, index, count, left, interval, length = first_piece(plan_ptr)
     gdc_wait()
     gdc_launch_dependents()
     step = 0
@@ -119,10 +137,23 @@ def _attend(
         position = gl.where(n < LIVE, length - Q_LEN + n // GROUP, -1)
         maximum = gl.full([ROWS], -1e30, gl.float32, row_layout)
         p = gl.zeros([ROWS, 64], gl.float32, s_layout)
-        total = gl.sum(p.reshape([ROWS, 8, 8]), 1)
+        columns = gl.sum(p.reshape([ROWS, 8, 8]), 1)
+        total = gl.full([ROWS], 0.0, gl.float32, o_row)
         acc = gl.zeros([ROWS, D], gl.float32, o_layout)
+        done = count == 1
         for tile in range(first, last):
             stage = step % STAGES
+            if (count > 1) & (tile + 1 == last):
+                done = others_done(counter_ptr, index, count)
+                if done:
+                    row_maximum = gl.convert_layout(maximum, o_row)
+                    row_sum = total + gl.convert_layout(gl.sum(columns, 1), o_row)
+                    columns = gl.zeros_like(columns)
+                    row_maximum, total, acc = take_in(
+                        partial_ptr, stats_ptr, gl.program_id(0) - index, 0, 1, count, index, row_maximum, row_sum, acc,
+                        LIVE, True, UNROLL,
+                    )  # fmt: skip
+                    maximum = gl.convert_layout(row_maximum, row_layout)
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             k = k_smem.index(stage)._reinterpret(dtype, [64, D], k_layout)
             s = warpgroup_mma(q_smem, k.permute((1, 0)), p, use_acc=False, is_async=True)
@@ -137,49 +168,34 @@ def _attend(
             p = gl.exp2(s * unit[:, None] - (new_maximum - SHIFT)[:, None])
             shrink = gl.exp2(maximum - new_maximum)
             maximum = new_maximum
-            o = warpgroup_mma(
-                probability_operand(p, dtype, 64, p_layout, PERMUTE),
-                v_smem.index(stage).permute((1, 0)),
-                gl.zeros([ROWS, D], gl.float32, o_layout),
-                use_acc=False,
-                is_async=True,
-            )
-            total = add_columns(total, p, shrink, 64)
-            acc = acc * gl.convert_layout(shrink, o_row)[:, None]
-            o = warpgroup_mma_wait(0, deps=[o])
+            weights = probability_operand(p, dtype, 64, p_layout, PERMUTE)
+            o = _output_tile(weights, v_smem.index(stage), D, PAIRED, half_layout)
+            columns = add_columns(columns, p, shrink, 64)
+            row_shrink = gl.convert_layout(shrink, o_row)
+            total = total * row_shrink
+            acc = acc * row_shrink[:, None]
+            if PAIRED:
+                even, odd = warpgroup_mma_wait(0, deps=o)
+                o = gl.join(even, odd).permute((0, 2, 1)).reshape([ROWS, D])
+                acc += gl.convert_layout(o, o_layout, assert_trivial=True)
+            else:
+                acc += warpgroup_mma_wait(0, deps=o)
             mbarrier.arrive(empty.index(stage))
-            acc = acc + o
             step += 1
 
-        turned = acc.permute((1, 0))
-        layout: gl.constexpr = turned.type.layout
-        n_layout: gl.constexpr = gl.SliceLayout(0, layout)
-        row_sum = gl.convert_layout(gl.sum(total, 1), n_layout)
-        row_maximum = gl.convert_layout(maximum, n_layout)
-        done = count == 1
-        if count > 1:
-            done, row_maximum, row_sum, turned = combine_pieces(
-                partial_ptr,
-                stats_ptr,
-                counter_ptr,
-                index,
-                count,
-                row_maximum,
-                row_sum,
-                turned,
-                D,
-                ROWS,
-                LIVE,
-                layout,
-                UNROLL,
+        row_maximum = gl.convert_layout(maximum, o_row)
+        total += gl.convert_layout(gl.sum(columns, 1), o_row)
+        if not done:
+            done, row_maximum, total, acc = combine_pieces(
+                partial_ptr, stats_ptr, counter_ptr, index, count, row_maximum, total, acc, LIVE, True, UNROLL
             )
         if done:
             scale_v = 1.0
             if HAS_KV_SCALE:
                 scale_v = gl.load(v_scale_ptr + head * PER_HEAD)
-            on = gl.arange(0, ROWS, n_layout)
+            on = gl.arange(0, ROWS, o_row)
             out_row = ((row * Q_LEN + on // GROUP) * heads + head * GROUP + on % GROUP).to(gl.int64)
-            write_rows(out_ptr, lse_ptr, out_row, row_maximum, row_sum, turned, scale_v, D, ROWS, LIVE, layout, SHIFT)
+            write_rows(out_ptr, lse_ptr, out_row, row_maximum, total, acc, scale_v, d, LIVE, True, SHIFT)
         row, head, first, last, count, left, length = next_piece(
             row, head, left, interval, batch, kv_heads, lens_ptr, window, piece_cost, Q_LEN
         )
@@ -224,14 +240,14 @@ def decode_wide_kernel(
     STAGES: gl.constexpr,
     UNROLL: gl.constexpr,
     PERMUTE: gl.constexpr,
+    PAIRED: gl.constexpr,
 ):
     dtype: gl.constexpr = k_desc.dtype
     bits: gl.constexpr = dtype.primitive_bitwidth
     k_layout: gl.constexpr = gl.NVMMASharedLayout(BOX * bits // 8, bits, 2)
-    v_layout: gl.constexpr = gl.NVMMASharedLayout(64 * bits // 8, bits, 2)
     q_smem = gl.allocate_shared_memory(dtype, [ROWS, D], k_layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, (D // BOX) * 64, BOX], k_layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, D, 64], v_layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, v_desc.block_shape[0], v_desc.block_shape[1]], v_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -276,6 +292,7 @@ def decode_wide_kernel(
                     STAGES,
                     UNROLL,
                     PERMUTE,
+                    PAIRED,
                 ),
             ),
             (

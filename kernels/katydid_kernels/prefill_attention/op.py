@@ -1,4 +1,7 @@
-"""The public prefill call: checks what the caller sends and picks the implementation the device can run."""
+"""The public prefill call checks what the caller sends; `katydid::prefill_attention` picks what the device can run.
+
+The op writes into tensors it is given, so that torch.compile and graphs see what it changes and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -64,14 +67,57 @@ def prefill_attention(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
     if tokens == 0:
         return out, lse
+    torch.ops.katydid.prefill_attention(
+        q,
+        k_pages,
+        v_pages,
+        block_table,
+        context_lens,
+        cu_q_lens,
+        out,
+        lse,
+        scale,
+        soft_cap,
+        window,
+        q_scale,
+        k_scale,
+        v_scale,
+        plan,
+    )
+    return out, lse
+
+
+@torch.library.custom_op(
+    "katydid::prefill_attention",
+    mutates_args=("out", "lse"),
+    schema="(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor context_lens, Tensor cu_q_lens, "
+    "Tensor(a!) out, Tensor(b!) lse, float scale, float? soft_cap, int? window, Tensor? q_scale, Tensor? k_scale, "
+    "Tensor? v_scale, Tensor? plan) -> ()",
+)
+def _prefill_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    context_lens: Tensor,
+    cu_q_lens: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    soft_cap: float | None,
+    window: int | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    plan: Tensor | None,
+) -> None:
     if q.is_cuda:
-        plan = prefill_plan(context_lens, cu_q_lens, tokens) if plan is None else plan
         problem = PrefillProblem(
             q, k_pages, v_pages, block_table, out, lse, scale, soft_cap, window, q_scale, k_scale, v_scale
         )
         launch = launch_hopper if runs_on_hopper(q, k_pages) else launch_tile
-        launch(problem, plan)
-        return out, lse
+        launch(problem, prefill_plan(context_lens, cu_q_lens, len(q)) if plan is None else plan)
+        return
     result, log_sum = prefill_attention_reference(
         q,
         k_pages,
@@ -86,7 +132,13 @@ def prefill_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
-    return out.copy_(result), lse.copy_(log_sum)
+    out.copy_(result)
+    lse.copy_(log_sum)
+
+
+@_prefill_attention.register_fake
+def _(*_arguments: object) -> None:
+    """Writes into what it is given: nothing to infer."""
 
 
 def result_dtype(q: Tensor) -> torch.dtype:
