@@ -126,6 +126,7 @@ def test_the_tile_kernel_equals_the_reference(dtype, head_dim, group, soft_cap, 
         ([300, 400], [3000, 401], 1, 2, 128, 20.0, 200),
         ([300, 17], [300, 1000], 3, 3, 64, None, None),
         ([300, 17], [300, 1000], 2, 2, 256, None, None),
+        ([100, 1], [262144, 64], 1, 8, 128, None, None),
     ],
 )
 def test_the_hopper_kernel_equals_the_reference(dtype, q_lens, lens, kv_heads, group, head_dim, soft_cap, window):
@@ -141,6 +142,20 @@ def test_the_hopper_kernel_equals_the_reference(dtype, q_lens, lens, kv_heads, g
     )
     assert relative_error(out, expected) < TOLERANCE[dtype]
     torch.testing.assert_close(lse.double(), expected_lse, atol=5e-3, rtol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a Hopper GPU")
+def test_the_fp8_error_does_not_grow_with_the_context():
+    errors = []
+    for length in (4096, 131072, 262144):
+        pages = make_pages([length], 1, 128, FP8, "cuda")
+        q = torch.randn(128, 8, 128, device="cuda").to(FP8)
+        cu = cumulative([128])
+        out, _ = prefill_attention(q, *pages, cu)
+        expected, _ = prefill_attention_reference(q, *pages, cu, dtype=torch.float64)
+        errors.append(relative_error(out, expected))
+    assert max(errors[1:]) < 1.5 * errors[0]
 
 
 def test_the_op_says_what_it_writes():

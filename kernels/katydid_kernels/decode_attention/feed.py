@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
 from katydid_kernels.decode_plan import RECORD as PLAN_RECORD
 
-__all__ = ["first_piece", "next_piece", "stream_pages"]
+__all__ = ["clear_unwritten", "first_piece", "next_piece", "stream_pages"]
 
 RECORD = gl.constexpr(PLAN_RECORD)
 
@@ -122,3 +122,20 @@ def stream_pages(
         row, head, first, last, _count, left, length = next_piece(
             row, head, left, interval, batch, kv_heads, lens_ptr, window, piece_cost, Q_LEN
         )
+
+
+@gluon.jit
+def clear_unwritten(v_tile, tokens, PAGES: gl.constexpr):
+    """Zero the values of a stage from token `tokens` on: a weight of zero does not silence a NaN."""
+    V_ROWS: gl.constexpr = v_tile.shape[0] // PAGES
+    WIDTH: gl.constexpr = v_tile.shape[1]
+    vec: gl.constexpr = 128 // v_tile.dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.BlockedLayout([1, vec], [32 * vec // WIDTH, WIDTH // vec], [4, 1], [1, 0])
+    for p in gl.static_range(PAGES):
+        if tokens < (p + 1) * 64:
+            page = v_tile.slice(p * V_ROWS, V_ROWS)
+            token = gl.arange(0, WIDTH, gl.SliceLayout(0, layout)) % 64 + p * 64
+            values = page.load(layout)
+            page.store(gl.where((token < tokens)[None, :], values, gl.zeros_like(values)))
+    fence_async_shared()
+    gl.thread_barrier()

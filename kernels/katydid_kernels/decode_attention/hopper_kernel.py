@@ -21,25 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from katydid_kernels.decode_attention.feed import first_piece, next_piece, stream_pages
+from katydid_kernels.decode_attention.feed import clear_unwritten, first_piece, next_piece, stream_pages
 from katydid_kernels.decode_attention.partials import combine_pieces, others_done, take_in, write_rows
 
 __all__ = ["decode_hopper_kernel"]
 
 LOG2E = gl.constexpr(1.4426950408889634)
-
-
-@gluon.jit
-def _clear_unwritten(v_tile, tokens, PAGES: gl.constexpr, layout: gl.constexpr):
-    """Zero the value columns from `tokens` on: a weight of zero does not silence a NaN."""
-    V_ROWS: gl.constexpr = v_tile.shape[0] // PAGES
-    for p in gl.static_range(PAGES):
-        if tokens < (p + 1) * 64:
-            page = v_tile.slice(p * V_ROWS, V_ROWS)
-            token = gl.arange(0, v_tile.shape[1], gl.SliceLayout(0, layout)) % 64 + p * 64
-            values = page.load(layout)
-            page.store(gl.where((token < tokens)[None, :], values, gl.zeros_like(values)))
-    fence_async_shared()
 
 
 @gluon.jit
@@ -106,8 +93,6 @@ def _attend(
     n_layout: gl.constexpr = gl.SliceLayout(0, mma)
     m_layout: gl.constexpr = gl.SliceLayout(1, mma)
     q_layout: gl.constexpr = gl.BlockedLayout([1, vec], [32 * vec // D, D // vec], [4, 1], [1, 0])
-    W: gl.constexpr = v_smem.shape[2]
-    v_layout: gl.constexpr = gl.BlockedLayout([1, vec], [32 * vec // W, W // vec], [4, 1], [1, 0])
     k_layout: gl.constexpr = gl.NVMMASharedLayout(min(128, D * bits // 8), bits, 2)
 
     heads = kv_heads * GROUP
@@ -170,7 +155,7 @@ def _attend(
                 at = tile * 64 + token
                 visible = (at[:, None] <= position[None, :]) & (at[:, None] > oldest[None, :]) & (at < end)[:, None]
                 s = gl.where(visible, s, float("-inf"))
-                _clear_unwritten(v_smem.index(stage), end - tile * 64, PAGES, v_layout)
+                clear_unwritten(v_smem.index(stage), end - tile * 64, PAGES)
             new_maximum = gl.maximum(maximum, gl.max(s, 0))
             finite = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) - SHIFT
             p = gl.exp2(s - finite[None, :])

@@ -170,7 +170,7 @@ def launch_hopper(
         ROWS=rows,
         PAGES=max(1, min(STAGE_BYTES // page_bytes, 64 // rows)),
         STAGES=3 if page_bytes <= STAGE_BYTES else 2,
-        UNROLL=max(1, 8192 // (rows * head_dim)),
+        UNROLL=max(1, min(8, 8192 // (rows * head_dim))),
         maxnreg=REGISTERS if rows * head_dim <= 8192 else 255,
     )
 

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from katydid_kernels.decode_attention.feed import first_piece, next_piece, stream_pages
+from katydid_kernels.decode_attention.feed import clear_unwritten, first_piece, next_piece, stream_pages
 from katydid_kernels.decode_attention.partials import combine_pieces, others_done, take_in, write_rows
 from katydid_kernels.prefill_attention.score_tile import (
     LOG2E,
@@ -30,16 +30,6 @@ from katydid_kernels.prefill_attention.score_tile import (
 __all__ = ["decode_wide_kernel"]
 
 ROWS = gl.constexpr(64)
-
-
-@gluon.jit
-def _clear_unwritten(v_page, tokens, layout: gl.constexpr):
-    """Zero the value columns from `tokens` on: a weight of zero does not silence a NaN."""
-    token = gl.arange(0, v_page.shape[1], gl.SliceLayout(0, layout)) % 64
-    values = v_page.load(layout)
-    v_page.store(gl.where((token < tokens)[None, :], values, gl.zeros_like(values)))
-    fence_async_shared()
-    gl.thread_barrier()
 
 
 @gluon.jit
@@ -102,8 +92,6 @@ def _attend(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, half_layout, 32 // bits)
     k_layout: gl.constexpr = gl.NVMMASharedLayout(min(128, D * bits // 8), bits, 2)
     q_layout: gl.constexpr = gl.BlockedLayout([1, vec], [32 * vec // D, D // vec], [4, 1], [1, 0])
-    W: gl.constexpr = v_smem.shape[2]
-    v_fix: gl.constexpr = gl.BlockedLayout([1, vec], [32 * vec // W, W // vec], [4, 1], [1, 0])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_row: gl.constexpr = gl.SliceLayout(1, o_layout)
 
@@ -163,7 +151,7 @@ def _attend(
             if (tile * 64 + 64 > length - Q_LEN) | WINDOW:
                 s = mask_scores(s, tile, position, window, WINDOW, 64, PERMUTE)
                 if tile * 64 + 64 > length:
-                    _clear_unwritten(v_smem.index(stage), length - tile * 64, v_fix)
+                    clear_unwritten(v_smem.index(stage), length - tile * 64, 1)
             new_maximum = gl.maximum(maximum, gl.max(s, 1) * unit)
             p = gl.exp2(s * unit[:, None] - (new_maximum - SHIFT)[:, None])
             shrink = gl.exp2(maximum - new_maximum)
