@@ -37,15 +37,19 @@ class ArenaMapping:
         weakref.finalize(self, os.close, self.descriptor)
 
     @classmethod
-    async def receive(cls, arena: pb.Arena) -> ArenaMapping:
-        """Show the token and map what comes. Raises UnavailableError when nothing does."""
+    async def receive(cls, arena: pb.Arena) -> tuple[ArenaMapping, socket.socket]:
+        """Show the token and map what comes; also the connection it came over, which is good for calls.
+
+        Raises UnavailableError when nothing comes.
+        """
         try:
-            descriptor = await asyncio.to_thread(_receive, arena.socket_path, arena.token)
+            descriptor, connection = await asyncio.to_thread(_receive, arena.socket_path, arena.token)
         except OSError as error:
             raise UnavailableError(f"the cache service did not pass its memory: {error}") from error
         try:
-            return cls(descriptor, arena.bytes)
+            return cls(descriptor, arena.bytes), connection
         except (OSError, ValueError) as error:
+            connection.close()
             raise UnavailableError(f"the memory of the cache service can't be mapped: {error}") from error
         finally:
             os.close(descriptor)
@@ -68,13 +72,17 @@ class ArenaMapping:
         return True
 
 
-def _receive(path: str, token: bytes) -> int:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+def _receive(path: str, token: bytes) -> tuple[int, socket.socket]:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
         connection.settimeout(_TIMEOUT_S)
         connection.connect(path)
         connection.sendall(token)
         _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
-    if not descriptors:
-        raise ConnectionError("the token was refused")
+        if not descriptors:
+            raise ConnectionError("the token was refused")
+    except OSError:
+        connection.close()
+        raise
     os.set_inheritable(descriptors[0], False)
-    return descriptors[0]
+    return descriptors[0], connection

@@ -18,8 +18,10 @@ from katydid_runtime.errors import IdentityMismatchError, InvalidRequestError, K
 from katydid_runtime.rpc_errors import from_rpc_error
 
 from katydid_cache.arena import ArenaMapping
+from katydid_cache.layout import BlockLayout
+from katydid_cache.local_calls import LocalCalls
 
-__all__ = ["Attachment"]
+__all__ = ["Attachment", "attach_request"]
 
 _BACKOFF_S = (0.05, 2.0)
 _AGAIN_POLL_S = 0.02
@@ -45,6 +47,7 @@ class Attachment:
         self.frame_bytes = 0
         self.lane_port = 0
         self.arena: ArenaMapping | None = None
+        self.local: LocalCalls | None = None
 
     @property
     def usable(self) -> bool:
@@ -116,13 +119,22 @@ class Attachment:
             finally:
                 self._id = 0
                 call.cancel()
+                if self.local is not None:
+                    self.local.close()
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(2 * backoff, _BACKOFF_S[1])
 
+    def _drop_arena(self) -> None:
+        if self.local is not None:
+            self.local.close()
+        self.arena = self.local = None
+
     async def _take(self, response: pb.AttachResponse) -> None:
         if response.WhichOneof("message") == "attached":
-            granted = response.attached.HasField("arena")
-            self.arena = await ArenaMapping.receive(response.attached.arena) if granted else None
+            self._drop_arena()
+            if response.attached.HasField("arena"):
+                self.arena, connection = await ArenaMapping.receive(response.attached.arena)
+                self.local = await LocalCalls.over(connection)
             self._id = response.attached.attachment
             self.boot_epoch = response.attached.boot_epoch
             self.frame_bytes = response.attached.frame_bytes
@@ -131,3 +143,21 @@ class Attachment:
             self._changed.set()
         elif response.notice.draining:
             self._id = 0
+
+
+def attach_request(client: str, identity: bytes, layout: BlockLayout, *, arena: bool) -> pb.AttachRequest:
+    """What a client joins with."""
+    return pb.AttachRequest(
+        client=client,
+        want_arena=arena,
+        identity=identity,
+        layout=pb.BlockLayout(
+            version=layout.version,
+            layers=layout.layers,
+            kv_heads=layout.kv_heads,
+            head_dim=layout.head_dim,
+            block_tokens=layout.block_tokens,
+            dtype=layout.dtype,
+            block_bytes=layout.block_bytes,
+        ),
+    )

@@ -32,12 +32,13 @@ from katydid_runtime.trace_context import TraceContext
 from katydid_cache.arena import ArenaMapping
 from katydid_cache.arena_copies import ArenaCopies, PutTerms
 from katydid_cache.arena_slots import ArenaSlots
-from katydid_cache.attachment import Attachment
+from katydid_cache.attachment import Attachment, attach_request
 from katydid_cache.bearer import headers, interceptors
 from katydid_cache.get_call import GetCall, byte_buffers
 from katydid_cache.in_place import InPlace
 from katydid_cache.lane_reads import LaneReads, dialled_host
 from katydid_cache.layout import BlockLayout, Span
+from katydid_cache.local_calls import LocalCalls, NearCalls
 from katydid_cache.pulls import Pulls
 from katydid_cache.put_call import PutCall, check_payloads, put_start
 from katydid_cache.records import (
@@ -105,6 +106,7 @@ class CacheClient:
         self._keeping: asyncio.Task[None] | None = None
         self._layout: BlockLayout | None = None
         self._copies = ArenaCopies()
+        self._near = NearCalls(self._stub, self._local, headers(token) or ())
         host = dialled_host(address)
         self._lanes = LaneReads(host or "", lanes if host else 0)
         self.pulls = Pulls(self._stub, self._call, self._answer)
@@ -133,7 +135,7 @@ class CacheClient:
     def in_place(self) -> InPlace:
         """Reading and writing in the service's shared memory; for clients attached with `arena=True`."""
         size = self._known_layout().block_bytes
-        return InPlace(self._stub, self._answer, lambda: self.arena, size)
+        return InPlace(self._near, self._answer, lambda: self.arena, size)
 
     async def attach(
         self, identity: bytes, layout: BlockLayout, *, arena: bool = False, timeout_s: float = 5.0
@@ -149,20 +151,7 @@ class CacheClient:
         """
         if self._attachment is not None:
             raise ConflictError("this client is attached already; one client is one namespace")
-        request = pb.AttachRequest(
-            client=self._name,
-            want_arena=arena,
-            identity=identity,
-            layout=pb.BlockLayout(
-                version=layout.version,
-                layers=layout.layers,
-                kv_heads=layout.kv_heads,
-                head_dim=layout.head_dim,
-                block_tokens=layout.block_tokens,
-                dtype=layout.dtype,
-                block_bytes=layout.block_bytes,
-            ),
-        )
+        request = attach_request(self._name, identity, layout, arena=arena)
         self._layout = layout
         self._attachment = Attachment(self._stub, request, self._address)
         self._keeping = asyncio.create_task(self._attachment.keep())
@@ -187,7 +176,7 @@ class CacheClient:
             request = pb.LookupRequest(attachment=attachment, hashes=hashes, lease=lease, heads=_head_range(heads))
             if lease_ttl_s is not None:
                 request.lease_ttl.CopyFrom(to_duration(lease_ttl_s))
-            response = await self._stub.Lookup(request, timeout=timeout_s, metadata=headers(None, trace))
+            response = await self._near.Lookup(request, timeout=timeout_s, metadata=headers(None, trace))
             runs = tuple(TierRun(Tier(run.tier), run.blocks, to_seconds(run.eta)) for run in response.runs)
             slots = ArenaSlots(response.slots, response.checksums, response.linear_checksums)
             if slots and (mapping := self.arena) is not None:
@@ -294,7 +283,7 @@ class CacheClient:
         self._copies.forget(lease)
 
         async def call(attachment: int) -> None:
-            await self._stub.Release(pb.ReleaseRequest(attachment=attachment, lease=lease), timeout=timeout_s)
+            await self._near.Release(pb.ReleaseRequest(attachment=attachment, lease=lease), timeout=timeout_s)
 
         await self._answer(call, lambda: None)
 
@@ -347,6 +336,9 @@ class CacheClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
+    def _local(self) -> LocalCalls | None:
+        return None if self._attachment is None else self._attachment.local
+
     async def _attached_again(self) -> int:
         """The attachment to go on with after a stream broke; 0 when none comes soon."""
         return 0 if self._attachment is None else await self._attachment.again(_RESUME_S)
@@ -378,8 +370,8 @@ class CacheClient:
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
             raise UnavailableError("the client was closed during the call") from error
-        except grpc.RpcError as error:
-            failure = from_rpc_error(error)
+        except (grpc.RpcError, KatydidError) as error:
+            failure = from_rpc_error(error) if isinstance(error, grpc.RpcError) else error
             if isinstance(failure, DeadlineExceededError):
                 attachment.timed_out()
             if isinstance(failure, ConflictError) and failure.field == "attachment":

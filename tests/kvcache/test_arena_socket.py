@@ -35,7 +35,7 @@ def serve(folder: Path, scenario: Any) -> None:
     async def body() -> None:
         descriptor = os.memfd_create("test-arena")
         os.write(descriptor, CONTENT)
-        arena = ArenaSocket(str(folder / "arena"), descriptor)
+        arena = ArenaSocket(str(folder / "arena"), descriptor, asyncio.Protocol)
         arena.start()
         try:
             await scenario(arena)
@@ -81,7 +81,7 @@ def test_a_moment_without_descriptors_is_survived(tmp_path: Path, monkeypatch: p
 def test_a_path_that_cannot_be_bound_is_named(tmp_path: Path) -> None:
     async def body() -> None:
         with pytest.raises(SettingsError, match="cannot listen") as caught:
-            ArenaSocket(str(tmp_path / "nowhere" / "arena"), 0).start()
+            ArenaSocket(str(tmp_path / "nowhere" / "arena"), 0, asyncio.Protocol).start()
         assert caught.value.field == "listen"
 
     asyncio.run(body())

@@ -22,7 +22,8 @@ from katydid_kvcache.figures import Figures
 from katydid_kvcache.lanes.calls import LaneCalls
 from katydid_kvcache.lanes.desk import LaneDesk
 from katydid_kvcache.lanes.puller import Puller
-from katydid_kvcache.service import LONG_LIVED, SERVICE, KvCacheService, rpc_handlers
+from katydid_kvcache.local_calls import LocalConnection
+from katydid_kvcache.service import LONG_LIVED, SERVICE, KvCacheService, local_handlers, rpc_handlers
 from katydid_kvcache.settings import KvCacheSettings
 
 _FIGURES_S = 1.0
@@ -48,7 +49,11 @@ async def serve(settings: KvCacheSettings, telemetry: Telemetry) -> None:
         )
         arena = None
         if settings.listen.startswith("unix:"):
-            arena = ArenaSocket(settings.listen.removeprefix("unix:") + ".arena", cache.arena.fd)
+            arena = ArenaSocket(
+                settings.listen.removeprefix("unix:") + ".arena",
+                cache.arena.fd,
+                lambda: LocalConnection(local_handlers(service), access.check),
+            )
             stack.push_async_callback(arena.stop)
         desk, puller = await _lanes(stack, settings, cache)
         service = KvCacheService(cache, telemetry, figures, arena, lane_port=desk.port if desk else 0)

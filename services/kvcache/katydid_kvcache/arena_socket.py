@@ -1,4 +1,7 @@
-"""Passes the arena's descriptor to clients of this host over a Unix socket, against a one-time token."""
+"""Passes the arena's descriptor to clients of this host over a Unix socket, against a one-time token.
+
+The connection stays open for short calls, see `local_calls`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import logging
 import os
 import secrets
 import socket
+import weakref
+from collections.abc import Callable
 
 from katydid_runtime.errors import SettingsError
 
@@ -21,11 +26,16 @@ logger = logging.getLogger(__name__)
 
 
 class ArenaSocket:
-    """Listens at `path` for clients that show a token from `issue`; each gets `descriptor` once, by SCM_RIGHTS."""
+    """Listens at `path` for clients that show a token from `issue`; each gets `descriptor` once, by SCM_RIGHTS.
 
-    def __init__(self, path: str, descriptor: int) -> None:
+    After that the connection is served by what `connected` makes.
+    """
+
+    def __init__(self, path: str, descriptor: int, connected: Callable[[], asyncio.Protocol]) -> None:
         self.path = path
         self._descriptor = descriptor
+        self._connected = connected
+        self._transports: weakref.WeakSet[asyncio.BaseTransport] = weakref.WeakSet()
         self._tokens: set[bytes] = set()
         self._listening: asyncio.Task[None] | None = None
         self._started = asyncio.Event()
@@ -65,6 +75,8 @@ class ArenaSocket:
         if self._listening is not None:
             self._listening.cancel()
             await asyncio.gather(self._listening, return_exceptions=True)
+            for transport in self._transports:
+                transport.close()
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
 
@@ -83,9 +95,14 @@ class ArenaSocket:
                     clients.create_task(self._serve(connection))
 
     async def _serve(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, TimeoutError):
+        loop = asyncio.get_running_loop()
+        with contextlib.ExitStack() as closing, contextlib.suppress(OSError, TimeoutError):
+            closing.push(connection)
             async with asyncio.timeout(_TIMEOUT_S):
-                token = await asyncio.get_running_loop().sock_recv(connection, TOKEN_BYTES)
+                token = await loop.sock_recv(connection, TOKEN_BYTES)
             if token in self._tokens:
                 self._tokens.discard(token)
                 socket.send_fds(connection, [b"\0"], [self._descriptor])
+                transport, _ = await loop.connect_accepted_socket(self._connected, connection)
+                self._transports.add(transport)
+                closing.pop_all()

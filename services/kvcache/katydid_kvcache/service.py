@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, TypeAlias
 
 import grpc
@@ -25,9 +25,10 @@ from katydid_kvcache.figures import Figures
 from katydid_kvcache.get_stream import GetStream
 from katydid_kvcache.in_place_calls import PackedSlots, commit_in_place, reserve_in_place
 from katydid_kvcache.lanes.calls import LaneCalls
+from katydid_kvcache.local_calls import Handler
 from katydid_kvcache.put_stream import PutStream
 
-__all__ = ["LONG_LIVED", "SERVICE", "KvCacheService", "rpc_handlers"]
+__all__ = ["LONG_LIVED", "SERVICE", "KvCacheService", "local_handlers", "rpc_handlers"]
 
 _DESCRIPTOR = pb.DESCRIPTOR.services_by_name["KvCacheService"]
 SERVICE = _DESCRIPTOR.full_name
@@ -242,6 +243,15 @@ async def _read_out(messages: AsyncIterator[bytes]) -> None:
         async with asyncio.timeout(_READ_OUT_S):
             async for _ in messages:
                 pass
+
+
+def local_handlers(service: KvCacheService) -> Mapping[str, Handler]:
+    """The calls that go with blocks in place, for `LocalConnection`."""
+    methods = _DESCRIPTOR.methods_by_name
+    return {
+        name: Handler(f"/{SERVICE}/{name}", GetMessageClass(methods[name].input_type), getattr(service, name))
+        for name in ("Lookup", "Reserve", "Commit", "Release")
+    }
 
 
 def rpc_handlers(service: KvCacheService, lanes: LaneCalls) -> grpc.GenericRpcHandler:
