@@ -40,7 +40,7 @@ from katydid_kernels.quantize_rows import (
 )
 from katydid_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from katydid_kernels.rope import rope, rope_reference, rope_table
-from katydid_kernels.router import RouterWeight, router, router_reference
+from katydid_kernels.router import RoutedRows, RouterWeight, add_rms_norm_route, router, router_reference
 from katydid_kernels.sample import (
     LogitBias,
     Logprobs,
@@ -63,12 +63,14 @@ __all__ = [
     "Logprobs",
     "Penalties",
     "QkNorm",
+    "RoutedRows",
     "RouterWeight",
     "SamplingBatch",
     "add_rms_norm",
     "add_rms_norm_quantize",
     "add_rms_norm_quantize_reference",
     "add_rms_norm_reference",
+    "add_rms_norm_route",
     "decode_attention",
     "decode_attention_reference",
     "decode_ctas",

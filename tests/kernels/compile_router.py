@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -28,19 +29,33 @@ def run(tokens: int, experts: int, terms: int, scoring: Literal["sigmoid", "soft
     call(x, split_into_bf16(weight, terms), counters, experts, choice)
 
 
+def run_normed(tokens: int, quantise: bool) -> None:
+    x, weight = torch.zeros(tokens, 4096, dtype=torch.bfloat16), torch.zeros(192, 4096)
+    weights, ids = torch.zeros(tokens, 8), torch.zeros(tokens, 8, dtype=torch.int32)
+    q = torch.zeros(tokens, 4096, dtype=torch.uint8).view(torch.float8_e4m3fn) if quantise else None
+    choice = launch.Choice(8, "sigmoid", torch.zeros(192), True, 2.826, weights, ids)
+    launch.launch_normed(
+        x, x, x[0], 1e-5, x, x, q, None, weights[:, 0] if quantise else None, split_into_bf16(weight, 2),
+        torch.zeros(1, dtype=torch.int32), 192, choice,
+    )  # fmt: skip
+
+
 def main() -> None:
     launch.few_tokens_kernel = Recorder(launch.few_tokens_kernel)
     launch.many_tokens_kernel = Recorder(launch.many_tokens_kernel)
+    launch.normed_router_kernel = Recorder(launch.normed_router_kernel)
     launch.sm_count = lambda device: 132
-    cases = {
-        "1 token": (1, 192, 2, "sigmoid"),
-        "1024 tokens": (1024, 192, 2, "sigmoid"),
-        "16384 tokens": (16384, 192, 2, "sigmoid"),
-        "257 experts, softmax": (4096, 257, 2, "softmax"),
+    cases: dict[str, Callable[[], None]] = {
+        "1 token": lambda: run(1, 192, 2, "sigmoid"),
+        "1024 tokens": lambda: run(1024, 192, 2, "sigmoid"),
+        "16384 tokens": lambda: run(16384, 192, 2, "sigmoid"),
+        "257 experts, softmax": lambda: run(4096, 257, 2, "softmax"),
+        "norm of 1 token": lambda: run_normed(1, False),
+        "norm of 8 tokens, quantised": lambda: run_normed(8, True),
     }
-    for case, arguments in cases.items():
+    for case, call in cases.items():
         Recorder.launched.clear()
-        run(*arguments)  # type: ignore[arg-type]
+        call()
         for kernel, cubin in Recorder.launched:
             print(json.dumps({"case": case, "kernel": kernel, "spills": cubin.spills, **dataclasses.asdict(cubin)}))
 

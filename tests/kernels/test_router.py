@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 import torch
-from katydid_kernels import RouterWeight, router
+from katydid_kernels import RouterWeight, add_rms_norm, add_rms_norm_route, router
 from katydid_kernels.router import split_into_bf16
 from katydid_kernels.router.weight import experts_per_tile
 
@@ -119,3 +119,18 @@ def test_bad_input_is_named() -> None:
         router(x, weight, top_k=2, scoring="sigmoid", selection_bias=torch.ones(7))
     with pytest.raises(ValueError, match="weight must be fp32"):
         RouterWeight.prepare(weight.bfloat16())
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_norm_and_router_in_one_are_the_ops_in_turn(fp8: bool) -> None:
+    torch.manual_seed(4)
+    x, residual, norm = torch.randn(3, 32), torch.randn(3, 32), torch.rand(32)
+    weight = RouterWeight.prepare(torch.randn(13, 32))
+    found = add_rms_norm_route(x, residual, norm, 1e-5, weight, top_k=3, scoring="sigmoid", fp8=fp8)
+    y, total = add_rms_norm(x, residual, norm, 1e-5)
+    assert torch.equal(found.y, y)
+    assert torch.equal(found.total, total)
+    assert torch.equal(found.ids, router(y, weight, top_k=3, scoring="sigmoid")[1])
+    assert (found.q is None, found.q_scale is None) == (not fp8, not fp8)
+    with pytest.raises(ValueError, match="x and residual must have one shape"):
+        add_rms_norm_route(x, residual[:2], norm, 1e-5, weight, top_k=3, scoring="sigmoid")

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from katydid_kernels import RouterWeight, router  # noqa: E402
+from katydid_kernels import RouterWeight, add_rms_norm_route, router  # noqa: E402
 from katydid_kernels.router.launch import Choice, launch_few, launch_many  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -130,3 +130,40 @@ def test_nan_chooses_experts_that_exist() -> None:
         _, ids = router(x, prepared, top_k=8, scoring="sigmoid")
         assert ids.min() >= 0
         assert ids.max() < 192
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 8])
+@pytest.mark.parametrize("kind", ["bf16", "fp8 a token", "fp8 static"])
+def test_norm_and_router_in_one_launch(tokens: int, kind: str) -> None:
+    torch.manual_seed(tokens)
+    hidden, experts = 4096, 192
+    storage = torch.full((2 * tokens, hidden + 8), float("nan"), device="cuda", dtype=torch.bfloat16)
+    x, residual = storage[:tokens, :hidden], storage[tokens:, :hidden]
+    x.copy_(torch.randn(tokens, hidden, device="cuda"))
+    residual.copy_(torch.randn(tokens, hidden, device="cuda"))
+    norm = (torch.rand(hidden, device="cuda") + 0.5).bfloat16()
+    weight = RouterWeight.prepare(0.02 * torch.randn(experts, hidden, device="cuda"))
+    bias = 0.1 * torch.randn(experts, device="cuda")
+    scale = torch.tensor([0.01], device="cuda") if kind == "fp8 static" else None
+    found = add_rms_norm_route(
+        x, residual, norm, 1e-5, weight, top_k=8, scoring="sigmoid", selection_bias=bias, scale=2.5,
+        fp8=kind != "bf16", fp8_scale=scale,
+    )  # fmt: skip
+    total = x + residual
+    wide = total.double()
+    y = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.double()
+    assert torch.equal(found.total, total)
+    # One step of bf16 where fp32 and float64 round to different sides.
+    assert (found.y.double() - y).abs().max() <= (2.0**-8 * y.abs()).max()
+    assert ((found.y.double() - y).norm() / y.norm()).item() < 2e-3
+    assert_chosen((found.weights, found.ids), found.y, weight.weight, bias, "sigmoid", True)
+    if kind == "bf16":
+        assert found.q is None
+        return
+    assert found.q is not None
+    assert found.q_scale is not None
+    expected = found.y.float().abs().amax(-1) / 448 if scale is None else scale
+    torch.testing.assert_close(found.q_scale, expected, rtol=2.0**-8, atol=0)
+    back = found.q.float() * (found.q_scale[:, None] if scale is None else scale)
+    clamped = found.y.float().clamp(-4.48, 4.48) if scale is not None else found.y.float()
+    assert ((back - clamped).norm() / clamped.norm()).item() < 3.5e-2

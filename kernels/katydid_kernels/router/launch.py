@@ -8,13 +8,15 @@ from typing import Literal
 import torch
 import triton
 from torch import Tensor
+from triton.experimental.gluon import language as gl
 
 from katydid_kernels.gemm.launch import descriptor, sm_count
 from katydid_kernels.router.few_kernel import few_tokens_kernel
 from katydid_kernels.router.many_kernel import many_tokens_kernel
+from katydid_kernels.router.normed_kernel import normed_router_kernel
 from katydid_kernels.router.weight import CHUNK_EXPERTS, MOST_TILES, experts_per_tile
 
-__all__ = ["Choice", "launch_few", "launch_many", "many_splits"]
+__all__ = ["Choice", "launch_few", "launch_many", "launch_normed", "many_splits"]
 
 BLOCK_K = 64
 TILE_TOKENS = 128
@@ -44,6 +46,41 @@ def launch_few(x: Tensor, terms: Tensor, counters: Tensor, experts: int, choice:
     few_tokens_kernel[(splits * (padded // CHUNK_EXPERTS),)](
         descriptor(x, [box, BLOCK_K]), descriptor(terms.view(-1, hidden), [CHUNK_EXPERTS, BLOCK_K]),
         partial, counters, choice.selection_bias, choice.scale, choice.weights, choice.ids, tokens, experts,
+        E_PAD=padded, TERMS=count, DEPTH=depth, SPLITS=splits, POWER_S=triton.next_power_of_2(splits),
+        POWER_E=max(128, triton.next_power_of_2(padded)), TOP_K=choice.top_k,
+        POWER_K=triton.next_power_of_2(choice.top_k), SIGMOID=choice.scoring == "sigmoid",
+        RENORMALISE=choice.renormalise, num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+
+
+def launch_normed(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    total: Tensor,
+    y: Tensor,
+    q: Tensor | None,
+    given_scale: Tensor | None,
+    q_scale: Tensor | None,
+    terms: Tensor,
+    counters: Tensor,
+    experts: int,
+    choice: Choice,
+    *,
+    depth: int = 2,
+) -> None:
+    """Up to 8 tokens, with what `normed_router_kernel` makes before; `q_scale` as it is returned."""
+    count, padded, hidden = terms.shape
+    tokens = x.shape[0]
+    splits = triton.cdiv(hidden, depth * BLOCK_K)
+    partial = torch.empty(splits, tokens, padded, device=x.device)
+    normed_router_kernel[(splits * (padded // CHUNK_EXPERTS),)](
+        x, x.stride(0), residual, residual.stride(0), norm_weight, eps, total, y, q, given_scale, q_scale,
+        descriptor(terms.view(-1, hidden), [CHUNK_EXPERTS, BLOCK_K]),
+        partial, counters, choice.selection_bias, choice.scale, choice.weights, choice.ids, tokens, experts,
+        HIDDEN=hidden, ROWS=triton.next_power_of_2(tokens),
+        X_LAYOUT=gl.NVMMASharedLayout.get_default_for([8, BLOCK_K], gl.bfloat16),
         E_PAD=padded, TERMS=count, DEPTH=depth, SPLITS=splits, POWER_S=triton.next_power_of_2(splits),
         POWER_E=max(128, triton.next_power_of_2(padded)), TOP_K=choice.top_k,
         POWER_K=triton.next_power_of_2(choice.top_k), SIGMOID=choice.scoring == "sigmoid",

@@ -20,7 +20,7 @@ from torch import Tensor
 from katydid_kernels.linear import linear_reference
 from katydid_kernels.router.weight import MOST_TILES, RouterWeight
 
-__all__ = ["router", "router_reference"]
+__all__ = ["fits_copy_engine", "router", "router_reference"]
 
 FEW_TOKENS = 64
 _MOST_TOKENS = 128 * MOST_TILES
@@ -59,7 +59,7 @@ def router(
         raise ValueError(f"top_k must be 1 to the {experts} experts, got {top_k}")
     if selection_bias is not None and selection_bias.shape != (experts,):
         raise ValueError(f"selection_bias must be [{experts}], got {list(selection_bias.shape)}")
-    if isinstance(weight, Tensor) or weight.terms is None or weight.counters is None or not _fits_copy_engine(x):
+    if isinstance(weight, Tensor) or weight.terms is None or weight.counters is None or not fits_copy_engine(x):
         return router_reference(
             x,
             matrix,
@@ -82,7 +82,7 @@ def router(
     return weights, ids
 
 
-def _fits_copy_engine(x: Tensor) -> bool:
+def fits_copy_engine(x: Tensor) -> bool:
     """TMA wants bf16 rows here, their base and stride multiples of 16 bytes."""
     return x.dtype == torch.bfloat16 and x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0
 
