@@ -5,8 +5,9 @@
     quantize_fp8:           y = x
     q = e4m3(y / scale)
 
-`scale` is either given (static: the checkpoint's ``input_scale``) or per token, ``max |y| / 448``, and then returned.
-All are bound by memory: a program keeps its whole rows in registers between the reduction and the store.
+`scale` is either given (static: the checkpoint's ``input_scale``) or, ``max |y| / 448``, one for a token or for every
+`group` columns of it, and then returned. All are bound by memory: a program keeps its whole rows in registers
+between the reduction and the store.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _SMALLEST_SCALE = 1e-12
 
 
 def add_rms_norm_quantize(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, scale: Tensor | None = None
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, scale: Tensor | None = None, group: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns ``(q, scale, r)``: e4m3 ``[T, n]``, fp32 scale ``[T]`` (or the one given) and ``x + residual``.
 
@@ -41,63 +42,93 @@ def add_rms_norm_quantize(
         x, residual: ``[T, n]`` of one dtype, rows contiguous. Their sum is rounded to that dtype, then normalised.
         weight: ``[n]``.
         scale: fp32 of one element to quantise with, or None for one scale a token.
+        group: columns that share a scale, a power of two that divides n: the scale is then ``[T, n / group]``.
+
+    Raises ValueError for a group that does not divide n, or one beside a given scale.
     """
+    _check_group(x.shape[1], scale, group)
     if not _has_kernels(x):
-        return add_rms_norm_quantize_reference(x, residual, weight, eps, scale=scale)
+        return add_rms_norm_quantize_reference(x, residual, weight, eps, scale=scale, group=group)
     tokens, n = x.shape
     q = torch.empty(tokens, n, dtype=_E4M3, device=x.device)
     total = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
-    scales = torch.empty(tokens, dtype=torch.float32, device=x.device) if scale is None else scale
+    scales = _scales(tokens, n, group, x.device) if scale is None else scale
     if tokens:
         _add_rms_norm_quantize_kernel[(tokens,)](
             x, residual, weight, scales, total, q, n, x.stride(0), residual.stride(0), eps,
-            STATIC=scale is not None, BLOCK=triton.next_power_of_2(n), num_warps=4,
+            STATIC=scale is not None, GROUP=group, BLOCK=triton.next_power_of_2(n), num_warps=4,
         )  # fmt: skip
     return q, scales, total
 
 
-def swiglu_quantize(gate_up: Tensor, *, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def swiglu_quantize(gate_up: Tensor, *, scale: Tensor | None = None, group: int | None = None) -> tuple[Tensor, Tensor]:
     """Returns ``(q, scale)``: e4m3 ``[T, n]`` and fp32 ``[T]`` (or the scale given).
 
     Args:
         gate_up: ``[T, 2 * n]``, gate in the first half, up in the second, rows contiguous.
-        scale: as above.
+        scale, group: as above.
     """
+    _check_group(gate_up.shape[1] // 2, scale, group)
     if not _has_kernels(gate_up):
-        return swiglu_quantize_reference(gate_up, scale=scale)
+        return swiglu_quantize_reference(gate_up, scale=scale, group=group)
     tokens, n = gate_up.shape[0], gate_up.shape[1] // 2
     q = torch.empty(tokens, n, dtype=_E4M3, device=gate_up.device)
-    scales = torch.empty(tokens, dtype=torch.float32, device=gate_up.device) if scale is None else scale
+    scales = _scales(tokens, n, group, gate_up.device) if scale is None else scale
     if tokens:
         block = triton.next_power_of_2(n)
         # A program of few bytes does not pay for its start: narrow rows share one.
         rows = 1 if block >= 2048 else 4096 // block
         _swiglu_quantize_kernel[(triton.cdiv(tokens, rows),)](
             gate_up, scales, q, tokens, n, gate_up.stride(0),
-            STATIC=scale is not None, ROWS=rows, BLOCK=block, num_warps=4,
+            STATIC=scale is not None, GROUP=group, ROWS=rows, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return q, scales
 
 
-def quantize_fp8(x: Tensor, *, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_fp8(x: Tensor, *, scale: Tensor | None = None, group: int | None = None) -> tuple[Tensor, Tensor]:
     """Returns ``(q, scale)``: e4m3 ``[T, n]`` and fp32 ``[T]`` (or the scale given).
 
     Args:
         x: ``[T, n]``, rows contiguous; for what no norm or SwiGLU makes, such as the output of attention.
-        scale: as above.
+        scale, group: as above.
     """
+    _check_group(x.shape[1], scale, group)
     if not _has_kernels(x):
-        return quantize_fp8_reference(x, scale=scale)
+        return quantize_fp8_reference(x, scale=scale, group=group)
     tokens, n = x.shape
     q = torch.empty(tokens, n, dtype=_E4M3, device=x.device)
-    scales = torch.empty(tokens, dtype=torch.float32, device=x.device) if scale is None else scale
+    scales = _scales(tokens, n, group, x.device) if scale is None else scale
     if tokens:
         block = triton.next_power_of_2(n)
         rows = max(1, 4096 // block)
         _quantize_fp8_kernel[(triton.cdiv(tokens, rows),)](
-            x, scales, q, tokens, n, x.stride(0), STATIC=scale is not None, ROWS=rows, BLOCK=block, num_warps=4
+            x,
+            scales,
+            q,
+            tokens,
+            n,
+            x.stride(0),
+            STATIC=scale is not None,
+            GROUP=group,
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=4,
         )
     return q, scales
+
+
+def _check_group(n: int, scale: Tensor | None, group: int | None) -> None:
+    if group is None:
+        return
+    if scale is not None:
+        raise ValueError("group and scale exclude each other: a given scale holds for everything")
+    if group <= 0 or group & (group - 1) or n % group:
+        raise ValueError(f"group must be a power of two that divides the {n} columns, got {group}")
+
+
+def _scales(tokens: int, n: int, group: int | None, device: torch.device) -> Tensor:
+    shape = (tokens,) if group is None else (tokens, n // group)
+    return torch.empty(shape, dtype=torch.float32, device=device)
 
 
 def _has_kernels(tensor: Tensor) -> bool:
@@ -105,10 +136,18 @@ def _has_kernels(tensor: Tensor) -> bool:
 
 
 @triton.jit
-def _store_quantized(y, scale_ptr, q_ptr, row, valid, n, col, STATIC: tl.constexpr):
+def _store_quantized(y, scale_ptr, q_ptr, row, valid, n, col, STATIC: tl.constexpr, GROUP: tl.constexpr):
     """``y[ROWS, BLOCK]``, zero past column n, as e4m3."""
     if STATIC:
         divisor = tl.load(scale_ptr)
+    elif GROUP is not None:
+        ROWS: tl.constexpr = y.shape[0]
+        GROUPS: tl.constexpr = y.shape[1] // GROUP
+        scale = tl.maximum(tl.max(tl.abs(tl.reshape(y, [ROWS, GROUPS, GROUP])), 2) / 448.0, 1e-12)
+        group = tl.arange(0, GROUPS)
+        place = scale_ptr + row.to(tl.int64)[:, None] * (n // GROUP) + group[None, :]
+        tl.store(place, scale, mask=valid[:, None] & (group < n // GROUP)[None, :])
+        divisor = tl.reshape(tl.broadcast_to(scale[:, :, None], [ROWS, GROUPS, GROUP]), [ROWS, GROUPS * GROUP])
     else:
         scale = tl.maximum(tl.max(tl.abs(y), 1) / 448.0, 1e-12)
         tl.store(scale_ptr + row, scale, mask=valid)
@@ -122,7 +161,7 @@ def _store_quantized(y, scale_ptr, q_ptr, row, valid, n, col, STATIC: tl.constex
 @triton.jit
 def _add_rms_norm_quantize_kernel(
     x_ptr, residual_ptr, weight_ptr, scale_ptr, total_ptr, q_ptr, n, x_row_stride, residual_row_stride, eps,
-    STATIC: tl.constexpr, BLOCK: tl.constexpr,
+    STATIC: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     col = tl.arange(0, BLOCK)
@@ -134,13 +173,13 @@ def _add_rms_norm_quantize_kernel(
     x = total.to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / n + eps) * weight
     rows = row + tl.arange(0, 1)
-    _store_quantized(y[None, :], scale_ptr, q_ptr, rows, rows >= 0, n, col, STATIC)
+    _store_quantized(y[None, :], scale_ptr, q_ptr, rows, rows >= 0, n, col, STATIC, GROUP)
 
 
 @triton.jit
 def _swiglu_quantize_kernel(
     gate_up_ptr, scale_ptr, q_ptr, tokens, n, row_stride,
-    STATIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STATIC: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
@@ -148,39 +187,47 @@ def _swiglu_quantize_kernel(
     source = gate_up_ptr + row.to(tl.int64)[:, None] * row_stride + col[None, :]
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + n, mask=inside, other=0.0).to(tl.float32)
-    _store_quantized(gate * tl.sigmoid(gate) * up, scale_ptr, q_ptr, row, row < tokens, n, col, STATIC)
+    _store_quantized(gate * tl.sigmoid(gate) * up, scale_ptr, q_ptr, row, row < tokens, n, col, STATIC, GROUP)
 
 
 @triton.jit
 def _quantize_fp8_kernel(
-    x_ptr, scale_ptr, q_ptr, tokens, n, row_stride, STATIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    x_ptr, scale_ptr, q_ptr, tokens, n, row_stride,
+    STATIC: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
     inside = (row < tokens)[:, None] & (col < n)[None, :]
     x = tl.load(x_ptr + row.to(tl.int64)[:, None] * row_stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
-    _store_quantized(x, scale_ptr, q_ptr, row, row < tokens, n, col, STATIC)
+    _store_quantized(x, scale_ptr, q_ptr, row, row < tokens, n, col, STATIC, GROUP)
 
 
 def add_rms_norm_quantize_reference(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, scale: Tensor | None = None
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, scale: Tensor | None = None, group: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     total = x + residual
     wide = total.float()
     y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
-    return *_quantize_reference(y, scale), total
+    return *_quantize_reference(y, scale, group), total
 
 
-def swiglu_quantize_reference(gate_up: Tensor, *, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def swiglu_quantize_reference(
+    gate_up: Tensor, *, scale: Tensor | None = None, group: int | None = None
+) -> tuple[Tensor, Tensor]:
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return _quantize_reference(F.silu(gate) * up, scale)
+    return _quantize_reference(F.silu(gate) * up, scale, group)
 
 
-def quantize_fp8_reference(x: Tensor, *, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    return _quantize_reference(x.float(), scale)
+def quantize_fp8_reference(
+    x: Tensor, *, scale: Tensor | None = None, group: int | None = None
+) -> tuple[Tensor, Tensor]:
+    return _quantize_reference(x.float(), scale, group)
 
 
-def _quantize_reference(y: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+def _quantize_reference(y: Tensor, scale: Tensor | None, group: int | None) -> tuple[Tensor, Tensor]:
+    if group is not None:
+        q, scales = _quantize_reference(y.view(len(y), -1, group), None, None)
+        return q.view(y.shape), scales
     scales = (y.abs().amax(-1) / FP8_MAX).clamp(min=_SMALLEST_SCALE) if scale is None else scale
-    divisor = scales[:, None] if scale is None else scales
+    divisor = scales[..., None] if scale is None else scales
     return (y / divisor).clamp(-FP8_MAX, FP8_MAX).to(_E4M3), scales

@@ -80,3 +80,38 @@ def test_values_out_of_range_are_clamped_and_rows_of_zeros_stay_zero() -> None:
 
 def test_no_tokens() -> None:
     assert quantize_rows.swiglu_quantize(torch.empty(0, 64, device=DEVICE))[0].shape == (0, 32)
+
+
+@pytest.mark.parametrize(("tokens", "n", "group"), [(1, 128, 128), (5, 384, 128), (3, 256, 64)])
+def test_one_scale_a_group(tokens: int, n: int, group: int) -> None:
+    x, gate_up = torch.randn(tokens, n, device=DEVICE), torch.randn(tokens, 2 * n, device=DEVICE)
+    weight = torch.rand(n, device=DEVICE)
+    pairs = [
+        (quantize_rows.quantize_fp8(x, group=group), quantize_rows.quantize_fp8_reference(x, group=group)),
+        (
+            quantize_rows.swiglu_quantize(gate_up, group=group),
+            quantize_rows.swiglu_quantize_reference(gate_up, group=group),
+        ),
+        (
+            quantize_rows.add_rms_norm_quantize(x, x, weight, 1e-5, group=group),
+            quantize_rows.add_rms_norm_quantize_reference(x, x, weight, 1e-5, group=group),
+        ),
+    ]
+    for found, expected in pairs:
+        assert found[1].shape == (tokens, n // group)
+        torch.testing.assert_close(found[1], expected[1])
+        assert_quantised(found[0], expected[0])
+    # The largest value of every group is what its scale makes 448.
+    largest = pairs[0][0][0].float().abs().view(tokens, -1, group).amax(-1)
+    assert ((largest - 448).abs() < 1).all()
+
+
+@pytest.mark.parametrize(("n", "group"), [(64, 128), (96, 48), (64, 0)])
+def test_a_group_that_does_not_fit(n: int, group: int) -> None:
+    with pytest.raises(ValueError, match="group must be a power of two"):
+        quantize_rows.quantize_fp8(torch.zeros(2, n, device=DEVICE), group=group)
+
+
+def test_group_and_scale() -> None:
+    with pytest.raises(ValueError, match="exclude each other"):
+        quantize_rows.quantize_fp8(torch.zeros(2, 64, device=DEVICE), scale=torch.ones(1, device=DEVICE), group=64)

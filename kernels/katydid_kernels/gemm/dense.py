@@ -12,7 +12,10 @@ from katydid_kernels.gemm.plain import plain_gemm
 from katydid_kernels.gemm.tuning import narrow_tile, wide_tile
 from katydid_kernels.linear import linear_reference
 
-__all__ = ["gemm", "gemm_reference", "runs_gluon"]
+__all__ = ["BLOCK", "gemm", "gemm_reference", "runs_gluon"]
+
+# Elements of K, and rows of weights, that share a scale where scales are of blocks.
+BLOCK = 128
 
 
 class _Hooks(TypedDict):
@@ -39,8 +42,10 @@ def gemm(
     Args:
         a: ``[M, K]`` bf16, fp16 or e4m3, rows contiguous.
         b: ``[N, K]`` of the same dtype.
-        row_scale: fp32 of one element, or ``[M]``.
-        col_scale: fp32 of one element, or ``[N]``; segments with a scale each are a vector with repeats.
+        row_scale: fp32 of one element, or ``[M]``; or, with K a multiple of 128, ``[M, K / 128]``: one for every 128
+            of K in a row.
+        col_scale: fp32 of one element, or ``[N]``; segments with a scale each are a vector with repeats. With
+            `row_scale` of blocks ``[ceil(N / 128), K / 128]``: one for every block of 128 x 128.
         bias: ``[N]``.
         residual: ``[M, N]``, may be `out`.
         promote: for e4m3, leave the tensor cores' short accumulator every 128 of K; slower by some 10 %.
@@ -61,10 +66,11 @@ def gemm(
         # Imported where it runs: the kernels speak to one generation of GPUs and of Triton.
         from katydid_kernels.gemm.launch import launch_narrow, launch_wide
 
-        narrow = narrow_tile(a.shape[0])
+        blocks = row_scale is not None and row_scale.ndim == 2
+        narrow = None if blocks else narrow_tile(a.shape[0])
         if narrow is not None:
             return launch_narrow(a, b, out, narrow, **hooks, promote=promote)
-        return launch_wide(a, b, out, wide_tile(*out.shape, promote=promote), **hooks, promote=promote)
+        return launch_wide(a, b, out, wide_tile(*out.shape, promote=promote, blocks=blocks), **hooks, promote=promote)
     return plain_gemm(a, b, out, **hooks, promote=promote)
 
 
@@ -80,7 +86,10 @@ def _check(
         raise ValueError(f"a [M, K] and b [N, K] must share K and dtype, got {a.shape} {a.dtype}, {b.shape} {b.dtype}")
     if a.stride(1) != 1 or b.stride(1) != 1:
         raise ValueError(f"rows of a and b must be contiguous, got strides {a.stride()} and {b.stride()}")
-    m, n = a.shape[0], b.shape[0]
+    m, n, k = a.shape[0], b.shape[0], a.shape[1]
+    if row_scale is not None and col_scale is not None and 2 in (row_scale.ndim, col_scale.ndim):
+        _check_blocks((m, n, k), a.dtype, row_scale, col_scale)
+        row_scale = col_scale = None
     for name, scale, size in (("row_scale", row_scale, m), ("col_scale", col_scale, n)):
         if scale is not None and (scale.dtype != torch.float32 or scale.numel() not in (1, size)):
             raise ValueError(f"{name} must be fp32 with 1 or {size} elements, got {scale.dtype} {tuple(scale.shape)}")
@@ -88,6 +97,17 @@ def _check(
         raise ValueError(f"bias must be [{n}], got {list(bias.shape)}")
     if residual is not None and residual.shape != (m, n):
         raise ValueError(f"residual must be [{m}, {n}], got {list(residual.shape)}")
+
+
+def _check_blocks(shape: tuple[int, int, int], dtype: torch.dtype, row_scale: Tensor, col_scale: Tensor) -> None:
+    m, n, k = shape
+    if k % BLOCK or dtype != torch.float8_e4m3fn:
+        raise ValueError(f"scales of blocks need e4m3 and K a multiple of {BLOCK}, got {dtype} and K = {k}")
+    for name, scale, size in (("row_scale", row_scale, m), ("col_scale", col_scale, -(-n // BLOCK))):
+        if scale.dtype != torch.float32 or scale.shape != (size, k // BLOCK) or not scale.is_contiguous():
+            raise ValueError(
+                f"{name} must be fp32 [{size}, {k // BLOCK}], contiguous, got {scale.dtype} {list(scale.shape)}"
+            )
 
 
 @functools.cache
@@ -112,7 +132,12 @@ def gemm_reference(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     # A row's bits must not depend on the rows beside it: see `linear`.
-    total = linear_reference(a.float(), b.float())
+    wide_a, wide_b = a.float(), b.float()
+    if row_scale is not None and col_scale is not None and row_scale.ndim == 2:
+        wide_a = wide_a * row_scale.repeat_interleave(BLOCK, 1)
+        wide_b = wide_b * col_scale.repeat_interleave(BLOCK, 0)[: len(b)].repeat_interleave(BLOCK, 1)
+        row_scale = col_scale = None
+    total = linear_reference(wide_a, wide_b)
     if row_scale is not None:
         total *= row_scale.reshape(-1, 1)
     if col_scale is not None:

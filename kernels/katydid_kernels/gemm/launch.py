@@ -55,12 +55,14 @@ def launch_wide(
     """The wide kernel itself, grouped where `tiles` and `tile_count` of a `RoutePlan` are given.
 
     Grouped, b is ``[E, N, K]``, N a multiple of the tile's columns, and col_scale ``[E]``. Columns of `a` past K
-    must be finite.
+    must be finite. Scales of blocks are ``[M, K / 128]`` and ``[ceil(N / 128), K / 128]``, grouped ``[E, N / 128,
+    K / 128]``, for e4m3.
     """
     n, k = b.shape[-2:]
     block_k = 128 // a.element_size()
     b = b.view(-1, k)
     ctas = sm_count(a.device)
+    blocks = row_scale is not None and row_scale.ndim == 2
     if tiles is None:
         ctas = min(ctas, triton.cdiv(a.shape[0], tile.tile_m) * triton.cdiv(n, tile.block_n))
     wide_gemm_kernel[(ctas,)](
@@ -84,8 +86,9 @@ def launch_wide(
         WGS=tile.warpgroups,
         STAGED=tile.staged,
         PROMOTE=promote,
-        ROW_VECTOR=row_scale is not None and row_scale.numel() > 1,
-        COL_VECTOR=tiles is None and col_scale is not None and col_scale.numel() > 1,
+        ROW_VECTOR=row_scale is not None and row_scale.numel() > 1 and not blocks,
+        COL_VECTOR=tiles is None and col_scale is not None and col_scale.numel() > 1 and not blocks,
+        BLOCKS=blocks,
         num_warps=4,
         maxnreg=REGISTERS[tile.warpgroups],
         launch_pdl=tiles is not None,

@@ -25,14 +25,15 @@ def plain_gemm(
     promote: bool = False,
     block: tuple[int, int, int] = (128, 128, 64),
 ) -> Tensor:
-    """``out[M, N] = (a[M, K] @ b[N, K]^T) * row_scale * col_scale + bias + residual``; arguments as `gemm`'s."""
+    """``out[M, N] = (a[M, K] @ b[N, K]^T) * row_scale * col_scale + bias + residual``; arguments as `gemm`'s; `block`'s K divides 128."""
     m, n, k = a.shape[0], b.shape[0], a.shape[1]
     block_m, block_n, block_k = block
     row_step, col_step = scale_step(row_scale), scale_step(col_scale)
+    blocks = row_scale is not None and row_scale.ndim == 2
     _plain_gemm_kernel[(triton.cdiv(m, block_m) * triton.cdiv(n, block_n),)](
         a, b, out, row_scale, col_scale, bias, residual, None, None,
         m, n, k, a.stride(0), b.stride(0), 0, out.stride(0), 0 if residual is None else residual.stride(0),
-        row_step, col_step,
+        row_step, col_step, BLOCKS=blocks,
         PROMOTE=promote, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8, num_warps=8, num_stages=3,
     )  # fmt: skip
     return out
@@ -57,15 +58,15 @@ def plain_grouped_gemm(
         b: ``[groups, N, K]``.
         tiles: int32 ``[max_tiles, 4]`` of `RoutePlan` with tiles of ``block[0]`` rows; unused entries have no rows.
         rows: int32 ``[R]``.
-        row_scale: fp32 scalar, or ``[R]``.
-        col_scale: fp32 scalar, or ``[groups]``.
+        row_scale: fp32 scalar, or ``[R]``; or of blocks, ``[R, K / 128]``.
+        col_scale: fp32 scalar, or ``[groups]``; or of blocks, ``[groups, ceil(N / 128), K / 128]``.
     """
     _, n, k = b.shape
     block_m, block_n, block_k = block
     _plain_gemm_kernel[(len(tiles) * triton.cdiv(n, block_n),)](
         a, b, out, row_scale, col_scale, None, None, tiles, rows,
         len(tiles) * block_m, n, k, a.stride(0), b.stride(1), b.stride(0), out.stride(0), 0,
-        scale_step(row_scale), scale_step(col_scale),
+        scale_step(row_scale), scale_step(col_scale), BLOCKS=row_scale is not None and row_scale.ndim == 2,
         PROMOTE=promote, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=1, num_warps=8, num_stages=3,
     )  # fmt: skip
     return out
@@ -80,7 +81,7 @@ def scale_step(scale: Tensor | None) -> int:
 def _plain_gemm_kernel(
     a_ptr, b_ptr, out_ptr, row_scale_ptr, col_scale_ptr, bias_ptr, residual_ptr, tiles_ptr, rows_ptr,
     m, n, k, a_row_stride, b_row_stride, b_group_stride, out_row_stride, residual_row_stride,
-    row_scale_step, col_scale_step,
+    row_scale_step, col_scale_step, BLOCKS: tl.constexpr,
     PROMOTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(m, BLOCK_M)
@@ -109,21 +110,31 @@ def _plain_gemm_kernel(
         source = tl.load(rows_ptr + row, mask=row_valid, other=0)
     a = a_ptr + source.to(tl.int64)[:, None] * a_row_stride + depth[None, :]
     b += col.to(tl.int64)[None, :] * b_row_stride + depth[:, None]
+    if BLOCKS:
+        row_scale_ptr += row.to(tl.int64) * (k // 128)
+        block_row = col // 128
+        if tiles_ptr is not None:
+            block_row += group * tl.cdiv(n, 128)
+        col_scale_ptr += block_row * (k // 128)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for offset in range(0, k, BLOCK_K):
         depth_valid = depth < k - offset
         a_tile = tl.load(a, mask=row_valid[:, None] & depth_valid[None, :], other=0.0)
         b_tile = tl.load(b, mask=depth_valid[:, None] & col_valid[None, :], other=0.0)
-        if PROMOTE:
+        if BLOCKS:
+            part = tl.dot(a_tile, b_tile, input_precision="ieee")
+            part *= tl.load(row_scale_ptr + offset // 128, mask=row_valid, other=0.0)[:, None]
+            acc += part * tl.load(col_scale_ptr + offset // 128, mask=col_valid, other=0.0)[None, :]
+        elif PROMOTE:
             acc += tl.dot(a_tile, b_tile, input_precision="ieee")
         else:
             acc = tl.dot(a_tile, b_tile, acc, input_precision="ieee")
         a += BLOCK_K
         b += BLOCK_K
 
-    if row_scale_ptr is not None:
+    if row_scale_ptr is not None and not BLOCKS:
         acc *= tl.load(row_scale_ptr + row * row_scale_step, mask=row_valid, other=0.0)[:, None]
-    if col_scale_ptr is not None:
+    if col_scale_ptr is not None and not BLOCKS:
         if tiles_ptr is not None:
             acc *= tl.load(col_scale_ptr + group * col_scale_step)
         else:

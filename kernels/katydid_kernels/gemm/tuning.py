@@ -53,10 +53,12 @@ _FEW_TILES = WideTile(64, 128, 64, 1, 5, 8, 3)
 _NARROW = WideTile(64, 128, 64, 2, 6, 8)
 
 
-def wide_tile(m: int, n: int, *, promote: bool) -> WideTile:
-    """The tile for an ``[m, n]`` result."""
+def wide_tile(m: int, n: int, *, promote: bool, blocks: bool = False) -> WideTile:
+    """The tile for an ``[m, n]`` result; with scales of blocks, one that is a block wide."""
     if n <= 128:
         return _NARROW
+    if blocks:
+        return _FEW_TILES
     # Where tiles of 128 x 256 would leave SMs without one, smaller tiles reach more of them.
     if -(-m // 128) * -(-n // 256) < 2 * 132:
         return _FEW_TILES if promote else _NARROW

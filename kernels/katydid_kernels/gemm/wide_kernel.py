@@ -7,22 +7,17 @@ piece through staging buffers that TMA empties in the background, while the prod
 
 fp8 products accumulate at less than fp32 precision inside the tensor cores. With PROMOTE each stage (128 of K) is
 multiplied into a fresh accumulator, half a wide tile at a time to fit the registers, and added to the total in fp32;
-the other warpgroups multiply meanwhile.
+the other warpgroups multiply meanwhile. Scales of blocks (a row by 128 of K in A, 128 x 128 in B) enter there.
 
 Gluon runs on the GPU alone; `plain.py` is the same product in plain Triton.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from katydid_kernels.gemm.ring import advance, banded_tile, before, launch_next, make_barriers, wait_for_last
+from katydid_kernels.gemm.wide_epilogue import copy_out, halves, quarters, store_ragged
 
 __all__ = ["wide_gemm_kernel"]
 
@@ -59,20 +54,6 @@ def _produce(
                 )
             tma.async_copy_global_to_shared(b_desc, [b_row, k * BLOCK_K], ready, b_bufs.index(stage))
             stage, phase = advance(stage, phase, STAGES)
-
-
-@gluon.jit
-def _halves(x, layout: gl.constexpr):
-    """The left and right half of an accumulator: the split of its registers, nothing moves."""
-    left, right = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
-    return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
-
-
-@gluon.jit
-def _quarters(left, right, layout: gl.constexpr):
-    first, second = _halves(left, layout)
-    third, fourth = _halves(right, layout)
-    return first, second, third, fourth
 
 
 @gluon.jit
@@ -139,93 +120,44 @@ def _multiply(
         if not PROMOTE:
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
-        left, right = _halves(acc, half_layout)
+        left, right = halves(acc, half_layout)
     return left, right, stage, phase
 
 
 @gluon.jit
-def _finish(value, row, end, col, N, scalar, hooks, ROW_VECTOR: gl.constexpr, COL_VECTOR: gl.constexpr):
-    """Scale, bias, residual, for what is not rounded yet."""
-    row_scale_ptr, col_scale_ptr, bias_ptr, residual_ptr, residual_stride = hooks
-    layout: gl.constexpr = value.type.layout
-    rows = row + gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))
-    cols = col + gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
-    if value.dtype == gl.float32:
-        value *= scalar
-    if ROW_VECTOR:
-        value *= gl.load(row_scale_ptr + rows, mask=rows < end, other=0.0)[:, None]
-    if COL_VECTOR:
-        value *= gl.load(col_scale_ptr + cols, mask=cols < N, other=0.0)[None, :]
-    if bias_ptr is not None:
-        value += gl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(gl.float32)[None, :]
-    if residual_ptr is not None:
-        source = residual_ptr + rows.to(gl.int64)[:, None] * residual_stride + cols[None, :]
-        value += gl.load(source, mask=(rows < end)[:, None] & (cols < N)[None, :], other=0.0).to(gl.float32)
-    return value
-
-
-@gluon.jit
-def _copy_out(
-    pieces, place, N, scalar, hooks, out_desc, out_bufs, WHO: gl.constexpr,
-    STAGED: gl.constexpr, ROW_VECTOR: gl.constexpr, COL_VECTOR: gl.constexpr,
+def _multiply_blocks(
+    WHO: gl.constexpr, ring, stage, phase, tiles_k, row_scales, valid, col_scales, STAGES: gl.constexpr,
+    WGS: gl.constexpr,
 ):  # fmt: skip
-    """The tile's pieces to D through staging buffers and TMA, which writes nothing past D's end."""
-    row, end, col = place
-    PIECE: gl.constexpr = out_bufs.type.shape[2]
-    COUNT: gl.constexpr = len(pieces)
-    if STAGED == COUNT:
-        # The tile before had all the time of this product to leave; one barrier then serves all the pieces.
-        tma.store_wait(0)
-        gl.thread_barrier()
-        for i in gl.static_range(COUNT):
-            value = _finish(pieces[i], row, end, col + i * PIECE, N, scalar, hooks, ROW_VECTOR, COL_VECTOR)
-            out_bufs.index(WHO * STAGED + i).store(value.to(out_desc.dtype))
-        fence_async_shared()
-        gl.thread_barrier()
-        for i in gl.static_range(COUNT):
-            tma.async_copy_shared_to_global(out_desc, [row, col + i * PIECE], out_bufs.index(WHO * STAGED + i))
-    else:
-        for i in gl.static_range(COUNT):
-            out_buf = out_bufs.index(WHO * STAGED + i % STAGED)
-            value = _finish(pieces[i], row, end, col + i * PIECE, N, scalar, hooks, ROW_VECTOR, COL_VECTOR)
-            # The copy that last read this buffer was issued STAGED copies ago, or waited for since.
-            tma.store_wait(STAGED - 1)
-            gl.thread_barrier()
-            out_buf.store(value.to(out_desc.dtype))
-            fence_async_shared()
-            gl.thread_barrier()
-            tma.async_copy_shared_to_global(out_desc, [row, col + i * PIECE], out_buf)
+    """The same with scales of blocks, for tiles of 128 columns: each stage's product is scaled as it is added.
 
-
-@gluon.jit
-def _store_ragged(
-    pieces, place, N, scalar, hooks, out_ptr, out_stride, out_bufs, WHO: gl.constexpr,
-    STAGED: gl.constexpr, ROW_VECTOR: gl.constexpr, COL_VECTOR: gl.constexpr,
-):  # fmt: skip
-    """The pieces up to row `end`: the rows after it are another group's, which the copy engine would overwrite."""
-    row, end, col = place
-    BLOCK_M: gl.constexpr = out_bufs.type.shape[1]
-    PIECE: gl.constexpr = out_bufs.type.shape[2]
-    LANES: gl.constexpr = PIECE // 8
-    lines: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, lines))
-    cols = col + gl.arange(0, PIECE, gl.SliceLayout(0, lines))
-    addresses = out_ptr + rows.to(gl.int64)[:, None] * out_stride + cols[None, :]
-    out_buf = out_bufs.index(WHO * STAGED)
-    tma.store_wait(0)
-    for i in gl.static_range(len(pieces)):
-        value = _finish(pieces[i], row, end, col + i * PIECE, N, scalar, hooks, ROW_VECTOR, COL_VECTOR)
-        gl.thread_barrier()
-        out_buf.store(value.to(out_ptr.dtype.element_ty))
-        gl.thread_barrier()
-        gl.store(addresses + i * PIECE, out_buf.load(lines), mask=(rows < end)[:, None])
+    row_scales, valid: addresses of the first scale of each row of A, and which rows there are; col_scales: address of
+    the first scale of the tile's rows of B.
+    """
+    a_bufs, b_bufs, _, full, empty = ring
+    BLOCK_M: gl.constexpr = a_bufs.type.shape[1]
+    K_STEP: gl.constexpr = 256 // a_bufs.dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, K_STEP])
+    acc = gl.zeros([BLOCK_M, 128], gl.float32, layout)
+    for k in range(tiles_k):
+        scale = gl.load(row_scales + k, mask=valid, other=0.0) * gl.load(col_scales + k)
+        mbarrier.wait(full.index(stage), phase)
+        a = a_bufs.index(stage * WGS + WHO)
+        part = gl.zeros([BLOCK_M, 128], gl.float32, layout)
+        part = warpgroup_mma(a, b_bufs.index(stage).permute((1, 0)), part, use_acc=False, is_async=True)
+        part = warpgroup_mma_wait(0, deps=(part,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        acc += part * scale[:, None]
+        stage, phase = advance(stage, phase, STAGES)
+    left, right = halves(acc, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, K_STEP]))
+    return left, right, stage, phase
 
 
 @gluon.jit
 def _consume(
     WHO: gl.constexpr, target, hooks, scalar, tiles_ptr, ring, problem, BAND: gl.constexpr, STAGES: gl.constexpr,
     WGS: gl.constexpr, STAGED: gl.constexpr, PROMOTE: gl.constexpr,
-    ROW_VECTOR: gl.constexpr, COL_VECTOR: gl.constexpr,
+    ROW_VECTOR: gl.constexpr, COL_VECTOR: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     a_bufs, b_bufs, out_bufs, _, _ = ring
     out_desc, out_ptr, out_stride = target
@@ -238,31 +170,42 @@ def _consume(
     stage = 0
     phase = 0
     for item in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        left, right, stage, phase = _multiply(WHO, ring, stage, phase, tiles_k, STAGES, WGS, PROMOTE)
+        if not BLOCKS:
+            left, right, stage, phase = _multiply(WHO, ring, stage, phase, tiles_k, STAGES, WGS, PROMOTE)
         if tiles_ptr is None:
             tile_m, tile_n = banded_tile(item, tiles_m, tiles_n, BAND)
             row = (tile_m * WGS + WHO) * BLOCK_M
             end = M
+            b_row = tile_n * BLOCK_N
         else:
             tile_n = item % tiles_n
             entry = tiles_ptr + item // tiles_n * 4
             row = gl.load(entry + 1) + WHO * BLOCK_M
             end = gl.load(entry + 2)
-            if hooks[1] is not None:
-                scalar = gl.load(hooks[1] + gl.load(entry))
+            group = gl.load(entry)
+            b_row = (group * tiles_n + tile_n) * BLOCK_N
+            if hooks[1] is not None and not BLOCKS:
+                scalar = gl.load(hooks[1] + group)
+        if BLOCKS:
+            layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, K_STEP])
+            rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+            left, right, stage, phase = _multiply_blocks(
+                WHO, ring, stage, phase, tiles_k, hooks[0] + rows * tiles_k, rows < end,
+                hooks[1] + b_row // 128 * tiles_k, STAGES, WGS,
+            )  # fmt: skip
         if tiles_ptr is not None:
             # A group has no other hook: rounded at once, the tile takes half the registers on its way out.
             left = (left * scalar).to(out_desc.dtype)
             right = (right * scalar).to(out_desc.dtype)
-        pieces = (left, right) if PIECE == BLOCK_N // 2 else _quarters(left, right, piece_layout)
+        pieces = (left, right) if PIECE == BLOCK_N // 2 else quarters(left, right, piece_layout)
         place = (row, end, tile_n * BLOCK_N)
         # Two branches, because the first is decided when the kernel is compiled and takes the third away.
         if out_ptr is None:  # noqa: SIM114
-            _copy_out(pieces, place, N, scalar, hooks, out_desc, out_bufs, WHO, STAGED, ROW_VECTOR, COL_VECTOR)
+            copy_out(pieces, place, N, scalar, hooks, out_desc, out_bufs, WHO, STAGED, ROW_VECTOR, COL_VECTOR)
         elif row + BLOCK_M <= end:
-            _copy_out(pieces, place, N, scalar, hooks, out_desc, out_bufs, WHO, STAGED, ROW_VECTOR, COL_VECTOR)
+            copy_out(pieces, place, N, scalar, hooks, out_desc, out_bufs, WHO, STAGED, ROW_VECTOR, COL_VECTOR)
         else:
-            _store_ragged(
+            store_ragged(
                 pieces, place, N, scalar, hooks, out_ptr, out_stride, out_bufs, WHO, STAGED, ROW_VECTOR, COL_VECTOR
             )
     tma.store_wait(0)
@@ -273,7 +216,7 @@ def wide_gemm_kernel(
     a_desc, b_desc, out_desc, out_ptr, out_stride, tiles_ptr, tile_count_ptr,
     row_scale_ptr, col_scale_ptr, bias_ptr, residual_ptr, residual_stride, M, N, K,
     BAND: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, STAGED: gl.constexpr, PROMOTE: gl.constexpr,
-    ROW_VECTOR: gl.constexpr, COL_VECTOR: gl.constexpr,
+    ROW_VECTOR: gl.constexpr, COL_VECTOR: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """D[M, N] = A[M, K] B[N, K]^T, or grouped: rows of tile t by the weight ``B[tiles[t, 0]]``.
 
@@ -281,7 +224,8 @@ def wide_gemm_kernel(
     of BLOCK_N); out_desc: boxes ``[BLOCK_M, PIECE]``, a half or a quarter of the tile, of which a warpgroup keeps
     STAGED in shared memory. Grouped, tiles_ptr holds the entries of `plan.RoutePlan.tiles` and out_ptr D itself, for
     the ragged last tile of a group. ROW_VECTOR, COL_VECTOR: those scales are vectors; otherwise they are one number, or
-    None. Grouped, col_scale is one number a group, and the only scale.
+    None. Grouped, col_scale is one number a group, and the only scale. BLOCKS: they are of blocks, row_scale fp32
+    ``[M, K / 128]`` and col_scale ``[ceil(N / 128), K / 128]`` (its groups stacked); BLOCK_N is 128.
     """
     BLOCK_M: gl.constexpr = a_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = b_desc.block_type.shape[0]
@@ -295,9 +239,9 @@ def wide_gemm_kernel(
     wait_for_last()
     hooks = (row_scale_ptr, col_scale_ptr, bias_ptr, residual_ptr, residual_stride)
     scalar = 1.0
-    if row_scale_ptr is not None and not ROW_VECTOR:
+    if row_scale_ptr is not None and not ROW_VECTOR and not BLOCKS:
         scalar *= gl.load(row_scale_ptr)
-    if tiles_ptr is None and col_scale_ptr is not None and not COL_VECTOR:
+    if tiles_ptr is None and col_scale_ptr is not None and not COL_VECTOR and not BLOCKS:
         scalar *= gl.load(col_scale_ptr)
     if tiles_ptr is None:
         tiles_m = gl.cdiv(M, BLOCK_M * WGS)
@@ -313,9 +257,9 @@ def wide_gemm_kernel(
         gl.warp_specialize(
             [
                 (_consume, (0, target, hooks, scalar, tiles_ptr, ring, problem,
-                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR)),
+                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR, BLOCKS)),
                 (_consume, (1, target, hooks, scalar, tiles_ptr, ring, problem,
-                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR)),
+                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR, BLOCKS)),
                 (_produce, (a_desc, b_desc, tiles_ptr, ring, problem, BAND, STAGES, WGS)),
             ],
             [4, 1],
@@ -325,11 +269,11 @@ def wide_gemm_kernel(
         gl.warp_specialize(
             [
                 (_consume, (0, target, hooks, scalar, tiles_ptr, ring, problem,
-                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR)),
+                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR, BLOCKS)),
                 (_consume, (1, target, hooks, scalar, tiles_ptr, ring, problem,
-                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR)),
+                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR, BLOCKS)),
                 (_consume, (2, target, hooks, scalar, tiles_ptr, ring, problem,
-                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR)),
+                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR, BLOCKS)),
                 (_produce, (a_desc, b_desc, tiles_ptr, ring, problem, BAND, STAGES, WGS)),
             ],
             [4, 4, 1],
