@@ -14,7 +14,9 @@ from katydid_cache.allocation import keep_buffers_mapped
 from katydid_cache.arena import ArenaMapping
 from katydid_cache.arena_slots import ArenaSlot, ArenaSlots
 from katydid_cache.client import CacheClient
+from katydid_cache.fleet import CacheFleet
 from katydid_cache.in_place import GIVEN_UP, InPlace, Reservation
+from katydid_cache.instances import Instances
 from katydid_cache.layout import BlockLayout, Span
 from katydid_cache.records import (
     BlockChange,
@@ -46,10 +48,12 @@ __all__ = [
     "BlockMissReason",
     "CacheAdmin",
     "CacheClient",
+    "CacheFleet",
     "CacheStats",
     "Durability",
     "GetResult",
     "InPlace",
+    "Instances",
     "LookupResult",
     "NamespaceInfo",
     "PrefetchResult",

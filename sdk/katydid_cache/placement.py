@@ -24,14 +24,16 @@ def rank(run: bytes, instances: Iterable[str]) -> list[str]:
     return sorted(instances, key=lambda name: (-xxh3_64_intdigest(run + name.encode()), name))
 
 
-def pick(ranked: Sequence[str], load: Mapping[str, float], *, bound: float = 1.25, more: float = 0.0) -> str:
+def pick(
+    ranked: Sequence[str], load: Mapping[str, float], *, bound: float = 1.25, more: float = 0.0, slack: float = 0.0
+) -> str:
     """The first in rank that would not carry more than `bound` times the mean load once `more` is added.
 
-    `load` counts the same thing for all instances (bytes on the way, say); one not in it carries none. The least
-    loaded of them can always take more, so there is an answer whenever `ranked` is not empty. After Mirrokni, Thorup,
-    Zadimoghaddam, "Consistent Hashing with Bounded Loads" (2017), for rendezvous ranks.
+    `load` counts the same thing for all instances (bytes on the way, say); one not in it carries none. Nobody is over
+    the bound with less than `slack`. After Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads"
+    (2017), for rendezvous ranks. `ranked` must not be empty.
     """
-    ceiling = bound * (sum(load.get(name, 0.0) for name in ranked) + more) / len(ranked)
+    ceiling = max(slack, bound * (sum(load.get(name, 0.0) for name in ranked) + more) / len(ranked))
     # One unit may be more than the ceiling alone: whoever carries nothing always qualifies.
     for name in ranked:
         carried = load.get(name, 0.0)

@@ -142,12 +142,13 @@ class PutBlock(NamedTuple):
     """A block to write: 32-byte `hash`, the `parent` hash (empty for a first block), and its payload.
 
     The payload is the whole object, or the runs of the heads written, in layout order; it must not change until the
-    call returns.
+    call returns. `run` is the hash of the first block of its run (see `placement`), for a fleet of instances.
     """
 
     hash: bytes
     parent: bytes
     payload: Buffer
+    run: bytes = b""
 
 
 class PutOutcome(NamedTuple):
