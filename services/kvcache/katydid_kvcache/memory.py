@@ -63,6 +63,4 @@ class MemoryTier:
         for heads, checksum in block.parts.items():
             if payload_checksum(view, layout.runs(heads)) != checksum:
                 return None
-        if len(block.parts) == 1 and layout.runs(next(iter(block.parts))) == [range(len(view))]:
-            return next(iter(block.parts.values()))
         return payload_checksum(view, layout.runs(Span()))
