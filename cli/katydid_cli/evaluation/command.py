@@ -98,7 +98,7 @@ def _measure(configuration: Configuration, options: EvaluationOptions, say: Call
 
 def _in_process(model: Path, words: Sequence[str]) -> Scorer:
     """The engine's model without its service. By name, because the command line does not depend on torch."""
-    chosen = {"--device": "cpu", "--dtype": "auto"}
+    chosen = {"--device": "cpu", "--dtype": "auto", "--quantization": "auto", "--kv-cache-dtype": "auto"}
     for word in words:
         name, _, value = word.partition("=")
         if name not in chosen or not value:
@@ -106,9 +106,10 @@ def _in_process(model: Path, words: Sequence[str]) -> Scorer:
                 f"--in-process knows no option {word!r}",
                 field="configuration",
                 value=word,
-                allowed="--device=cpu|cuda and --dtype=auto|float32|bfloat16|float16",
+                allowed="--device=cpu|cuda, --dtype=auto|float32|bfloat16|float16, --quantization=auto|fp8|w4a8 and "
+                "--kv-cache-dtype=auto|fp8",
             )
         chosen[name] = value
     scoring: Any = importlib.import_module("katydid_engine.scoring")
-    scorer: Scorer = scoring.ModelScorer.open(model, chosen["--device"], chosen["--dtype"])
+    scorer: Scorer = scoring.ModelScorer.open(model, *chosen.values())
     return scorer

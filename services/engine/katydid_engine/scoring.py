@@ -52,27 +52,49 @@ class ModelScorer:
         drafts: whether the model has a draft layer.
     """
 
-    def __init__(self, folder: Path, *, device: str = "cpu", dtype: torch.dtype | None = None) -> None:
-        self.model: DecoderLM = load_model(folder, device=device, dtype=dtype)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+        quantization: str = "auto",
+        kv_cache_dtype: str = "auto",
+    ) -> None:
+        self.model: DecoderLM = load_model(
+            folder, device=device, dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype
+        )
         self.vocabulary = self.model.config.vocab_size
         self.max_length = self.model.config.max_positions
         self.drafts = isinstance(self.model, HyV3) and self.model.config.num_mtp_layers > 0
 
     @classmethod
-    def open(cls, folder: Path, device: str, dtype: str) -> ModelScorer:
-        """From words: dtype "auto" (fp32 on a CPU, else the checkpoint's), "float32", "bfloat16" or "float16".
+    def open(
+        cls, folder: Path, device: str, dtype: str, quantization: str = "auto", kv_cache_dtype: str = "auto"
+    ) -> ModelScorer:
+        """From words, as the engine's settings of these names take them; device "cpu" or "cuda".
 
         Raises:
-            InvalidRequestError: another dtype or device.
+            InvalidRequestError: another word.
             ModelFolderError: the folder holds no whole model.
+            SettingsError: the model is quantised otherwise than asked.
         """
-        if dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise InvalidRequestError(
-                f"dtype is {dtype!r}", field="dtype", value=dtype, allowed="auto, float32, bfloat16, float16"
-            )
-        if device not in ("cpu", "cuda"):
-            raise InvalidRequestError(f"device is {device!r}", field="device", value=device, allowed="cpu, cuda")
-        return cls(folder, device=device, dtype=None if dtype == "auto" else getattr(torch, dtype))
+        words = (
+            ("device", device, ("cpu", "cuda")),
+            ("dtype", dtype, ("auto", "float32", "bfloat16", "float16")),
+            ("quantization", quantization, ("auto", "fp8", "w4a8")),
+            ("kv_cache_dtype", kv_cache_dtype, ("auto", "fp8")),
+        )
+        for name, value, allowed in words:
+            if value not in allowed:
+                raise InvalidRequestError(f"{name} is {value!r}", field=name, value=value, allowed=", ".join(allowed))
+        return cls(
+            folder,
+            device=device,
+            dtype=None if dtype == "auto" else getattr(torch, dtype),
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
+        )
 
     def score(self, ids: Sequence[int]) -> TokenScores:
         """Scores ids[1:].
