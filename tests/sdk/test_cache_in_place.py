@@ -22,6 +22,7 @@ from katydid_cache import (
     Span,
     Tier,
 )
+from katydid_kernels import linear_checksum
 from katydid_runtime.errors import ConflictError, InvalidRequestError, UnavailableError, UnsupportedError
 from xxhash import xxh3_128_digest
 
@@ -120,6 +121,39 @@ def test_a_wrong_checksum_commits_nothing(tmp_path: Path) -> None:
                 assert (await cache.lookup(b"".join(blocks))).blocks == 1
                 with pytest.raises(ConflictError):
                     await cache.in_place.commit(reservation, checksums)
+
+    run(scenario)
+
+
+def test_what_a_gpu_wrote_is_committed_by_its_linear_checksum(tmp_path: Path) -> None:
+    """And keeps it beside the xxh3-128, over a restart as well."""
+
+    async def scenario() -> None:
+        blocks = make(3)
+        chain = b"".join(blocks)
+        sums = [linear_checksum(payload) for payload in blocks.values()]
+        with ServiceProcess(tmp_path, listen=address(tmp_path)):
+            async with CacheClient(address(tmp_path)) as cache:
+                await cache.attach(IDENTITY, LAYOUT, arena=True)
+                reservation = await cache.in_place.reserve(chain)
+                for slot, payload in zip(reservation.slots, blocks.values(), strict=True):
+                    assert slot is not None
+                    cache.in_place.view(slot)[:] = payload
+                wrong = await cache.in_place.reserve(os.urandom(32))
+                assert await cache.in_place.commit(wrong, linear_checksums=[1]) == [
+                    PutOutcome(PutStatus.REFUSED, PutRefusal.CHECKSUM)
+                ]
+                outcomes = await cache.in_place.commit(reservation, linear_checksums=sums, durability=Durability.DISK)
+                assert outcomes == [STORED] * 3
+        with ServiceProcess(tmp_path, listen=address(tmp_path)):
+            async with CacheClient(address(tmp_path)) as cache:
+                await cache.attach(IDENTITY, LAYOUT, arena=True)
+                found = await cache.lookup(chain)
+                fetched = await cache.prefetch(chain, deadline_s=5, wait=True)
+                assert (found.blocks, fetched.blocks, len(fetched.slots)) == (3, 3, 3)
+                for slot, total, payload in zip(fetched.slots, sums, blocks.values(), strict=True):
+                    assert (slot.linear, slot.checksum) == (total, xxh3_128_digest(payload))
+                    assert cache.in_place.view(slot) == payload
 
     run(scenario)
 

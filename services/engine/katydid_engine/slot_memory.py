@@ -7,24 +7,18 @@ memory: the old mapping is dropped when a slot of the new one appears.
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
+from katydid_kernels import register_memory, unregister_memory
 from torch import Tensor
 
 from katydid_engine.plan import Transfer
 from katydid_engine.staging import ARENA_PAGE_BYTES, arena_place
 
 __all__ = ["SlotMemory"]
-
-# cudaHostRegisterPortable | cudaHostRegisterMapped: under the address it has here.
-_REGISTER_FLAGS = 0x1 | 0x2
-
-logger = logging.getLogger(__name__)
 
 
 class SlotMemory:
@@ -35,12 +29,13 @@ class SlotMemory:
         self._device = device
         self._face = os.getppid() if face is None else face
         self._arena: tuple[tuple[int, int], Tensor] | None = None
-        self._registered: int | None = None
+        self._registered: Tensor | None = None
 
     def groups(self, transfers: Sequence[Transfer]) -> Iterator[tuple[Tensor, list[int], list[int]]]:
         """Transfers by memory: objects uint8 ``[rows, object_bytes]``, then page ids and rows, one each a transfer.
 
-        Rows of the service's memory begin every 4 KiB, so they overlap. Raises OSError when it can't be mapped.
+        Rows of the service's memory begin every 4 KiB, so they overlap. Raises OSError when it
+        can't be mapped, RuntimeError when CUDA refuses it.
         """
         by_descriptor: dict[int, tuple[list[int], list[int]]] = {}
         for transfer in transfers:
@@ -63,7 +58,7 @@ class SlotMemory:
 
     def _drop(self) -> None:
         if self._registered is not None:
-            _cuda().cudaHostUnregister(self._registered)
+            unregister_memory(self._registered)
         self._arena = self._registered = None
 
     def _rows(self, path: str, size: int) -> Tensor:
@@ -73,20 +68,9 @@ class SlotMemory:
         finally:
             os.close(opened)
         flat = torch.frombuffer(memory, dtype=torch.uint8)
-        if self._device.type == "cuda" and _register(flat):
-            self._registered = flat.data_ptr()
+        if self._device.type == "cuda":
+            register_memory(flat)
+            self._registered = flat
         object_bytes = self._staging.shape[1]
         rows = (size - object_bytes) // ARENA_PAGE_BYTES + 1
         return flat.as_strided((rows, object_bytes), (ARENA_PAGE_BYTES, 1))
-
-
-def _register(memory: Tensor) -> bool:
-    """Let the GPU reach the memory where it is. Where CUDA refuses, kernels cannot use it and say so."""
-    code = int(_cuda().cudaHostRegister(memory.data_ptr(), memory.numel(), _REGISTER_FLAGS))
-    if code:
-        logger.warning("CUDA does not register the cache's memory", extra={"cuda_error": code, "bytes": memory.numel()})
-    return not code
-
-
-def _cuda() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 from xxhash import xxh3_128, xxh3_128_digest
 
 __all__ = ["CHECKSUM_BYTES", "linear_checksum", "payload_checksum"]
 
 CHECKSUM_BYTES = 16
+_MASK = 2**64 - 1
+_PIECE_WORDS = 64 * 1024
 
 
 def payload_checksum(block: memoryview, runs: Sequence[range]) -> bytes:
@@ -23,10 +27,25 @@ def payload_checksum(block: memoryview, runs: Sequence[range]) -> bytes:
 
 
 def linear_checksum(block: memoryview) -> int:
-    """64-bit linear checksum of a whole block: what `katydid_kernels.kv_pack` makes on the GPU.
+    """64-bit linear checksum of a whole block, as GPUs make it while they pack: 1 to 2^64 - 1.
 
-    The sum over little-endian 64-bit words w_i of w_i * (2 i + 1), modulo 2^64. 0 stands for "none" wherever checksums
-    are kept, so a block whose sum is 0 is one that nobody checks by it.
+    The definition, its reasons and its sources are those of `katydid_kernels.kv_pack.checksum`: the sum of the block's
+    32-bit little-endian words, each times an odd number of the splitmix64 sequence, modulo 2^64. 0 stands for "not
+    known" wherever such checksums are kept, so a sum of 0 becomes 2^64 - 1.
     """
-    words = np.frombuffer(block, dtype="<u8")
-    return int(np.dot(words, np.arange(1, 2 * len(words), 2, dtype=np.uint64)))
+    words = np.frombuffer(block, dtype="<u4")
+    total = 0
+    for first in range(0, len(words), _PIECE_WORDS):
+        piece = words[first : first + _PIECE_WORDS]
+        total += int((piece * _multipliers(first)[: len(piece)]).sum(dtype=np.uint64))
+    return total & _MASK or _MASK
+
+
+@functools.lru_cache(maxsize=256)
+def _multipliers(first: int) -> npt.NDArray[np.uint64]:
+    """For the words of one piece."""
+    z = np.arange(first + 1, first + _PIECE_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    odd: npt.NDArray[np.uint64] = (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    return odd
