@@ -18,6 +18,7 @@ from katydid_cache.fleet import CacheFleet
 from katydid_cache.in_place import GIVEN_UP, InPlace, Reservation
 from katydid_cache.instances import Instances
 from katydid_cache.layout import BlockLayout, Span
+from katydid_cache.opening import Cache, open_cache
 from katydid_cache.records import (
     BlockChange,
     BlockMissReason,
@@ -46,6 +47,7 @@ __all__ = [
     "BlockChange",
     "BlockLayout",
     "BlockMissReason",
+    "Cache",
     "CacheAdmin",
     "CacheClient",
     "CacheFleet",
@@ -72,4 +74,5 @@ __all__ = [
     "Verification",
     "WatchEvent",
     "keep_buffers_mapped",
+    "open_cache",
 ]

@@ -164,6 +164,7 @@ class CacheClient:
         self,
         hashes: bytes,
         *,
+        before: bytes = b"",  # noqa: ARG002 - for a fleet: one instance needs no placement
         lease: bool = True,
         lease_ttl_s: float | None = None,
         heads: Span = Span(),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -36,6 +38,17 @@ async def blocks_stored(address: str, blocks: int) -> None:
         while max((tier.blocks for tier in (await stats(kvcache_pb2.StatsRequest())).tiers), default=0) < blocks:
             await asyncio.sleep(0.02)
         await CacheAdminStub(channel).Flush(kvcache_pb2.FlushRequest())
+
+
+async def blocks_held(addresses: Sequence[str], blocks: int) -> None:
+    """Waits until the services together hold so many blocks."""
+    async with asyncio.timeout(20), contextlib.AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(grpc.aio.insecure_channel(address)) for address in addresses]
+        while True:
+            stats = [await KvCacheServiceStub(channel).Stats(kvcache_pb2.StatsRequest()) for channel in channels]
+            if sum(answer.tiers[0].blocks for answer in stats) >= blocks:
+                return
+            await asyncio.sleep(0.02)
 
 
 async def flush(engine_address: str) -> None:
@@ -123,6 +136,34 @@ def test_evicted_blocks_come_back_and_small_pools_stay_right(tiny: Path, tmp_pat
                     assert sum(sum(answer.cached()[1:]) for answer in again) > 256
 
             run(scenario())
+
+
+def test_an_engine_over_two_instances_outlives_one(tiny: Path, tmp_path: Path) -> None:
+    """Addresses in a list: blocks are placed, looked up and read by run, and what a dead one had is computed again."""
+    fields = {"max_tokens": 5, "temperature": 0.7, "seed": 3, "ignore_eos": True}
+    one, two = (Service("katydid_kvcache", tmp_path / f"cache{n}.log", "--listen", "127.0.0.1:0") for n in range(2))
+    try:
+        source = f"{one.address},{two.address}"
+        with engine(tiny, tmp_path, "--kvcache-address", source, "--kv-pages", "64") as served:
+
+            async def scenario() -> None:
+                async with session(served.address) as client:
+                    await attached(client, True)
+                    made = [await client.generate(prompt(130, salt), **fields) for salt in range(4)]
+                    await blocks_held((one.address, two.address), 8)
+                    await flush(served.address)
+                    again = [await client.generate(prompt(130, salt), **fields) for salt in range(4)]
+                    assert [answer.output for answer in again] == [answer.output for answer in made]
+                    assert [answer.cached()[1] for answer in again] == [128] * 4
+                    two.kill()
+                    await flush(served.address)
+                    last = [await client.generate(prompt(130, salt), **fields) for salt in range(4)]
+                    assert [answer.output for answer in last] == [answer.output for answer in made]
+
+            run(scenario())
+    finally:
+        one.stop()
+        two.stop()
 
 
 # In the order of a request; every sum of some of them differs from every one of them by at least the smallest.

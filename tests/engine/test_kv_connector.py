@@ -40,7 +40,14 @@ def name(block: int) -> bytes:
 class ScriptedCache:
     """Holds block ``i`` as 16 bytes of ``i``; ``missing`` blocks vanish between lookup and read."""
 
-    def __init__(self, held: int, missing: frozenset[int] = frozenset(), broken: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        held: int,
+        missing: frozenset[int] = frozenset(),
+        broken: frozenset[str] = frozenset(),
+        disk_eta_s: float = 0.0,
+    ) -> None:
+        self.disk_eta_s = disk_eta_s
         self.attached = True
         self.arena = None
         self.held = held
@@ -50,15 +57,18 @@ class ScriptedCache:
         self.stored: dict[bytes, bytes] = {}
         self.tenants: list[tuple[bytes, float | None]] = []
         self.traces: list[TraceContext | None] = []
+        self.befores: list[bytes] = []
+        self.runs: list[bytes] = []
 
-    async def lookup(self, hashes: bytes, *, trace: TraceContext | None) -> LookupResult:
+    async def lookup(self, hashes: bytes, *, before: bytes, trace: TraceContext | None) -> LookupResult:
+        self.befores.append(before)
         self.traces.append(trace)
         await asyncio.sleep(0)
         if "lookup" in self.broken:
             raise RuntimeError("lookup")
         blocks = min(self.held, len(hashes) // 32)
         memory = blocks // 2
-        runs = (TierRun(CacheTier.MEMORY, memory, 0.0), TierRun(CacheTier.DISK, blocks - memory, 0.0))
+        runs = (TierRun(CacheTier.MEMORY, memory, 0.0), TierRun(CacheTier.DISK, blocks - memory, self.disk_eta_s))
         return LookupResult(blocks, runs, lease=7 if blocks else 0)
 
     async def get(
@@ -85,6 +95,7 @@ class ScriptedCache:
         if "put" in self.broken:
             raise RuntimeError("put")
         self.tenants.append((tenant, hold_s))
+        self.runs += [block.run for block in blocks]
         self.stored.update((block.hash, bytes(block.payload)) for block in blocks)
         return [PutOutcome(PutStatus.STORED) for _ in blocks]
 
@@ -119,11 +130,16 @@ class Worker:
         self.connector.ask(ask)
 
 
-def drive(cache: ScriptedCache, scenario: Callable[[KvConnector, Worker], Awaitable[None]]) -> Worker:
+def drive(
+    cache: ScriptedCache,
+    scenario: Callable[[KvConnector, Worker], Awaitable[None]],
+    prefill_speed: Callable[[], float] = lambda: 0.0,
+) -> Worker:
     async def body() -> Worker:
         staging = Staging.create(StagingShape(SLOT_BYTES, 4, READ_SLOTS))
         worker = Worker(staging)
-        connector = KvConnector(cache, staging, worker.take, EngineMetrics(), FaultDelays())  # type: ignore[arg-type]
+        parts = (staging, worker.take, EngineMetrics(), FaultDelays(), prefill_speed)
+        connector = KvConnector(cache, *parts)  # type: ignore[arg-type]
         worker.connector = connector
         running = asyncio.create_task(connector.run())
         await asyncio.wait_for(scenario(connector, worker), 10)
@@ -180,6 +196,32 @@ def test_tiers_are_told_in_order_and_the_lease_is_given_back() -> None:
     assert cache.released == [7]
 
 
+def test_what_is_cheaper_to_compute_is_not_fetched_and_the_span_says_so() -> None:
+    cache = ScriptedCache(held=8, disk_eta_s=1.0)
+    spans = CacheSpans()
+
+    async def scenario(connector: KvConnector, worker: Worker) -> None:
+        hashes = b"".join(name(block) for block in range(8))
+        connector.ask(KvLookup(1, 1, hashes, b"", b"before"), spans)
+        while not cache.released:
+            await asyncio.sleep(0.001)
+
+    worker = drive(cache, scenario, lambda: 64_000.0)
+    # Four blocks on disk would take a second, to compute them takes four milliseconds.
+    assert worker.messages[1] == KvFound(1, ((Tier.MEMORY, 4),))
+    assert len(worker.read[1]) == 4
+    assert spans.attributes["kvcache.blocks.found"] == 8
+    assert spans.attributes["kvcache.blocks.advised"] == 4
+    assert cache.befores == [b"before"]
+    assert drive(ScriptedCache(8, disk_eta_s=1.0), scenario_all).messages[1].runs[1] == (Tier.DISK, 4)  # type: ignore[union-attr]
+
+
+async def scenario_all(connector: KvConnector, worker: Worker) -> None:
+    connector.ask(KvLookup(1, 1, b"".join(name(block) for block in range(8))))
+    while 1 not in worker.ended:
+        await asyncio.sleep(0.001)
+
+
 def test_every_call_is_traced_under_its_own_phase() -> None:
     cache = ScriptedCache(held=9)
     parent, lookup_id = TraceContext("1" * 32, "2" * 16), b"12345678"
@@ -217,7 +259,7 @@ def test_blocks_are_written_by_tenant_and_their_slots_come_back() -> None:
     async def scenario(connector: KvConnector, worker: Worker) -> None:
         for slot, tenant in enumerate([b"a", b"b", b"a"]):
             worker.staging.slot(slot)[:] = bytes([slot]) * SLOT_BYTES
-            connector.ask(KvStore(slot, name(slot), b"", tenant, None))
+            connector.ask(KvStore(slot, name(slot), b"", tenant, None, b"run"))
         while len(cache.stored) < 3:
             await asyncio.sleep(0.001)
         cache.broken = frozenset({"put"})
@@ -227,6 +269,7 @@ def test_blocks_are_written_by_tenant_and_their_slots_come_back() -> None:
 
     worker = drive(cache, scenario)
     assert cache.stored == {name(slot): bytes([slot]) * SLOT_BYTES for slot in range(3)}
+    assert cache.runs == [b"run"] * 3
     assert sorted(cache.tenants) == [(b"a", None), (b"b", None)]
     freed = [slot for message in worker.messages if isinstance(message, KvWriteSlotsFree) for slot in message.slots]
     assert sorted(freed) == [0, 1, 2, 3]

@@ -7,11 +7,12 @@ must not end before. How much may be on its way is limited, since a step unpacks
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from katydid_cache import ArenaMapping, ArenaSlot, CacheClient, LookupResult, Tier
+from katydid_cache import ArenaMapping, ArenaSlot, Cache, LookupResult, Tier
 from katydid_runtime.block_hash import HASH_BYTES
 from xxhash import xxh3_128_digest
 
@@ -31,7 +32,7 @@ class Lying:
 class ArenaReads:
     """Reads of one connector; at most ``limit`` blocks of ``block_bytes`` that workers have not unpacked yet."""
 
-    def __init__(self, client: CacheClient, block_bytes: int, *, limit: int) -> None:
+    def __init__(self, client: Cache, block_bytes: int, *, limit: int) -> None:
         self._client = client
         self._block_bytes = block_bytes
         self._limit = limit
@@ -47,22 +48,24 @@ class ArenaReads:
             return None
         return Lying(mapping, _by_block(found))
 
-    async def window(self, ticket: int, lying: Lying, hashes: bytes, timeout_s: float) -> list[int]:
-        """Slots of the next blocks, whose hashes are given: as many as are there and right, from the first one on."""
+    async def window(self, ticket: int, lying: Lying, hashes: bytes, timeout_s: float) -> tuple[list[int], float]:
+        """Slots of the next blocks, whose hashes are given: as many as are there and right, from the first one on; and
+        the seconds it took to have them, beside waiting for workers."""
         wanted = [next(lying.slots) for _ in range(0, len(hashes), HASH_BYTES)]
         await self._room(len(wanted))
+        started = time.monotonic()
         slots = [slot for slot in wanted if slot is not None]
         if len(slots) < len(wanted):
             fetched = await self._client.prefetch(hashes, deadline_s=timeout_s, wait=True)
             slots = [*fetched.slots]
         if self._client.arena is not lying.mapping:
-            return []  # the service has been restarted meanwhile
+            return [], 0.0  # the service has been restarted meanwhile
         right = await asyncio.to_thread(self._count_right, lying.mapping, slots)
         numbers = [arena_slot(lying.mapping.descriptor, slot.offset) for slot in slots[:right]]
         for number in numbers:
             self._tickets.setdefault(number, []).append(ticket)
         self._told[ticket] += len(numbers)
-        return numbers
+        return numbers, time.monotonic() - started
 
     def unpacked(self, slots: Sequence[int]) -> list[int]:
         """Workers are done with these; those that are none of the service's memory are left."""

@@ -18,7 +18,7 @@ from katydid.engine.v1.engine_pb2_grpc import (
     add_AdminServiceServicer_to_server,
     add_EngineServiceServicer_to_server,
 )
-from katydid_cache import BlockLayout, CacheClient, keep_buffers_mapped
+from katydid_cache import BlockLayout, Cache, keep_buffers_mapped, open_cache
 from katydid_runtime.block_hash import BLOCK_TOKENS, fingerprint
 from katydid_runtime.duration import to_duration
 from katydid_runtime.errors import KatydidError
@@ -98,7 +98,7 @@ class Engine:
         metrics: EngineMetrics,
         model: ModelFacts,
         workers: Sequence[Worker],
-        cache: CacheClient | None,
+        cache: Cache | None,
     ) -> None:
         self._settings = settings
         self._model = model
@@ -106,8 +106,15 @@ class Engine:
         self._pages = min(worker.ready.num_pages for worker in workers)
         self.groups = [worker.group for worker in workers]
         self._connectors = [
-            KvConnector(cache, worker.staging, worker.group.send, metrics, settings.faults)
-            for worker in workers
+            KvConnector(
+                cache,
+                worker.staging,
+                worker.group.send,
+                metrics,
+                settings.faults,
+                functools.partial(self._prefill_speed, rank),
+            )
+            for rank, worker in enumerate(workers)
             if cache is not None and worker.staging is not None
         ]
         self.blocks = BlockWatch(self._boot_id, settings.dp_ranks)
@@ -133,6 +140,10 @@ class Engine:
         )
         for rank, group in enumerate(self.groups):
             group.on_report = functools.partial(self.face.on_report, rank)
+
+    def _prefill_speed(self, dp_rank: int) -> float:
+        """Tokens a second to weigh fetching against; 0: fetch whatever is found."""
+        return self.face.prefill_speed(dp_rank) if self._settings.kvcache_fetch == "cheaper" else 0.0
 
     async def attend(self, server: RpcServer) -> None:
         """Until a signal ends the engine, or the failure of a worker or of a part does. Raises that failure."""
@@ -240,7 +251,13 @@ async def _started(settings: EngineSettings, telemetry: Telemetry, metrics: Engi
         cache = None
         if settings.kvcache_address is not None:
             keep_buffers_mapped()
-            cache = CacheClient(settings.kvcache_address, name=f"engine {os.getpid()}", degrade=True, tls=tls)
+            cache = open_cache(
+                settings.kvcache_address,
+                name=f"engine {os.getpid()}",
+                tls=tls,
+                token=settings.kvcache_token(),
+                lanes=settings.kvcache_lanes,
+            )
             stack.push_async_callback(cache.close)
             await cache.attach(model.identity, model.layout, arena=True)
         yield Engine(settings, telemetry, metrics, model, workers, cache)

@@ -34,4 +34,12 @@ class EngineMetrics:
         self.kv_stored = metrics.counter(
             "kvcache_stored_blocks", "Blocks offered to the cache service, by outcome", ("outcome",)
         )
+        self.kv_advised = metrics.counter(
+            "kvcache_advised_tokens",
+            "Tokens found in the cache service: worth fetching, or cheaper to compute",
+            ("what",),
+        )
+        self.kv_saved = metrics.counter(
+            "kvcache_saved_seconds", "Prefill time that fetched blocks saved, net of fetching"
+        )
         self.kv_attached = metrics.gauge("attached_caches", "1 while the cache service can be asked")

@@ -166,6 +166,10 @@ class Face:
         else:
             self._send(self._live[handle].dp_rank, Abort(handle))
 
+    def prefill_speed(self, dp_rank: int) -> float:
+        """Tokens of prompt that a rank computes in a second, of late; 0 before it has."""
+        return self._loads[dp_rank].prefill_tokens_per_second
+
     def on_report(self, dp_rank: int, report: StepReport) -> None:
         """Spreads one step of one rank."""
         self._loads[dp_rank] = report.load

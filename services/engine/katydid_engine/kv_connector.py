@@ -10,18 +10,21 @@ once it is back. Every ticket is answered to its end, whatever happens here.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
+import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-from katydid_cache import CacheClient, LookupResult, PutBlock
+from katydid_cache import Cache, LookupResult, PutBlock
 from katydid_cache import Tier as CacheTier
-from katydid_runtime.block_hash import HASH_BYTES
+from katydid_runtime.block_hash import BLOCK_TOKENS, HASH_BYTES
 from katydid_runtime.trace_context import TraceContext
 
 from katydid_engine.arena_reads import ArenaReads
 from katydid_engine.engine_metrics import EngineMetrics
 from katydid_engine.faults import FaultDelays
+from katydid_engine.fetch_advice import Advice, FetchAdvice
 from katydid_engine.messages import (
     KvArrived,
     KvAsk,
@@ -54,16 +57,18 @@ logger = logging.getLogger(__name__)
 class KvConnector:
     """Serves one worker group, which was told last that the service is ``attached`` or not.
 
-    ``client`` degrades: it never raises because the service is away.
+    ``client`` degrades: it never raises because the service is away. ``prefill_speed`` gives the tokens per second
+    that the workers compute, against which fetching is weighed; 0 where everything is to be fetched.
     """
 
     def __init__(
         self,
-        client: CacheClient,
+        client: Cache,
         staging: Staging,
         send: Callable[[ToWorker], None],
         metrics: EngineMetrics,
         faults: FaultDelays,
+        prefill_speed: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.attached = False
         self._client = client
@@ -72,6 +77,8 @@ class KvConnector:
         self._metrics = metrics
         self._faults = faults
         self._free_slots = list(staging.shape.reading)
+        self._prefill_speed = prefill_speed
+        self._advice = FetchAdvice(BLOCK_TOKENS)
         self._in_place = ArenaReads(client, staging.shape.slot_bytes, limit=staging.shape.read_slots)
         self._slots_freed = asyncio.Event()
         self._fetches: dict[int, asyncio.Task[None]] = {}
@@ -116,11 +123,17 @@ class KvConnector:
         announced = ended = False
         try:
             await asyncio.sleep(self._faults.lookup)
-            found = await self._client.lookup(ask.hashes[: HASH_BYTES * _LOOKUP_HASHES], trace=spans.lookup())
+            hashes = ask.hashes[: HASH_BYTES * _LOOKUP_HASHES]
+            found = await self._client.lookup(hashes, before=ask.before, trace=spans.lookup())
+            advice = self._advice.advise(found.runs, self._prefill_speed(), time.monotonic())
+            found = self._weighed(found, advice, spans)
             self._send(KvFound(ask.ticket, tuple((_TIERS[run.tier], run.blocks) for run in found.runs if run.blocks)))
             announced = True
             if found.blocks:
+                started = time.monotonic()
                 await self._read(ask, found, spans)
+                if advice.compute_s:
+                    self._metrics.kv_saved.inc(max(0.0, advice.compute_s - (time.monotonic() - started)))
             ended = True
         except Exception:
             logger.exception("fetch failed", extra={"ticket": ask.ticket})
@@ -133,38 +146,62 @@ class KvConnector:
                 await self._in_place.all_unpacked(ask.ticket)
                 await self._client.release(found.lease)
 
+    def _weighed(self, found: LookupResult, advice: Advice, spans: CacheSpans) -> LookupResult:
+        """What of ``found`` is to be fetched; the decision is counted and noted at the lookup's span."""
+        self._metrics.kv_advised.labels("fetch").inc(advice.blocks * BLOCK_TOKENS)
+        self._metrics.kv_advised.labels("compute").inc((found.blocks - advice.blocks) * BLOCK_TOKENS)
+        spans.attributes.update(
+            {
+                "kvcache.blocks.found": found.blocks,
+                "kvcache.blocks.advised": advice.blocks,
+                "kvcache.fetch.expected_ms": round(1e3 * advice.fetch_s, 3),
+                "kvcache.compute.expected_ms": round(1e3 * advice.compute_s, 3),
+            }
+        )
+        if advice.blocks == found.blocks:
+            return found
+        runs, left = [], advice.blocks
+        for run in found.runs:
+            runs.append(run._replace(blocks=min(run.blocks, left)))
+            left -= runs[-1].blocks
+        return dataclasses.replace(found, blocks=advice.blocks, runs=tuple(run for run in runs if run.blocks))
+
     async def _read(self, ask: KvLookup, found: LookupResult, spans: CacheSpans) -> None:
         """Windows of blocks in order, each of one tier, until all are read or one is missing."""
         lying = self._in_place.found(found)
-        for run_start, run_end in pairwise(accumulate((run.blocks for run in found.runs), initial=0)):
+        ends = accumulate((run.blocks for run in found.runs), initial=0)
+        for (run_start, run_end), (tier, *_) in zip(pairwise(ends), found.runs, strict=True):
             first = run_start
             while first < run_end:
                 count = min(_WINDOW_BLOCKS, run_end - first)
                 hashes = ask.hashes[HASH_BYTES * first : HASH_BYTES * (first + count)]
                 if lying is not None:
                     await asyncio.sleep(self._faults.fetch)
-                    slots = await self._in_place.window(ask.ticket, lying, hashes, _READ_TIMEOUT_S)
+                    slots, read_s = await self._in_place.window(ask.ticket, lying, hashes, _READ_TIMEOUT_S)
                 else:
-                    slots, count = await self._stream(found.lease, hashes, spans.fetch(run_start))
+                    slots, count, read_s = await self._stream(found.lease, hashes, spans.fetch(run_start))
+                self._advice.note(tier, len(slots), read_s, time.monotonic())
                 first += len(slots)
                 last = len(slots) < count or first == found.blocks
                 self._send(KvArrived(ask.ticket, tuple(slots), last))
                 if last:
                     return
 
-    async def _stream(self, lease: int, hashes: bytes, trace: TraceContext | None) -> tuple[list[int], int]:
-        """Read slots with as many of the blocks as there are slots and right blocks; and how many were asked for."""
+    async def _stream(self, lease: int, hashes: bytes, trace: TraceContext | None) -> tuple[list[int], int, float]:
+        """Read slots with as many of the blocks as there are slots and right blocks; how many were asked for, and the
+        seconds it took."""
         slots = await self._take_slots(len(hashes) // HASH_BYTES)
         valid = 0
         try:
             await asyncio.sleep(self._faults.fetch)
             into = [self._staging.slot(slot) for slot in slots]
             hashes = hashes[: HASH_BYTES * len(slots)]
+            started = time.monotonic()
             got = await self._client.get(lease, hashes, into=into, trace=trace, timeout_s=_READ_TIMEOUT_S)
             valid = got.prefix
         finally:
             self._give_back(slots[valid:])
-        return slots[:valid], len(slots)
+        return slots[:valid], len(slots), time.monotonic() - started
 
     async def _write(self) -> None:
         while True:
@@ -176,7 +213,7 @@ class KvConnector:
 
     async def _put(self, group: Sequence[KvStore]) -> None:
         try:
-            blocks = [PutBlock(store.hash, store.parent, self._staging.slot(store.slot)) for store in group]
+            blocks = [PutBlock(store.hash, store.parent, self._staging.slot(store.slot), store.run) for store in group]
             outcomes = await self._client.put(blocks, tenant=group[0].tenant, hold_s=group[0].hold_s)
             for outcome in outcomes:
                 what = outcome.status if outcome.refusal is None else outcome.refusal

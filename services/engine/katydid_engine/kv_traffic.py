@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from katydid_runtime.block_hash import BLOCK_TOKENS
+from katydid_runtime.block_hash import BLOCK_TOKENS, RUN_BLOCKS
 
 from katydid_engine.messages import KvAsk, KvCancel, KvLookup, KvReadSlotsFree, KvStore
 from katydid_engine.plan import Transfer
@@ -76,6 +76,7 @@ class _Finished:
     hash: bytes
     parent: bytes
     page: int
+    run: bytes
 
 
 class KvTraffic:
@@ -103,8 +104,10 @@ class KvTraffic:
         span_id = b"" if sequence.live.has_first_token else random.randbytes(8)
         ticket = Ticket(self._last_ticket, sequence, first_block, span_id)
         self._tickets[ticket.number] = ticket
-        hashes = b"".join(sequence.hashes()[first_block:])
-        self._asks.append(KvLookup(ticket.number, sequence.request.handle, hashes, span_id))
+        hashes = sequence.hashes()
+        before = b"".join(hashes[first_block - first_block % RUN_BLOCKS : first_block])
+        wanted = b"".join(hashes[first_block:])
+        self._asks.append(KvLookup(ticket.number, sequence.request.handle, wanted, span_id, before))
         return ticket
 
     def found(self, number: int, runs: tuple[tuple[Tier, int], ...]) -> Ticket | None:
@@ -159,10 +162,12 @@ class KvTraffic:
         if slots:
             self._asks.append(KvReadSlotsFree(slots))
 
-    def offer(self, request: Request, block_hash: bytes, parent: bytes, page: int) -> None:
-        """A block was finished; when too many wait, the oldest is given up."""
+    def offer(self, request: Request, hashes: list[bytes], block: int, page: int) -> None:
+        """Block number ``block`` of a chain was finished; when too many wait, the oldest is given up."""
         if self.attached:
-            self._finished.append(_Finished(request, block_hash, parent, page))
+            parent = hashes[block - 1] if block else b""
+            run = hashes[block - block % RUN_BLOCKS]
+            self._finished.append(_Finished(request, hashes[block], parent, page, run))
 
     def take_packs(self, hash_of: Callable[[int], bytes | None]) -> tuple[tuple[Transfer, KvStore], ...]:
         """Blocks for this step to pack: those whose page still bears their hash, as many as slots are free."""
@@ -171,7 +176,8 @@ class KvTraffic:
             block = self._finished.popleft()
             if hash_of(block.page) == block.hash:
                 slot = self._free_slots.pop()
-                store = KvStore(slot, block.hash, block.parent, block.request.tenant, block.request.hold_s)
+                request = block.request
+                store = KvStore(slot, block.hash, block.parent, request.tenant, request.hold_s, block.run)
                 packs.append((Transfer(block.page, slot), store))
         return tuple(packs)
 

@@ -186,12 +186,14 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class KvLookup:
     """Asks for blocks of a chain, from the first one beyond the engine's own pages. ``span_id`` is that of the
-    request's lookup phase; empty when it decodes already, and waits for no phase."""
+    request's lookup phase; empty when it decodes already, and waits for no phase. ``before`` has the hashes of the
+    blocks of the first one's run that come before it."""
 
     ticket: int
     handle: int
     hashes: bytes
     span_id: bytes = b""
+    before: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,13 +210,14 @@ class KvReadSlotsFree:
 
 @dataclass(frozen=True, slots=True)
 class KvStore:
-    """A finished block lies in a write slot, to be stored."""
+    """A finished block lies in a write slot, to be stored; ``run`` is the hash of the first block of its run."""
 
     slot: int
     hash: bytes
     parent: bytes
     tenant: bytes
     hold_s: float | None
+    run: bytes = b""
 
 
 KvAsk: TypeAlias = KvLookup | KvCancel | KvReadSlotsFree | KvStore

@@ -146,7 +146,7 @@ class Residency:
                 sequence.pages[block] = holder
                 sequence.pages_sent = min(sequence.pages_sent, block)
             elif computed:
-                self.kv.offer(sequence.request, hashes[block], hashes[block - 1] if block else b"", page)
+                self.kv.offer(sequence.request, hashes, block, page)
         sequence.num_published = max(sequence.num_published, complete)
 
     def fork(self, sequence: Sequence, twin: Sequence) -> None:

@@ -58,7 +58,15 @@ class EngineSettings(DialingSettings):
     max_logprobs: int = Field(20, ge=0, description="largest number of top log probabilities a request may ask for")
     reattach_window_s: float = Field(5.0, ge=0, description="how long requests outlive a lost session stream")
     stall_timeout_s: float = Field(10.0, gt=0, description="silence of a step loop after which health is NOT_SERVING")
-    kvcache_address: str | None = Field(None, description="KV-cache service of this host, host:port or unix:/path")
+    kvcache_address: str | None = Field(
+        None,
+        description="KV-cache service of this host, host:port or unix:/path; or several: HOST:PORT,..., "
+        "dns:NAME:PORT or file:PATH",
+    )
+    kvcache_lanes: int = Field(2, ge=0, le=64, description="bulk lanes of a read, to services that have them")
+    kvcache_fetch: Literal["cheaper", "always"] = Field(
+        "cheaper", description="fetch found blocks when that is cheaper than computing them, or always"
+    )
     staging_mib: int = Field(128, ge=1, description="shared memory of a rank for blocks on their way to and from it")
     profile_folder: Path = Field(Path(tempfile.gettempdir()), description="where AdminService.Profile writes its files")
     fault_delays: Annotated[dict[str, float], NoDecode, BeforeValidator(delays_at(*_PHASES))] = Field(
