@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import threading
 import time
 from typing import Any
 
@@ -127,6 +128,8 @@ class Attachment:
     def _drop_arena(self) -> None:
         if self.local is not None:
             self.local.close()
+        if self.arena is not None:
+            self.arena.dropped = True
         self.arena = self.local = None
 
     async def _take(self, response: pb.AttachResponse) -> None:
@@ -135,6 +138,7 @@ class Attachment:
             if response.attached.HasField("arena"):
                 self.arena, connection = await ArenaMapping.receive(response.attached.arena)
                 self.local = await LocalCalls.over(connection)
+                threading.Thread(target=self.arena.prefault, name="arena-prefault", daemon=True).start()
             self._id = response.attached.attachment
             self.boot_epoch = response.attached.boot_epoch
             self.frame_bytes = response.attached.frame_bytes
