@@ -24,8 +24,10 @@ class PeerPool:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.k = pool.k.transpose(1, 2).contiguous()
-        self.v = pool.v.permute(0, 3, 1, 2).contiguous()
+        pages, heads, tokens, head_dim = pool.k.shape
+        self.k, self.v = pool.k.new_empty(2, pages, tokens, heads, head_dim)
+        self.k.copy_(pool.k.transpose(1, 2))
+        self.v.copy_(pool.v.permute(0, 3, 1, 2))
 
 
 class Peer(Protocol):
@@ -162,8 +164,9 @@ class FlashInfer:
                 kv_data_type=k.dtype,
                 o_data_type=BF16,
             )
+            inputs = (q, k, v, *(torch.ones(x.shape[1], device="cuda") for x in (q, k, v) if q.dtype == FP8))
             out = torch.empty_like(q, dtype=BF16)
-            calls.append(lambda wrapper=wrapper, q=q, k=k, v=v, out=out: wrapper.run(q, k, v, out=out))
+            calls.append(lambda wrapper=wrapper, inputs=inputs, out=out: wrapper.run(*inputs, out=out))
         return time_graph(calls, replays=PREFILL_REPLAYS)
 
 

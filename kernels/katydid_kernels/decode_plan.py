@@ -4,11 +4,8 @@ An item is one (request, kv head): its visible tiles of 64 tokens, and at least 
 ways to cut items into pieces, of which the planner takes the first that fits:
 
 * **aligned**: every CTA gets one piece.  The smallest piece size is sought with which the pieces number no more than
-  the CTAs; it may exceed the packed plan's interval by a little.  No CTA reads two queries or combines twice.  Pieces
-  of an item are equal but for two things that the combine asks for: the last of up to `FAN` pieces is LAG tiles longer,
-  so that it finds the others done and takes them in while its own last pages still come; more pieces combine in two
-  rounds, which costs as much as ROUND tiles read alone: an item is left in `FAN` longer pieces for less, else its
-  pieces are DEEP tiles shorter, so that both rounds are over when the other items end.
+  the CTAs.  No CTA reads two queries or combines twice.  Pieces of an item are equal; more than `FAN` of them combine
+  in two rounds, so they are DEEP tiles shorter than other items' and both rounds are over when those end.
 * **packed**: all items lie on one line, each as long as its tiles plus a fixed cost a piece (reading the query,
   combining), and every CTA takes one interval of equal length.  A long item spreads over many CTAs, short ones share
   one; no CTA carries more than its interval plus one fixed cost, that of the piece which a cut creates.
@@ -35,13 +32,11 @@ import triton.language as tl
 from torch import Tensor
 
 __all__ = [
-    "ALIGN_SLACK",
+    "DEEP",
     "FAN",
-    "LAG",
     "MIN_TILES",
     "PIECE_COST",
     "RECORD",
-    "ROUND",
     "TILE",
     "Piece",
     "decode_plan",
@@ -54,10 +49,7 @@ RECORD = 16
 FAN = 16
 PIECE_COST = 2
 MIN_TILES = 8
-LAG = 4
-DEEP = 2
-ROUND = 10
-ALIGN_SLACK = 2
+DEEP = 4
 _PAGES = 4
 MAX_BATCH = 4096
 _CANDIDATES = 16
@@ -85,9 +77,7 @@ def decode_plan(
     block_table: Tensor | None = None,
     min_tiles: int = MIN_TILES,
     piece_cost: int = PIECE_COST,
-    lag: int = LAG,
     deep: int = DEEP,
-    rounds: int = ROUND,
     out: Tensor | None = None,
 ) -> Tensor:
     """Plan one decode step.
@@ -100,7 +90,7 @@ def decode_plan(
         block_table: int32 `[batch, max_pages]` that the attention calls will get; saves each of them a round trip.
         min_tiles: no item is cut into pieces smaller than this: combining them would cost more than it saves.
         piece_cost: what a piece costs beyond its tiles, in tiles.
-        lag, deep, rounds: LAG, DEEP and ROUND of an aligned plan; the first two are at most a quarter of a piece.
+        deep: by how many tiles the pieces of an item that combines in two rounds are shorter than others.
         out: int32 `[ctas, 16]` to write into; given inside captured graphs.
 
     Raises ValueError for a batch over 4096.
@@ -120,10 +110,7 @@ def decode_plan(
         min_tiles,
         0 if block_table is None else block_table.stride(0),
         PIECE_COST=piece_cost,
-        SLACK=ALIGN_SLACK,
-        LAG=lag,
         DEEP=deep,
-        ROUND=rounds,
         FAN=FAN,
         PAGES=_PAGES,
         HAS_TABLE=block_table is not None,
@@ -150,11 +137,10 @@ def _divide_up(tiles, size):
 
 
 @triton.jit
-def _pieces(tiles, size, DEEP: tl.constexpr, ROUND: tl.constexpr, FAN: tl.constexpr):
-    """How many pieces of about `size` tiles an item is cut into."""
-    pieces = _divide_up(tiles, size)
-    many = tl.where(tiles <= FAN * (size + ROUND), FAN, _divide_up(tiles, size - tl.minimum(size // 4, DEEP)))
-    return tl.where(pieces > FAN, many, pieces)
+def _pieces(tiles, size, DEEP: tl.constexpr, FAN: tl.constexpr):
+    """How many pieces of `size` tiles an item is cut into if they are more than FAN, else of DEEP tiles more."""
+    pieces = _divide_up(tiles, size + DEEP)
+    return tl.where(pieces > FAN, _divide_up(tiles, size), pieces)
 
 
 @triton.jit(
@@ -172,10 +158,7 @@ def _decode_plan_kernel(
     min_tiles,
     table_stride,
     PIECE_COST: tl.constexpr,
-    SLACK: tl.constexpr,
-    LAG: tl.constexpr,
     DEEP: tl.constexpr,
-    ROUND: tl.constexpr,
     FAN: tl.constexpr,
     PAGES: tl.constexpr,
     HAS_TABLE: tl.constexpr,
@@ -199,12 +182,12 @@ def _decode_plan_kernel(
         total_tiles = tl.sum(tl.where(real, tiles, 0), 0) * kv_heads
         ideal = (total_tiles + ctas - 1) // ctas
         step = tl.arange(0, CANDIDATES)
-        size = tl.maximum(ideal + (ideal * step + CANDIDATE_STEP - 1) // CANDIDATE_STEP, min_tiles)
-        pieces_of = _pieces(tiles[None, :], size[:, None], DEEP, ROUND, FAN)
+        size = tl.maximum(ideal - DEEP + (ideal * step + CANDIDATE_STEP - 1) // CANDIDATE_STEP, min_tiles)
+        pieces_of = _pieces(tiles[None, :], size[:, None], DEEP, FAN)
         needed = tl.sum(tl.where(real[None, :], pieces_of, 0), 1) * kv_heads
-        piece_size = tl.min(tl.where(needed <= ctas, size, interval + SLACK + 1), 0)
-        aligned = piece_size <= interval + SLACK
-        pieces = _pieces(tiles, piece_size, DEEP, ROUND, FAN)
+        piece_size = tl.min(tl.where(needed <= ctas, size, interval + 1), 0)
+        aligned = piece_size <= interval
+        pieces = _pieces(tiles, piece_size, DEEP, FAN)
         cost = tl.where(aligned, tl.where(real, pieces * kv_heads, 0), cost)
         interval = tl.where(aligned, 1, interval)
 
@@ -226,9 +209,7 @@ def _decode_plan_kernel(
     first_cta = tl.where(aligned, start, (start + PIECE_COST) // interval)
     count = tl.where(aligned, span, (stop - 1) // interval - first_cta + 1)
     index = tl.maximum(cta - first_cta, 0)
-    lag = tl.where(span > FAN, 0, tl.minimum(my_tiles // span // 4, LAG))
-    even = (my_tiles - lag) * index // span
-    even_end = (my_tiles - lag) * (index + 1) // span + tl.where(index + 1 == span, lag, 0)
+    even, even_end = my_tiles * index // span, my_tiles * (index + 1) // span
     first = my_base + tl.where(aligned, even, tl.maximum(begin - start - PIECE_COST, 0))
     last = my_base + tl.where(aligned, even_end, tl.minimum(begin + interval, stop) - start - PIECE_COST)
     last = tl.minimum(last, my_stored)
@@ -286,9 +267,7 @@ def decode_plan_reference(
     window: int | None = None,
     min_tiles: int = MIN_TILES,
     piece_cost: int = PIECE_COST,
-    lag: int = LAG,
     deep: int = DEEP,
-    rounds: int = ROUND,
 ) -> list[list[Piece]]:
     """The pieces of every CTA, cut in plain Python; a row of length zero has one piece without tiles."""
     items = []
@@ -303,16 +282,14 @@ def decode_plan_reference(
         stored = -(-context_lens[row] // TILE)
         plan[cta].append(Piece(row, head, base + begin, min(base + end, stored), index, count))
 
-    size = _aligned_size([tiles for *_, tiles in items], ctas, min_tiles, deep, rounds)
-    if size is not None and size <= interval + ALIGN_SLACK:
+    size = _aligned_size([tiles for *_, tiles in items], ctas, min_tiles, deep)
+    if size is not None and size <= interval:
         cta = 0
         for item in items:
             tiles = item[3]
-            count = _piece_count(tiles, size, deep, rounds)
-            longer = min(tiles // count // 4, lag) if count <= FAN else 0
-            cuts = [(tiles - longer) * index // count for index in range(count)] + [tiles]
-            for index, (begin, end) in enumerate(itertools.pairwise(cuts)):
-                place(cta, item, begin, end, index, count)
+            count = _piece_count(tiles, size, deep)
+            for index in range(count):
+                place(cta, item, tiles * index // count, tiles * (index + 1) // count, index, count)
                 cta += 1
         return plan
 
@@ -329,19 +306,17 @@ def decode_plan_reference(
     return plan
 
 
-def _piece_count(tiles: int, size: int, deep: int, rounds: int) -> int:
-    """How many pieces of about `size` tiles an item is cut into."""
-    count = -(-tiles // size)
-    if count <= FAN:
-        return count
-    return FAN if tiles <= FAN * (size + rounds) else -(-tiles // (size - min(size // 4, deep)))
+def _piece_count(tiles: int, size: int, deep: int) -> int:
+    """How many pieces of `size` tiles an item is cut into if they are more than FAN, else of `deep` tiles more."""
+    count = -(-tiles // (size + deep))
+    return -(-tiles // size) if count > FAN else count
 
 
-def _aligned_size(tiles: list[int], ctas: int, min_tiles: int, deep: int, rounds: int) -> int | None:
+def _aligned_size(tiles: list[int], ctas: int, min_tiles: int, deep: int) -> int | None:
     """The smallest candidate piece size with which one piece a CTA suffices, or None."""
     ideal = -(-sum(tiles) // ctas)
     for step in range(_CANDIDATES):
-        size = max(ideal - (-ideal * step // _CANDIDATE_STEP), min_tiles)
-        if sum(_piece_count(n, size, deep, rounds) for n in tiles) <= ctas:
+        size = max(ideal - deep - (-ideal * step // _CANDIDATE_STEP), min_tiles)
+        if sum(_piece_count(n, size, deep) for n in tiles) <= ctas:
             return size
     return None

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from katydid_kernels.decode_attention.feed import clear_unwritten, first_piece, next_piece, stream_pages
-from katydid_kernels.decode_attention.partials import combine_pieces, others_done, take_in, write_rows
+from katydid_kernels.decode_attention.partials import combine_pieces, write_rows
 
 __all__ = ["decode_hopper_kernel"]
 
@@ -127,20 +127,9 @@ def _attend(
         oldest = gl.where(window > 0, position - window, -1)
         maximum = gl.full([ROWS], float("-inf"), gl.float32, n_layout)
         weights = gl.zeros([TOKENS, ROWS], gl.float32, mma)
-        total = gl.full([ROWS], 0.0, gl.float32, n_layout)
         acc = gl.zeros([D, ROWS], gl.float32, mma)
-        done = count == 1
         for tile in range(first, last, PAGES):
             stage = step % STAGES
-            if (count > 1) & (tile + PAGES >= last):
-                done = others_done(counter_ptr, index, count)
-                if done:
-                    total += gl.sum(weights, 0)
-                    weights = gl.zeros([TOKENS, ROWS], gl.float32, mma)
-                    maximum, total, acc = take_in(
-                        partial_ptr, stats_ptr, gl.program_id(0) - index, 0, 1, count, index, maximum, total, acc, LIVE,
-                        False, UNROLL,
-                    )  # fmt: skip
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
             k = k_smem.index(stage)._reinterpret(dtype, [TOKENS, D], k_layout)
             s = warpgroup_mma(
@@ -166,7 +155,6 @@ def _attend(
             gl.thread_barrier()
             o = _output_tile(v_smem.index(stage), p_smem, D, PAGES, PAIRED, mma)
             weights = weights * keep[None, :] + p
-            total = total * keep
             acc = acc * keep[None, :]
             if PAIRED:
                 even, odd = warpgroup_mma_wait(0, deps=o)
@@ -177,8 +165,9 @@ def _attend(
             mbarrier.arrive(empty.index(stage))
             step += 1
 
-        total += gl.sum(weights, 0)
-        if not done:
+        total = gl.sum(weights, 0)
+        done = count == 1
+        if count > 1:
             done, maximum, total, acc = combine_pieces(
                 partial_ptr, stats_ptr, counter_ptr, index, count, maximum, total, acc, LIVE, False, UNROLL
             )

@@ -140,6 +140,7 @@ def launch_hopper(
     }
     if wide:
         k_desc = key_descriptor(k_pages, permuted=bits == 8)
+        pages = min(2, STAGE_BYTES // page_bytes)
         decode_wide_kernel[(len(plan),)](
             q,
             problem.q_scale,
@@ -151,7 +152,8 @@ def launch_hopper(
             *sizes,
             **options,
             WINDOW=problem.window is not None,
-            STAGES=min(5, 3 * STAGE_BYTES // page_bytes),
+            PAGES=pages,
+            STAGES=min(5, 3 * STAGE_BYTES // (pages * page_bytes)),
             UNROLL=2,
             PERMUTE=bits == 8,
             maxnreg=REGISTERS,

@@ -2,9 +2,8 @@
 
 A piece leaves (maximum, sum, output) in one of its CTA's two slots.  The last piece of a group of `FAN` to arrive takes
 in the others of its group, the last group the other groups' sums: no CTA reads more than `FAN` (or pieces / FAN)
-partials, and a few round trips to L2 combine any number of pieces.  Where the plan lets the last piece of an item end
-last, it finds the others there before its own last pages have come, takes them in meanwhile, and leaves nothing itself.
-Arrival counters return to zero by themselves, so graph replays need no reset.
+partials, and a few round trips to L2 combine any number of pieces.  Arrival counters return to zero by themselves, so
+graph replays need no reset.
 
 Outputs are `[M, N]` accumulators of the tensor cores, query rows along N, or along M where ROWS_FIRST.  In memory they
 lie as they do in registers, four neighbours of a lane in 16 bytes; only lanes of the same number read them back.
@@ -17,14 +16,14 @@ from triton.experimental.gluon import language as gl
 
 from katydid_kernels.decode_plan import FAN as PLAN_FAN
 
-__all__ = ["FAN", "by_row", "combine_pieces", "others_done", "take_in", "write_rows"]
+__all__ = ["combine_pieces", "write_rows"]
 
 LOG2E = gl.constexpr(1.4426950408889634)
 FAN = gl.constexpr(PLAN_FAN)
 
 
 @gluon.jit
-def by_row(x, ROWS_FIRST: gl.constexpr):
+def _by_row(x, ROWS_FIRST: gl.constexpr):
     """A value a query row, shaped to meet an accumulator."""
     if ROWS_FIRST:
         return x[:, None]
@@ -92,7 +91,7 @@ def _store_partial(partial_ptr, stats_ptr, slot, maximum, total, acc, LIVE: gl.c
 
 
 @gluon.jit
-def take_in(
+def _take_in(
     partial_ptr,
     stats_ptr,
     first_cta,
@@ -131,25 +130,13 @@ def take_in(
         finite = gl.where(highest == float("-inf"), 0.0, highest)
         keep = gl.exp2(maximum - finite)
         total = total * keep
-        acc = acc * by_row(keep, ROWS_FIRST)
+        acc = acc * _by_row(keep, ROWS_FIRST)
         for c in gl.static_range(UNROLL):
             weight = gl.exp2(maxima[c] - finite)
             total += totals[c] * weight
-            acc += _in_registers(parts[c], M, N, layout) * by_row(weight, ROWS_FIRST)
+            acc += _in_registers(parts[c], M, N, layout) * _by_row(weight, ROWS_FIRST)
         maximum = highest
     return maximum, total, acc
-
-
-@gluon.jit
-def others_done(counter_ptr, index, count):
-    """Whether all pieces but this one, the last of `count` <= FAN, have arrived; it then counts as arrived too."""
-    done = (count > 1) & (count <= FAN) & (index == count - 1)
-    if done:
-        counter = counter_ptr + _slot(gl.program_id(0) - index, 0)
-        done = gl.atomic_add(counter, 0, sem="acquire") == count - 1
-        if done:
-            gl.store(counter, 0)
-    return done
 
 
 @gluon.jit
@@ -176,7 +163,7 @@ def combine_pieces(
     _store_partial(partial_ptr, stats_ptr, _slot(first_cta, index), maximum, total, acc, LIVE, ROWS_FIRST)
     done = _arrive(counter_ptr + _slot(first_cta, group), members)
     if done:
-        maximum, total, acc = take_in(
+        maximum, total, acc = _take_in(
             partial_ptr, stats_ptr, first_cta, group, 1, members, index - group, maximum, total, acc, LIVE, ROWS_FIRST,
             UNROLL,
         )  # fmt: skip
@@ -186,7 +173,7 @@ def combine_pieces(
             groups = (count + FAN - 1) // FAN
             done = _arrive(counter_ptr + 2 * (gl.num_programs(0) + first_cta), groups)
             if done:
-                maximum, total, acc = take_in(
+                maximum, total, acc = _take_in(
                     partial_ptr, stats_ptr, first_cta, 0, FAN, groups, group // FAN, maximum, total, acc, LIVE,
                     ROWS_FIRST, UNROLL,
                 )  # fmt: skip
@@ -216,7 +203,7 @@ def write_rows(
     nothing = total == 0.0
     inverse = factor / gl.where(nothing, 1.0, total)
     log_sum = gl.where(nothing, float("-inf"), (maximum + gl.log2(total) - SHIFT) / LOG2E)
-    result = (acc * by_row(inverse, ROWS_FIRST)).to(out_ptr.dtype.element_ty)
-    at = by_row(out_row, ROWS_FIRST) * D + by_row(d, not ROWS_FIRST)
-    gl.store(out_ptr + at, result, mask=by_row(live, ROWS_FIRST))
+    result = (acc * _by_row(inverse, ROWS_FIRST)).to(out_ptr.dtype.element_ty)
+    at = _by_row(out_row, ROWS_FIRST) * D + _by_row(d, not ROWS_FIRST)
+    gl.store(out_ptr + at, result, mask=_by_row(live, ROWS_FIRST))
     gl.store(lse_ptr + out_row, log_sum, mask=live)

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from katydid_kernels.decode_attention.feed import clear_unwritten, first_piece, next_piece, stream_pages
-from katydid_kernels.decode_attention.partials import combine_pieces, others_done, take_in, write_rows
+from katydid_kernels.decode_attention.partials import combine_pieces, write_rows
 from katydid_kernels.prefill_attention.score_tile import (
     LOG2E,
     add_columns,
@@ -33,14 +33,30 @@ ROWS = gl.constexpr(64)
 
 
 @gluon.jit
-def _output_tile(weights, v_page, D: gl.constexpr, PAIRED: gl.constexpr, layout: gl.constexpr):
-    """Issue `P V` of one page; a pair of `[ROWS, D / 2]` where even and odd head_dims share a row of V."""
+def _operands(p, dtype: gl.constexpr, PAGES: gl.constexpr, layout: gl.constexpr, PERMUTE: gl.constexpr):
+    """The probabilities of each page of a stage as a left operand."""
+    if PAGES == 1:
+        return (probability_operand(p, dtype, 64, layout, PERMUTE),)
+    else:
+        first, second = gl.split(p.reshape([ROWS, 2, 64]).permute((0, 2, 1)))
+        return (
+            probability_operand(first, dtype, 64, layout, PERMUTE),
+            probability_operand(second, dtype, 64, layout, PERMUTE),
+        )
+
+
+@gluon.jit
+def _output_tile(operands, v_tile, D: gl.constexpr, PAGES: gl.constexpr, PAIRED: gl.constexpr, layout: gl.constexpr):
+    """Issue `P V` of one stage; a pair of `[ROWS, D / 2]` where even and odd head_dims share a row of V."""
     HALVES: gl.constexpr = 2 if PAIRED else 1
+    SIZE: gl.constexpr = D // HALVES
     tiles = ()
     for half in gl.static_range(HALVES):
-        v = v_page.slice(half * 64, 64, dim=1).permute((1, 0))
-        o = gl.zeros([ROWS, D // HALVES], gl.float32, layout)
-        tiles += (warpgroup_mma(weights, v, o, use_acc=False, is_async=True),)  # type: ignore[assignment]
+        o = gl.zeros([ROWS, SIZE], gl.float32, layout)
+        for page in gl.static_range(PAGES):
+            v = v_tile.slice(page * SIZE, SIZE).slice(half * 64, 64, dim=1).permute((1, 0))
+            o = warpgroup_mma(operands[page], v, o, use_acc=page > 0, is_async=True)
+        tiles += (o,)  # type: ignore[assignment]
     return tiles
 
 
@@ -76,6 +92,7 @@ def _attend(
     Q_LEN: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
+    PAGES: gl.constexpr,
     STAGES: gl.constexpr,
     UNROLL: gl.constexpr,
     PERMUTE: gl.constexpr,
@@ -86,7 +103,8 @@ def _attend(
     SHIFT: gl.constexpr = 8.0 if bits == 8 else 0.0
     LIVE: gl.constexpr = Q_LEN * GROUP
     vec: gl.constexpr = 128 // bits
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 256 // bits])
+    TOKENS: gl.constexpr = PAGES * 64
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 256 // bits])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 256 // bits])
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 2 if PAIRED else D, 256 // bits])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, half_layout, 32 // bits)
@@ -124,44 +142,31 @@ def _attend(
             unit = factor * LOG2E
         position = gl.where(n < LIVE, length - Q_LEN + n // GROUP, -1)
         maximum = gl.full([ROWS], -1e30, gl.float32, row_layout)
-        p = gl.zeros([ROWS, 64], gl.float32, s_layout)
-        columns = gl.sum(p.reshape([ROWS, 8, 8]), 1)
-        total = gl.full([ROWS], 0.0, gl.float32, o_row)
+        p = gl.zeros([ROWS, TOKENS], gl.float32, s_layout)
+        columns = gl.sum(p.reshape([ROWS, TOKENS // 8, 8]), 1)
         acc = gl.zeros([ROWS, D], gl.float32, o_layout)
-        done = count == 1
-        for tile in range(first, last):
+        for tile in range(first, last, PAGES):
             stage = step % STAGES
-            if (count > 1) & (tile + 1 == last):
-                done = others_done(counter_ptr, index, count)
-                if done:
-                    row_maximum = gl.convert_layout(maximum, o_row)
-                    row_sum = total + gl.convert_layout(gl.sum(columns, 1), o_row)
-                    columns = gl.zeros_like(columns)
-                    row_maximum, total, acc = take_in(
-                        partial_ptr, stats_ptr, gl.program_id(0) - index, 0, 1, count, index, row_maximum, row_sum, acc,
-                        LIVE, True, UNROLL,
-                    )  # fmt: skip
-                    maximum = gl.convert_layout(row_maximum, row_layout)
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            k = k_smem.index(stage)._reinterpret(dtype, [64, D], k_layout)
+            k = k_smem.index(stage)._reinterpret(dtype, [TOKENS, D], k_layout)
             s = warpgroup_mma(q_smem, k.permute((1, 0)), p, use_acc=False, is_async=True)
             s = warpgroup_mma_wait(0, deps=[s])
             if SOFT_CAP:
                 s = cap_scores(s * factor[:, None], soft_cap)
-            if (tile * 64 + 64 > length - Q_LEN) | WINDOW:
-                s = mask_scores(s, tile, position, window, WINDOW, 64, PERMUTE)
-                if tile * 64 + 64 > length:
-                    clear_unwritten(v_smem.index(stage), length - tile * 64, 1)
+            end = gl.minimum(last * 64, length) - tile * 64
+            if (gl.minimum(end, length - Q_LEN - tile * 64) < TOKENS) | WINDOW:
+                newest = position - tile * 64
+                s = mask_scores(s, gl.minimum(newest, end - 1), newest - window, WINDOW, PERMUTE)
+                if end < TOKENS:
+                    clear_unwritten(v_smem.index(stage), end, PAGES)
             new_maximum = gl.maximum(maximum, gl.max(s, 1) * unit)
             p = gl.exp2(s * unit[:, None] - (new_maximum - SHIFT)[:, None])
             shrink = gl.exp2(maximum - new_maximum)
             maximum = new_maximum
-            weights = probability_operand(p, dtype, 64, p_layout, PERMUTE)
-            o = _output_tile(weights, v_smem.index(stage), D, PAIRED, half_layout)
-            columns = add_columns(columns, p, shrink, 64)
-            row_shrink = gl.convert_layout(shrink, o_row)
-            total = total * row_shrink
-            acc = acc * row_shrink[:, None]
+            operands = _operands(p, dtype, PAGES, p_layout, PERMUTE)
+            o = _output_tile(operands, v_smem.index(stage), D, PAGES, PAIRED, half_layout)
+            columns = add_columns(columns, p, shrink, TOKENS)
+            acc = acc * gl.convert_layout(shrink, o_row)[:, None]
             if PAIRED:
                 even, odd = warpgroup_mma_wait(0, deps=o)
                 o = gl.join(even, odd).permute((0, 2, 1)).reshape([ROWS, D])
@@ -172,8 +177,9 @@ def _attend(
             step += 1
 
         row_maximum = gl.convert_layout(maximum, o_row)
-        total += gl.convert_layout(gl.sum(columns, 1), o_row)
-        if not done:
+        total = gl.convert_layout(gl.sum(columns, 1), o_row)
+        done = count == 1
+        if count > 1:
             done, row_maximum, total, acc = combine_pieces(
                 partial_ptr, stats_ptr, counter_ptr, index, count, row_maximum, total, acc, LIVE, True, UNROLL
             )
@@ -225,6 +231,7 @@ def decode_wide_kernel(
     GROUP: gl.constexpr,
     D: gl.constexpr,
     BOX: gl.constexpr,
+    PAGES: gl.constexpr,
     STAGES: gl.constexpr,
     UNROLL: gl.constexpr,
     PERMUTE: gl.constexpr,
@@ -234,8 +241,10 @@ def decode_wide_kernel(
     bits: gl.constexpr = dtype.primitive_bitwidth
     k_layout: gl.constexpr = gl.NVMMASharedLayout(BOX * bits // 8, bits, 2)
     q_smem = gl.allocate_shared_memory(dtype, [ROWS, D], k_layout)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES, (D // BOX) * 64, BOX], k_layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, v_desc.block_shape[0], v_desc.block_shape[1]], v_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, (D // BOX) * PAGES * 64, BOX], k_layout)
+    v_smem = gl.allocate_shared_memory(
+        dtype, [STAGES, PAGES * v_desc.block_shape[0], v_desc.block_shape[1]], v_desc.layout
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -277,6 +286,7 @@ def decode_wide_kernel(
                     Q_LEN,
                     GROUP,
                     D,
+                    PAGES,
                     STAGES,
                     UNROLL,
                     PERMUTE,
@@ -303,7 +313,7 @@ def decode_wide_kernel(
                     Q_LEN,
                     D,
                     BOX,
-                    1,
+                    PAGES,
                     STAGES,
                     PERMUTE,
                 ),

@@ -125,7 +125,8 @@ def _attend(
             mbarrier.arrive(q_empty)
         if SOFT_CAP:
             s = cap_scores(s * factor[:, None], soft_cap)
-        s = mask_scores(s, last - 1, at, window, WINDOW, N, PERMUTE)
+        newest = at - (last - 1) * N
+        s = mask_scores(s, newest, newest - window, WINDOW, PERMUTE)
         maximum = gl.maximum(gl.max(s, 1) * unit, -1e30)
         p32 = gl.exp2(s * unit[:, None] - (maximum - SHIFT)[:, None])
         keep = gl.full([64], 0.0, gl.float32, o_row)
@@ -166,7 +167,8 @@ def _attend(
             if WINDOW:
                 edge = edge | (tile * N <= position + BLOCK_M - 1 - window)
             if edge:
-                s = mask_scores(s, tile, at, window, WINDOW, N, PERMUTE)
+                newest = at - tile * N
+                s = mask_scores(s, newest, newest - window, WINDOW, PERMUTE)
             new_maximum = gl.maximum(maximum, gl.max(s, 1) * unit)
             p32 = gl.exp2(s * unit[:, None] - (new_maximum - SHIFT)[:, None])
             shrink = gl.exp2(maximum - new_maximum)

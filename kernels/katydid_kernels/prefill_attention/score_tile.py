@@ -21,23 +21,22 @@ def cap_scores(s, soft_cap):
 
 
 @gluon.jit
-def mask_scores(s, tile, at, window, WINDOW: gl.constexpr, N: gl.constexpr, PERMUTE: gl.constexpr):
-    """Hide the tokens of tile `tile` that the queries at positions `at` may not see.
+def mask_scores(s, newest, oldest, WINDOW: gl.constexpr, PERMUTE: gl.constexpr):
+    """Hide the columns that lie after a row's `newest` and, with WINDOW, those not after its `oldest`.
 
     A column's token splits into a part that is one number in a lane and a part that is a constant of the register, so
     each score is compared with an immediate and no column numbers occupy registers.
     """
-    n = gl.arange(0, N, gl.SliceLayout(0, s.type.layout))
+    n = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     if PERMUTE:
         lane = (n & 6) * 2
         fixed = (n & -16) + (n & 8) // 4 + (n & 1)
     else:
         lane = n & 6
         fixed = n & -7
-    limit = (at - tile * N)[:, None] - lane[None, :]
-    s = gl.where(fixed[None, :] <= limit, s, float("-inf"))
+    s = gl.where(fixed[None, :] <= newest[:, None] - lane[None, :], s, float("-inf"))
     if WINDOW:
-        s = gl.where(fixed[None, :] > limit - window, s, float("-inf"))
+        s = gl.where(fixed[None, :] > oldest[:, None] - lane[None, :], s, float("-inf"))
     return s
 
 
