@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -32,6 +33,11 @@ from katydid_runtime.errors import ModelFolderError, SettingsError, UnknownModel
         (["bench", "--workload", "dance"], "Invalid value for '--workload'"),
         (["eval", "--model", "gpt-17"], "model 'gpt-17' is neither a folder nor one of"),
         (["eval", "--model", "FOLDER", "--task", "poetry"], "poetry"),
+        (["quantize", "gpt-17", "OUT"], "model 'gpt-17' is neither a folder nor one of"),
+        (["quantize", "FOLDER", "FOLDER/out"], "lies in the model's own folder"),
+        (["quantize", "hy3-tiny", "FOLDER"], "is not empty"),
+        (["quantize", "hy3-tiny", "/proc/none/out"], "OUT: cannot write to /proc/none"),
+        (["quantize", "hy3-tiny", "FOLDER", "--scheme", "int2"], "Invalid value for '--scheme'"),
     ],
 )
 def test_what_was_asked_wrongly_is_one_line_and_exit_code_2(argv, complaint, capsys, tmp_path):
@@ -50,10 +56,32 @@ def test_no_gateway_is_one_line_and_exit_code_1(argv, capsys):
     assert "the connection to 127.0.0.1:1 failed" in line
 
 
+def test_version(capsys):
+    assert run(["--version"]) == 0
+    assert re.fullmatch(r"katydid \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_quantize(tmp_path, capsys):
+    assert run(["quantize", "hy3-tiny", str(tmp_path / "out"), "--scheme", "fp8"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.match(rf"{tmp_path}/out: 337 matrices in fp8, 19.8 MiB -> 12.1 MiB, \d+\.\d s", line)
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists()
+
+
 def test_help(capsys):
     assert run([]) == 0
     commands = capsys.readouterr().out
-    for command in ("up", "serve-gateway", "serve-engine", "serve-kvcache", "chat", "bench", "trace", "eval", "models"):
+    for command in (
+        "up",
+        "serve-gateway",
+        "serve-engine",
+        "serve-kvcache",
+        "chat",
+        "bench",
+        "trace",
+        "eval",
+        "quantize",
+    ):
         assert command in commands
     assert run(["up", "--help"]) == 0
     assert "--kv-disk-dir" in capsys.readouterr().out
