@@ -21,17 +21,28 @@ RECORD = gl.constexpr(PLAN_RECORD)
 def first_piece(plan_ptr):
     """Row, head, first and end tile, index, pieces of the item, interval left, interval, the row's length."""
     record = plan_ptr + gl.program_id(0) * RECORD
+    # Volatile, or the compiler moves all but the row behind the test of the row, and a CTA waits twice.
     return (
-        gl.load(record),
-        gl.load(record + 1),
-        gl.load(record + 2),
-        gl.load(record + 3),
-        gl.load(record + 4),
-        gl.load(record + 5),
-        gl.load(record + 6),
-        gl.load(record + 7),
-        gl.load(record + 8),
+        gl.load(record, volatile=True),
+        gl.load(record + 1, volatile=True),
+        gl.load(record + 2, volatile=True),
+        gl.load(record + 3, volatile=True),
+        gl.load(record + 4, volatile=True),
+        gl.load(record + 5, volatile=True),
+        gl.load(record + 6, volatile=True),
+        gl.load(record + 7, volatile=True),
+        gl.load(record + 8, volatile=True),
     )
+
+
+@gluon.jit
+def _planned_pages(plan_ptr, PAGES: gl.constexpr):
+    """The pages of the first load, which stand in the plan where there was a block table to plan with; else -1."""
+    record = plan_ptr + gl.program_id(0) * RECORD + 9
+    pages = ()
+    for p in gl.static_range(PAGES):
+        pages += (gl.load(record + p, volatile=True),)  # type: ignore[assignment]
+    return pages
 
 
 @gluon.jit
@@ -77,9 +88,7 @@ def stream_pages(
     V_ROWS: gl.constexpr = v_smem.shape[1] // PAGES
     page_bytes: gl.constexpr = 2 * 64 * D * k_desc.dtype.primitive_bitwidth // 8
     row, head, first, last, _index, _count, left, interval, length = first_piece(plan_ptr)
-    # The pages of the first load stand in the plan where a block table was there to plan with.
-    planned = plan_ptr + gl.program_id(0) * RECORD + 9
-    in_plan = gl.load(planned) >= 0
+    planned = _planned_pages(plan_ptr, PAGES)
     waited = row < 0
     step = 0
     while row < batch:
@@ -91,11 +100,12 @@ def stream_pages(
             stage = step % STAGES
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             pages = gl.minimum(last - tile, PAGES)
-            numbers = gl.where(in_plan & (step == 0), planned, table + tile)
+            known = (step == 0) & (planned[0] >= 0)
             for n in gl.static_range(1, PAGES + 1):
                 mbarrier.expect(full.index(stage), page_bytes * n, pred=pages == n)
             for p in gl.static_range(PAGES):
-                page = gl.load(numbers + p, mask=p < pages, other=0)
+                page = gl.load(table + tile + p, mask=(p < pages) & (not known), other=0)
+                page = gl.where(known, planned[p], page)
                 for c in gl.static_range(D // BOX):
                     block = k_smem.index(stage).slice((c * PAGES + p) * 64, 64)
                     page_of_head = page * kv_heads + head
