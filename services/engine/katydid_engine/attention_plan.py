@@ -59,7 +59,11 @@ class AttentionPlanner:
         decode = prefill = None
         if self._scratch is not None and decodes:
             decode = decode_plan(
-                batch.context_lens[:decodes], self._kv_heads, ctas=self._ctas, q_len=batch.decode_q_len
+                batch.context_lens[:decodes],
+                self._kv_heads,
+                ctas=self._ctas,
+                q_len=batch.decode_q_len,
+                block_table=batch.block_table[:decodes],
             )
         if self._scratch is not None and decodes < batch.num_seqs:
             prefill = prefill_plan(batch.context_lens[decodes:], cu_q_lens, batch.num_tokens - tokens)
