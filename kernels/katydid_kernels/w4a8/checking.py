@@ -12,7 +12,7 @@ from katydid_kernels.gemm.checking import E4M3, ExpertCase, relative_error
 from katydid_kernels.w4a8.experts import Int4ExpertWorkspace, run_experts_w4a8
 from katydid_kernels.w4a8.launch import launch_narrow
 from katydid_kernels.w4a8.packing import GROUP, Int4Weight, dequantize_int4, pack_int4, unpack_int4
-from katydid_kernels.w4a8.tuning import DecodeTile, NarrowTile
+from katydid_kernels.w4a8.tuning import DecodeTile, GroupedTile, NarrowTile
 
 __all__ = ["check_experts", "check_linear", "random_weight"]
 
@@ -47,7 +47,9 @@ def check_linear(shape: tuple[int, int, int], tile: NarrowTile, *, hooks: bool) 
     return relative_error(out[:m], reference)
 
 
-def check_experts(case: ExpertCase, hidden: int, *, tile: DecodeTile | None = None, crowd: bool = False) -> float:
+def check_experts(
+    case: ExpertCase, hidden: int, *, tile: DecodeTile | GroupedTile | None = None, crowd: bool = False
+) -> float:
     """One batch against an expert-by-expert product; h is rounded as the kernels round it.
 
     crowd: every token also goes to expert 0.

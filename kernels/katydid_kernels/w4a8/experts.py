@@ -1,4 +1,8 @@
-"""Routed experts of packed int4 on the Gluon kernels, in buffers made once."""
+"""Routed experts of packed int4 on the Gluon kernels, in buffers made once.
+
+Up to a tile an expert go through one persistent launch after the plan (`experts_decode_kernel`), more through the
+grouped GEMM twice, then `gemm.combine`.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 
+from katydid_kernels.gemm.combine import combine
 from katydid_kernels.gemm.launch import sm_count
 from katydid_kernels.gemm.plan import RoutePlan, plan_routes
 from katydid_kernels.w4a8.experts_decode_kernel import experts_decode_w4a8_kernel
-from katydid_kernels.w4a8.launch import weight_descriptors
+from katydid_kernels.w4a8.launch import launch_grouped, rows_layout, weight_descriptors
 from katydid_kernels.w4a8.packing import Int4Weight
-from katydid_kernels.w4a8.tuning import DecodeTile, decode_tile
+from katydid_kernels.w4a8.tuning import DecodeTile, GroupedTile, expert_tile
 
 __all__ = ["UNPLANNED_PAIRS", "Int4ExpertWorkspace", "run_experts_w4a8"]
 
@@ -46,8 +50,8 @@ class Int4ExpertWorkspace:
             # Zeros, because what pads a row up to a whole stage is multiplied (by zeros, but NaN would stay NaN).
             torch.zeros(pairs, padded, dtype=torch.uint8, device=device).view(_E4M3),
             torch.empty(pairs, hidden, dtype=torch.bfloat16, device=device),
-            torch.empty(2 * sm_count(device), 2, 64, 64, device=device),
-            torch.zeros(max(pairs, len(plan.tiles)) * (intermediate // 32), dtype=torch.int32, device=device),
+            torch.empty(2 * sm_count(device), 3, 64, 64, device=device),
+            torch.zeros(max(pairs, len(plan.tiles)) * (intermediate // 32 + 2), dtype=torch.int32, device=device),
             torch.zeros(3, dtype=torch.int32, device=device),
         )
 
@@ -65,24 +69,50 @@ def run_experts_w4a8(
     *,
     first_expert: int = 0,
     shared: Tensor | None = None,
-    tile: DecodeTile | None = None,
+    tile: DecodeTile | GroupedTile | None = None,
 ) -> Tensor:
     """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``; arguments as
     `fused_moe_w4a8`'s."""
-    experts, hidden, width = len(w2.codes), w2.rows, w2.cols
-    tile = tile or decode_tile(ids.numel(), experts)
+    experts = len(w2.codes)
+    tile = tile or expert_tile(ids.numel(), experts)
     plan = workspace.plan
-    planned = ids.numel() > min(UNPLANNED_PAIRS, experts)
+    planned = isinstance(tile, GroupedTile) or ids.numel() > min(UNPLANNED_PAIRS, experts)
     if planned:
         plan_routes(ids, plan, experts, tile.tokens, first_expert=first_expert)
+    if isinstance(tile, DecodeTile):
+        _launch_decode(x, w13, w2, weights, ids, x_scale, h_scale, out, workspace, first_expert, shared, tile, planned)
+    else:
+        h, y = workspace.h, workspace.y
+        launch_grouped(
+            x, w13, h, tile, plan.tiles, plan.tile_count, h_scale, rows=plan.rows, x_scale=x_scale
+        )  # fmt: skip
+        launch_grouped(h, w2, y, tile, plan.tiles, plan.tile_count, h_scale)
+        combine(y, plan.slots[: len(ids)], weights, out, shared=shared, early=True)
+    return out
+
+
+def _launch_decode(
+    x: Tensor,
+    w13: Int4Weight,
+    w2: Int4Weight,
+    weights: Tensor,
+    ids: Tensor,
+    x_scale: Tensor,
+    h_scale: Tensor,
+    out: Tensor,
+    workspace: Int4ExpertWorkspace,
+    first_expert: int,
+    shared: Tensor | None,
+    tile: DecodeTile,
+    planned: bool,
+) -> None:
+    plan = workspace.plan
     sorted_pairs = (plan.rows, plan.slots, plan.tiles, plan.tile_count) if planned else (None, None, None, None)
     experts_decode_w4a8_kernel[(sm_count(x.device),)](
         x, x.stride(0), *weight_descriptors(w13), *weight_descriptors(w2), workspace.h, workspace.h.stride(0),
-        workspace.y, weights, shared, out, ids, first_expert, experts, *sorted_pairs,
+        workspace.y, weights, shared, out, ids, first_expert, len(w2.codes), *sorted_pairs,
         workspace.partial, workspace.counters, workspace.sync, x_scale, h_scale, x.shape[0],
-        H=hidden, WIDTH=width, TOP_K=ids.shape[1], TOKENS=tile.tokens, STAGES=tile.stages, WGS=2,
-        SCALE_A_TOKEN=x_scale.numel() > 1,
-        X_LAYOUT=gl.NVMMASharedLayout.get_default_for([tile.tokens, 128], gl.float8e4nv),
-        num_warps=4, maxnreg=128, launch_pdl=True,
+        H=w2.rows, WIDTH=w2.cols, TOP_K=ids.shape[1], TOKENS=tile.tokens, STAGES=tile.stages, WGS=tile.warpgroups,
+        SCALE_A_TOKEN=x_scale.numel() > 1, X_LAYOUT=rows_layout(tile.tokens),
+        num_warps=4, maxnreg=128 if tile.warpgroups == 2 else 96, launch_pdl=True,
     )  # fmt: skip
-    return out

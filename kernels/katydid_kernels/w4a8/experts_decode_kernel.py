@@ -13,9 +13,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
 from katydid_kernels.gemm.expert_tiles import gather, row_layout, scaled_swiglu, store_columns, tokens_of
-from katydid_kernels.gemm.ring import advance, make_barriers, wait_for_last
+from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_for_last
 from katydid_kernels.gemm.stream_k import interval_of, stages_within, sum_parts, tiles_of
-from katydid_kernels.w4a8.packed_tiles import fetch_weights, multiply_packed, weight_buffers
+from katydid_kernels.w4a8.packed_tiles import fetch_weights, multiply_packed, strip_of, weight_buffers
 
 __all__ = ["experts_decode_w4a8_kernel"]
 
@@ -71,8 +71,8 @@ def _down_share(shape):
 def _produce_weights(w13, w2, plan, ring, shape, interval, STAGES: gl.constexpr, WGS: gl.constexpr):
     full, empty = ring[3], ring[4]
     up_n, down_n, up_k, down_k = shape[1:]
-    codes13_desc, scales13_desc, groups13 = w13
-    codes2_desc, scales2_desc, groups2 = w2
+    codes13_desc, scales13_desc, strips13, groups13 = w13
+    codes2_desc, scales2_desc, strips2, groups2 = w2
     BYTES: gl.constexpr = WGS * (codes13_desc.block_type.nbytes + scales13_desc.block_type.nbytes)
     stage = 0
     phase = 1
@@ -80,29 +80,27 @@ def _produce_weights(w13, w2, plan, ring, shape, interval, STAGES: gl.constexpr,
     first, last = tiles_of(interval, up_k)
     for item in range(first, last):
         expert = _expert_of(item // up_n, plan)
-        strip = (expert * up_n + item % up_n) * WGS
         first_k, last_k = stages_within(item, interval, up_k)
         for k in range(first_k, last_k):
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(bar, BYTES)
             for part in gl.static_range(WGS):
+                strip = strip_of(expert, item % up_n * WGS + part, strips13)
                 fetch_weights(
-                    codes13_desc, scales13_desc, strip + part, k, groups13, bar, ring[1], ring[2], stage * WGS + part
+                    codes13_desc, scales13_desc, strip, k, groups13, bar, ring[1], ring[2], stage * WGS + part
                 )
             stage, phase = advance(stage, phase, STAGES)
     first, last = _down_share(shape)
     for item in range(first, last):
         expert = _expert_of(item // down_n, plan)
-        strip = (expert * down_n + item % down_n) * WGS
         for k in range(down_k):
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(bar, BYTES)
             for part in gl.static_range(WGS):
-                fetch_weights(
-                    codes2_desc, scales2_desc, strip + part, k, groups2, bar, ring[1], ring[2], stage * WGS + part
-                )
+                strip = strip_of(expert, item % down_n * WGS + part, strips2)
+                fetch_weights(codes2_desc, scales2_desc, strip, k, groups2, bar, ring[1], ring[2], stage * WGS + part)
             stage, phase = advance(stage, phase, STAGES)
 
 
@@ -117,8 +115,8 @@ def _copy_rows(x_bufs, stage, source, k, columns, valid, bar):
 
 @gluon.jit
 def _produce_rows(
-    x, hidden, plan, sync_ptr, ring, shape, interval, TOP_K: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr
-):
+    x, hidden, strips13, plan, sync_ptr, ring, shape, interval, TOP_K: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
     x_ptr, x_stride, columns = x
     h_ptr, h_stride = hidden
     x_bufs, full, empty = ring[0], ring[3], ring[4]
@@ -140,10 +138,15 @@ def _produce_rows(
             mbarrier.wait(empty.index(stage), phase)
             _copy_rows(x_bufs, stage, source, k, columns, valid, full.index(stage))
             stage, phase = advance(stage, phase, STAGES)
-    _wait_for(sync_ptr, tiles * up_n * WGS)
     first, last = _down_share(shape)
+    # The tile's numbers are read while waiting, and again only where the next tile begins.
+    known = first // down_n
+    row, end = _rows_of(gl.minimum(known, tiles - 1), plan)
+    _wait_for(sync_ptr, tiles * strips13)
     for item in range(first, last):
-        row, end = _rows_of(item // down_n, plan)
+        if item // down_n != known:
+            known = item // down_n
+            row, end = _rows_of(known, plan)
         valid = (row + lane < end)[:, None]
         source = gather(h_ptr, row + lane, h_stride, cols)
         for k in range(down_k):
@@ -154,8 +157,8 @@ def _produce_rows(
 
 @gluon.jit
 def _consume(
-    WHO: gl.constexpr, plan, hidden, result, scales, partials, sync_ptr, ring, shape, interval, H: gl.constexpr,
-    TOP_K: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, SCALE_A_TOKEN: gl.constexpr,
+    WHO: gl.constexpr, plan, hidden, result, scales, strips13, partials, sync_ptr, ring, shape, interval,
+    H: gl.constexpr, TOP_K: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, SCALE_A_TOKEN: gl.constexpr,
 ):  # fmt: skip
     h_ptr, h_stride = hidden
     y_ptr = result[0]
@@ -163,7 +166,6 @@ def _consume(
     up_n, down_n, up_k, down_k = shape[1:]
     TOKENS: gl.constexpr = ring[0].type.shape[1]
     h_layout: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
-    y_layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     stage = 0
     phase = 0
     wait_for_last()
@@ -182,17 +184,24 @@ def _consume(
         whole = last_k - first_k == up_k
         if not whole:
             acc, whole = sum_parts(WHO, WGS, acc, item, first_k, interval, up_k, partials)
-        if whole:
+        strip = item % up_n * WGS + WHO
+        if whole & (strip < strips13):
             token_scale_ptr = x_scale_ptr if SCALE_A_TOKEN else None
             h = scaled_swiglu(acc, gate_scale, gate_scale / h_scale, row, end, token_scale_ptr, plan[0], TOP_K)
-            store_columns(h, h_ptr, h_stride, row, end, (item % up_n * WGS + WHO) * 32, h_layout)
+            store_columns(h, h_ptr, h_stride, row, end, strip * 32, h_layout)
             _count(sync_ptr)
 
+    scale = 512.0 * h_scale
     first, last = _down_share(shape)
     for item in range(first, last):
         row, end = _rows_of(item // down_n, plan)
         acc, stage, phase = multiply_packed(WHO, ring, stage, phase, down_k, TOKENS, STAGES, WGS, GATHERED=True)
-        store_columns(acc * (512.0 * h_scale), y_ptr, H, row, end, (item % down_n * WGS + WHO) * 64, y_layout)
+        strip = item % down_n * WGS + WHO
+        rows = row + gl.arange(0, TOKENS, gl.SliceLayout(0, acc.type.layout))
+        cols = strip * 64 + gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
+        # Straight from the accumulator: through shared memory it would be wider stores, and two barriers a tile.
+        inside = (rows < end)[None, :] & (cols < H)[:, None]
+        gl.store(y_ptr + rows.to(gl.int64)[None, :] * H + cols[:, None], (acc * scale).to(gl.bfloat16), mask=inside)
 
     _count(sync_ptr + 1)
     _wait_for(sync_ptr + 1, gl.num_programs(0) * WGS)
@@ -250,10 +259,11 @@ def experts_decode_w4a8_kernel(
     x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, TOKENS, 128], X_LAYOUT)
     codes, code_scales = weight_buffers(codes13_desc, scales13_desc, STAGES, WGS)
     full, empty = make_barriers(STAGES, 129, WGS)
-    up_n = WIDTH // (32 * WGS)
-    down_n = H // (64 * WGS)
+    up_n = gl.cdiv(WIDTH // 32, WGS)
+    down_n = gl.cdiv(H // 64, WGS)
     up_k = (H + 255) // 256
     down_k = (WIDTH + 255) // 256
+    launch_next()
     # Launched while the plan is still being made: everything it wrote is read after this.
     wait_for_last()
     tiles = tokens * TOP_K if tile_count_ptr is None else gl.load(tile_count_ptr)
@@ -264,17 +274,36 @@ def experts_decode_w4a8_kernel(
     partials = (partial_ptr, counters_ptr)
     ring = (x_bufs, codes, code_scales, full, empty)
     shape = (tiles, up_n, down_n, up_k, down_k)
-    w13 = (codes13_desc, scales13_desc, H // 128)
-    w2 = (codes2_desc, scales2_desc, (WIDTH + 127) // 128)
-    gl.warp_specialize(
-        [
-            (_consume, (0, plan, hidden, result, (x_scale_ptr, h_scale_ptr), partials, sync_ptr, ring, shape,
-                        interval, H, TOP_K, STAGES, WGS, SCALE_A_TOKEN)),
-            (_consume, (1, plan, hidden, result, (x_scale_ptr, h_scale_ptr), partials, sync_ptr, ring, shape,
-                        interval, H, TOP_K, STAGES, WGS, SCALE_A_TOKEN)),
-            (_produce_rows, ((x_ptr, x_stride, H), hidden, plan, sync_ptr, ring, shape, interval, TOP_K, STAGES, WGS)),
-            (_produce_weights, (w13, w2, plan, ring, shape, interval, STAGES, WGS)),
-        ],
-        [4, 4, 1],
-        [152, 72, 40],
-    )  # fmt: skip
+    scales = (x_scale_ptr, h_scale_ptr)
+    w13 = (codes13_desc, scales13_desc, WIDTH // 32, H // 128)
+    w2 = (codes2_desc, scales2_desc, H // 64, (WIDTH + 127) // 128)
+    if WGS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (0, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, shape, interval,
+                            H, TOP_K, STAGES, WGS, SCALE_A_TOKEN)),
+                (_consume, (1, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, shape, interval,
+                            H, TOP_K, STAGES, WGS, SCALE_A_TOKEN)),
+                (_produce_rows, ((x_ptr, x_stride, H), hidden, WIDTH // 32, plan, sync_ptr, ring, shape, interval,
+                                 TOP_K, STAGES)),
+                (_produce_weights, (w13, w2, plan, ring, shape, interval, STAGES, WGS)),
+            ],
+            [4, 4, 1],
+            [152, 72, 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, shape, interval,
+                            H, TOP_K, STAGES, WGS, SCALE_A_TOKEN)),
+                (_consume, (1, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, shape, interval,
+                            H, TOP_K, STAGES, WGS, SCALE_A_TOKEN)),
+                (_consume, (2, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, shape, interval,
+                            H, TOP_K, STAGES, WGS, SCALE_A_TOKEN)),
+                (_produce_rows, ((x_ptr, x_stride, H), hidden, WIDTH // 32, plan, sync_ptr, ring, shape, interval,
+                                 TOP_K, STAGES)),
+                (_produce_weights, (w13, w2, plan, ring, shape, interval, STAGES, WGS)),
+            ],
+            [4, 4, 4, 1],
+            [128, 128, 72, 40],
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Launches of the W4A8 kernels for dense weights: TMA descriptors, grids, scratch."""
+"""Launches of the W4A8 GEMM kernels: TMA descriptors, grids, scratch."""
 
 from __future__ import annotations
 
@@ -11,29 +11,37 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from katydid_kernels.gemm.launch import descriptor, sm_count
 from katydid_kernels.gemm.plain import scale_step
+from katydid_kernels.w4a8.grouped_kernel import grouped_w4a8_kernel
 from katydid_kernels.w4a8.narrow_kernel import narrow_w4a8_kernel
 from katydid_kernels.w4a8.packing import Int4Weight
-from katydid_kernels.w4a8.tuning import NarrowTile
+from katydid_kernels.w4a8.tuning import GroupedTile, NarrowTile
 
-__all__ = ["launch_narrow", "weight_descriptors"]
+__all__ = ["launch_grouped", "launch_narrow", "rows_layout", "weight_descriptors"]
 
 
-def weight_descriptors(weight: Int4Weight) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Of the codes, in boxes of one strip by 256 columns, and of all scales on one line, in boxes of two groups."""
+def weight_descriptors(weight: Int4Weight, groups: int = 2) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Of the codes, in boxes of one strip by `groups` groups, and of all scales on one line, in boxes of as many."""
     lines = weight.codes.shape[-2]
     codes = TensorDescriptor(
-        weight.codes, [weight.codes.numel() // (lines * 128), lines, 128], [lines * 128, 128, 1], [1, 64, 128],
+        weight.codes, [weight.codes.numel() // (lines * 128), lines, 128], [lines * 128, 128, 1], [1, 32 * groups, 128],
         gl.NVMMASharedLayout(128, 8, rank=3),
     )  # fmt: skip
-    scales = TensorDescriptor(weight.scales, [weight.scales.numel()], [1], [128], gl.NVMMASharedLayout(0, 16, rank=1))
+    scales = TensorDescriptor(
+        weight.scales, [weight.scales.numel()], [1], [64 * groups], gl.NVMMASharedLayout(0, 16, rank=1)
+    )
     return codes, scales
 
 
+def rows_layout(tokens: int) -> gl.NVMMASharedLayout:
+    """Of the token rows of a group in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for([tokens, 128], gl.float8e4nv)
+
+
 @functools.cache
-def _narrow_scratch(device: torch.device, tokens: int, strips: int) -> tuple[Tensor, Tensor]:
+def _narrow_scratch(device: torch.device, tokens: int, warpgroups: int, strips: int) -> tuple[Tensor, Tensor]:
     """Partial sums and counters of the narrow kernel: one set a shape, for one stream at a time."""
-    partial = torch.empty(2 * sm_count(device), 64, tokens, device=device)
-    return partial, torch.zeros(strips, dtype=torch.int32, device=device)
+    partial = torch.empty(2 * sm_count(device), warpgroups, 64, tokens, device=device)
+    return partial, torch.zeros(strips + warpgroups, dtype=torch.int32, device=device)
 
 
 def launch_narrow(
@@ -47,10 +55,40 @@ def launch_narrow(
     residual: Tensor | None = None,
 ) -> Tensor:
     """The kernel for up to `tile.tokens` rows of x."""
-    partial, counters = _narrow_scratch(x.device, tile.tokens, len(weight.codes))
+    partial, counters = _narrow_scratch(x.device, tile.tokens, tile.warpgroups, len(weight.codes))
     narrow_w4a8_kernel[(sm_count(x.device),)](
         descriptor(x, [tile.tokens, 128]), *weight_descriptors(weight), out, out.stride(0), partial, counters,
         x_scale, scale_step(x_scale), bias, residual, 0 if residual is None else residual.stride(0),
-        x.shape[0], weight.rows, weight.cols, STAGES=tile.stages, num_warps=4, maxnreg=128, launch_pdl=True,
+        x.shape[0], weight.rows, weight.cols, STAGES=tile.stages, WGS=tile.warpgroups,
+        num_warps=4, maxnreg=128 if tile.warpgroups == 1 else 80, launch_pdl=True,
+    )  # fmt: skip
+    return out
+
+
+def launch_grouped(
+    x: Tensor,
+    weight: Int4Weight,
+    out: Tensor,
+    tile: GroupedTile,
+    tiles: Tensor,
+    tile_count: Tensor,
+    out_scale: Tensor,
+    *,
+    rows: Tensor | None = None,
+    x_scale: Tensor | None = None,
+) -> Tensor:
+    """The grouped kernel: gated, of rows of x through `rows` and with `x_scale`, or not.
+
+    tiles, tile_count: of a `RoutePlan`. out_scale: fp32 of one element; a gated result is divided by it, another
+    multiplied.
+    """
+    maxnreg, consumer, producer = tile.registers
+    grouped_w4a8_kernel[(sm_count(x.device),)](
+        x, x.stride(0), weight.cols, *weight_descriptors(weight, 1), weight.codes.shape[-3], out, out.stride(0),
+        rows, tiles, tile_count, x_scale, out_scale,
+        STAGES=tile.stages, WGS=tile.warpgroups, GATED=weight.gated,
+        SCALE_A_TOKEN=x_scale is not None and x_scale.numel() > 1,
+        CONSUMER_REGISTERS=consumer, PRODUCER_REGISTERS=producer, X_LAYOUT=rows_layout(tile.tokens),
+        num_warps=4, maxnreg=maxnreg, launch_pdl=True,
     )  # fmt: skip
     return out

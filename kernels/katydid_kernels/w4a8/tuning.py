@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DecodeTile", "NarrowTile", "decode_tile", "narrow_tile"]
+__all__ = ["DecodeTile", "GroupedTile", "NarrowTile", "expert_tile", "grouped_tile", "narrow_tile"]
 
 
 @dataclass(frozen=True)
@@ -13,10 +13,12 @@ class NarrowTile:
 
     tokens: rows of x it takes, the columns of its wgmma.
     stages: stages of the ring, 256 columns deep; the CTA must stay under half of an SM's shared memory.
+    warpgroups: consumers, 1 or 2, a strip of weights each.
     """
 
     tokens: int
     stages: int
+    warpgroups: int = 1
 
 
 # NVIDIA H200, triton 3.6.
@@ -34,18 +36,46 @@ class DecodeTile:
 
     tokens: rows of x in a tile.
     stages: stages of the ring, 256 columns deep.
+    warpgroups: consumers, 2 or 3, a strip of weights each.
     """
 
     tokens: int
     stages: int
+    warpgroups: int = 2
+
+
+@dataclass(frozen=True)
+class GroupedTile:
+    """One configuration of the grouped kernel, whose tiles have 128 rows of x.
+
+    stages: stages of the ring, 128 columns deep.
+    warpgroups: consumers, 2 or 3, a strip of weights each.
+    """
+
+    stages: int
+    warpgroups: int
+
+    tokens = 128
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """A thread's at launch, a consumer's, a producer's."""
+        return (128, 144, 80) if self.warpgroups == 3 else (168, 216, 56)
 
 
 _DECODE = [DecodeTile(8, 11), DecodeTile(16, 10), DecodeTile(32, 8), DecodeTile(64, 6)]
 
 
-def decode_tile(pairs: int, experts: int) -> DecodeTile:
-    """The tile for this many routed rows."""
+def grouped_tile() -> GroupedTile:
+    """The tile for many rows."""
+    return GroupedTile(6, 3)
+
+
+def expert_tile(pairs: int, experts: int) -> DecodeTile | GroupedTile:
+    """The tile for this many routed rows: the single launch as long as an expert's rows are one tile."""
     mean = pairs / experts
+    if mean > 64:
+        return grouped_tile()
     if pairs <= 48 or mean <= 3:
         return _DECODE[0]
-    return _DECODE[1] if mean <= 8 else _DECODE[2] if mean <= 20 else _DECODE[3]
+    return _DECODE[1] if mean <= 8 else _DECODE[2] if mean <= 24 else _DECODE[3]

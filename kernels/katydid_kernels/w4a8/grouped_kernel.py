@@ -1,0 +1,141 @@
+"""Grouped GEMM of packed int4 for many tokens: gate-up with SwiGLU and quantisation, or down, as one persistent kernel.
+
+A CTA's tile is `WGS` strips of an expert's weight by 128 of its rows, over all of K. The weights come from L2 at
+half the bytes of fp8, and are unpacked once a tile; the token rows are read through the index and never gathered into
+memory. One dense weight is the same with one expert and rows in their own order.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from katydid_kernels.gemm.expert_tiles import copy_rows, gather, row_layout, scaled_swiglu, store_columns, tokens_of
+from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_for_last
+from katydid_kernels.w4a8.packed_tiles import fetch_weights, multiply_halves, strip_of, weight_buffers
+
+__all__ = ["grouped_w4a8_kernel"]
+
+
+@gluon.jit
+def _produce(x, weight, rows_ptr, tiles_ptr, ring, shape, STAGES: gl.constexpr, WGS: gl.constexpr):
+    x_ptr, x_stride = x
+    codes_desc, scales_desc, strips = weight
+    x_bufs, codes, scales, full, empty = ring
+    items, tiles_n, tiles_k = shape
+    TOKENS: gl.constexpr = x_bufs.type.shape[1]
+    BYTES: gl.constexpr = WGS * (codes_desc.block_type.nbytes + scales_desc.block_type.nbytes)
+    layout: gl.constexpr = row_layout(128, 8)
+    cols = gl.arange(0, 128, gl.SliceLayout(0, layout))
+    lane = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
+    stage = 0
+    phase = 1
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        entry = tiles_ptr + item // tiles_n * 4
+        expert = gl.load(entry)
+        end = gl.load(entry + 2)
+        row = gl.load(entry + 1) + lane
+        valid = (row < end)[:, None]
+        source = gather(x_ptr, row if rows_ptr is None else tokens_of(row, end, rows_ptr, 1), x_stride, cols)
+        for k in range(tiles_k):
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(bar, BYTES)
+            for part in gl.static_range(WGS):
+                strip = strip_of(expert, item % tiles_n * WGS + part, strips)
+                fetch_weights(codes_desc, scales_desc, strip, k, tiles_k, bar, codes, scales, stage * WGS + part)
+            copy_rows(x_bufs.index(stage), source + k * 128, valid, bar)
+            stage, phase = advance(stage, phase, STAGES)
+
+
+@gluon.jit
+def _consume(
+    WHO: gl.constexpr, out, hooks, rows_ptr, tiles_ptr, ring, shape, strips,
+    STAGES: gl.constexpr, WGS: gl.constexpr, GATED: gl.constexpr, SCALE_A_TOKEN: gl.constexpr,
+):  # fmt: skip
+    items, tiles_n, tiles_k = shape
+    stage = 0
+    phase = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        entry = tiles_ptr + item // tiles_n * 4
+        row = gl.load(entry + 1)
+        end = gl.load(entry + 2)
+        left, right, stage, phase = multiply_halves(WHO, ring, stage, phase, tiles_k, STAGES, WGS)
+        strip = item % tiles_n * WGS + WHO
+        if strip < strips:
+            _store(left, row, end, strip, out, hooks, rows_ptr, GATED, SCALE_A_TOKEN)
+            if row + 64 < end:
+                _store(right, row + 64, end, strip, out, hooks, rows_ptr, GATED, SCALE_A_TOKEN)
+
+
+@gluon.jit
+def _store(acc, row, end, strip, out, hooks, rows_ptr, GATED: gl.constexpr, SCALE_A_TOKEN: gl.constexpr):
+    out_ptr, out_stride = out
+    x_scale_ptr, h_scale_ptr = hooks
+    h_scale = gl.load(h_scale_ptr)
+    if GATED:
+        x_scale = 512.0
+        if not SCALE_A_TOKEN:
+            x_scale = 512.0 * gl.load(x_scale_ptr)
+        token_scale_ptr = x_scale_ptr if SCALE_A_TOKEN else None
+        layout: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
+        h = scaled_swiglu(acc, x_scale, x_scale / h_scale, row, end, token_scale_ptr, rows_ptr, 1)
+        store_columns(h, out_ptr, out_stride, row, end, strip * 32, layout)
+    else:
+        wide: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+        store_columns(acc * (512.0 * h_scale), out_ptr, out_stride, row, end, strip * 64, wide)
+
+
+@gluon.jit(do_not_specialize=["columns", "strips"])
+def grouped_w4a8_kernel(
+    x_ptr, x_stride, columns, codes_desc, scales_desc, strips, out_ptr, out_stride, rows_ptr, tiles_ptr, tile_count_ptr,
+    x_scale_ptr, h_scale_ptr,
+    STAGES: gl.constexpr, WGS: gl.constexpr, GATED: gl.constexpr, SCALE_A_TOKEN: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, X_LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """For every tile of a `RoutePlan`, with the weight of its expert, ``[strips * 64, columns]``,
+
+        GATED:  out[r] = e4m3(swiglu(x[rows[r]] W^T * x_scale) / h_scale)
+        else:   out[r] = x[r] W^T * h_scale
+
+    x: rows of whole groups of 128. codes_desc: boxes ``[1, 32, 128]`` of packed codes; scales_desc: boxes ``[64]``.
+    x_scale: fp32 ``[T]`` where SCALE_A_TOKEN, else of one element.
+    """
+    x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], X_LAYOUT)
+    codes, scales = weight_buffers(codes_desc, scales_desc, STAGES, WGS)
+    full, empty = make_barriers(STAGES, 129, WGS)
+    tiles_n = gl.cdiv(strips, WGS)
+    tiles_k = gl.cdiv(columns, 128)
+    launch_next()
+    wait_for_last()
+    shape = (gl.load(tile_count_ptr) * tiles_n, tiles_n, tiles_k)
+    ring = (x_bufs, codes, scales, full, empty)
+    out = (out_ptr, out_stride)
+    hooks = (x_scale_ptr, h_scale_ptr)
+    x = (x_ptr, x_stride)
+    weight = (codes_desc, scales_desc, strips)
+    if WGS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (0, out, hooks, rows_ptr, tiles_ptr, ring, shape, strips,
+                            STAGES, WGS, GATED, SCALE_A_TOKEN)),
+                (_consume, (1, out, hooks, rows_ptr, tiles_ptr, ring, shape, strips,
+                            STAGES, WGS, GATED, SCALE_A_TOKEN)),
+                (_produce, (x, weight, rows_ptr, tiles_ptr, ring, shape, STAGES, WGS)),
+            ],
+            [4, 4],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, out, hooks, rows_ptr, tiles_ptr, ring, shape, strips,
+                            STAGES, WGS, GATED, SCALE_A_TOKEN)),
+                (_consume, (1, out, hooks, rows_ptr, tiles_ptr, ring, shape, strips,
+                            STAGES, WGS, GATED, SCALE_A_TOKEN)),
+                (_consume, (2, out, hooks, rows_ptr, tiles_ptr, ring, shape, strips,
+                            STAGES, WGS, GATED, SCALE_A_TOKEN)),
+                (_produce, (x, weight, rows_ptr, tiles_ptr, ring, shape, STAGES, WGS)),
+            ],
+            [4, 4, 4],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
