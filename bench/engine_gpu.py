@@ -118,6 +118,27 @@ CASES = {
 }
 
 
+def _turn(device: str) -> contextlib.AbstractContextManager[Any]:
+    """A turn at the GPU, which other benchmarks may time."""
+    return preparing() if device == "cuda" else contextlib.nullcontext()
+
+
+class _KeptSource(RandomSource):
+    """Random weights made on the device, once, and kept on the host: three models are built of the same."""
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
+        self._on = device
+        self._kept: dict[str, Tensor] = {}
+
+    def read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...], *dtypes: tuple[str, ...]) -> Tensor:
+        key = f"{name} {part}"
+        if key not in self._kept:
+            with _turn(self._on):
+                self._kept[key] = super().read(name, shape, part, *dtypes).cpu()
+        return self._kept[key]
+
+
 def model_and_ids(kind: str, device: str) -> tuple[BuildModel, list[int]]:
     """What builds the model, and the ids it is run on."""
     if kind == "tiny":
@@ -130,7 +151,7 @@ def model_and_ids(kind: str, device: str) -> tuple[BuildModel, list[int]]:
     with tempfile.TemporaryDirectory() as folder_name:
         (Path(folder_name) / "config.json").write_text(json.dumps(HY3 if kind == "full" else SMOLLM2))
         config = read_model_config(Path(folder_name))
-    source = RandomSource(device, torch.bfloat16)
+    source = _KeptSource(device, torch.bfloat16)
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(0, config.vocab_size, (PROMPT_TOKENS + DECODES,), generator=generator).tolist()
     return lambda **options: build_model(config, source, **options), ids
@@ -147,7 +168,8 @@ def check(kind: str, scheme_name: str, device: str) -> list[dict[str, Any]]:
     else:
         bar = 1.25 * relative_error(chunked_logits(scheme.build(model, "cpu"), ids), oracle)
     print(f"oracle: {time.perf_counter() - start:.1f} s on the CPU", flush=True)
-    ours = scheme.build(model, device)
+    with _turn(device):
+        ours = scheme.build(model, device)
     rows = compare(f"{name}, {scheme_name}", chunked_logits(ours, ids), oracle, bar)
     if kind == "tiny":
         expected, _ = generate(scheme.build(model, "cpu", torch.float32), ids)
@@ -166,9 +188,7 @@ def chunked_logits(model: DecoderLM, ids: list[int]) -> Tensor:
 
     def run(tokens: list[int], start: int, decodes: int) -> Tensor:
         batch = ForwardBatch.pack([TokenRun(tokens, start, pages)], num_decodes=decodes, device=model.device)
-        if model.device.type == "cpu":
-            return model.forward(batch, cache)
-        with preparing():
+        with _turn(model.device.type):
             return model.forward(batch, cache)
 
     prompt = ids[: len(ids) - DECODES]
@@ -220,8 +240,7 @@ def generate(model: DecoderLM, ids: list[int]) -> tuple[list[list[int]], float]:
     config = SchedulerConfig(max_model_tokens=2048, max_batch_tokens=512, max_sequences=16)
     scheduler = Scheduler(config, pool, time.monotonic)
     runner = Runner(model, 256, collectives=SingleRank())
-    on_gpu = model.device.type == "cuda"
-    with preparing() if on_gpu else contextlib.nullcontext():
+    with _turn(model.device.type):
         runner.warm_up()
     for handle in range(16):
         prompt = array("I", ids[handle : 40 + 40 * handle])
@@ -229,7 +248,7 @@ def generate(model: DecoderLM, ids: list[int]) -> tuple[list[list[int]], float]:
     output: list[list[int]] = [[] for _ in range(16)]
     start = time.perf_counter()
     while (plan := scheduler.schedule()) is not None:
-        with preparing() if on_gpu else contextlib.nullcontext():
+        with _turn(model.device.type):
             step = runner.run(plan)
         scheduler.commit(plan, step)
         for event in scheduler.take_outcome().tokens:
