@@ -133,6 +133,7 @@ def _attend(
         total = gl.sum(p32.reshape([64, N // 8, 8]), 1)
         valid_tokens = length - (last - 1) * N
         if valid_tokens < N:
+            # Both warpgroups clear the tile, writing the same bytes: neither has to wait for the other.
             mbarrier.wait(v_full.index(i % STAGES), (i // STAGES) & 1)
             for pg in gl.static_range(N // 64):
                 v_page = v_smem.index(i % STAGES).slice(pg * D, D)
