@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 from compile_gluon import Recorder
-from katydid_kernels.router.weight import split_into_bf16
+from katydid_kernels.router.weight import OnHopper, split_into_bf16
 
 # The package names its ops' functions, which hide the folders of the same names from a plain import statement.
 launch = importlib.import_module("katydid_kernels.router.launch")
@@ -24,9 +24,14 @@ def run(tokens: int, experts: int, terms: int, scoring: Literal["sigmoid", "soft
     weights, ids = torch.zeros(tokens, 8), torch.zeros(tokens, 8, dtype=torch.int32)
     bias = torch.zeros(experts) if scoring == "sigmoid" else None
     choice = launch.Choice(8, scoring, bias, True, 2.826, weights, ids)
-    counters = torch.zeros(1, dtype=torch.int32)
     call = launch.launch_few if tokens <= 64 else launch.launch_many
-    call(x, split_into_bf16(weight, terms), counters, experts, choice)
+    call(x, on_hopper(weight, terms), experts, choice)
+
+
+def on_hopper(weight: torch.Tensor, terms: int) -> OnHopper:
+    return OnHopper(
+        split_into_bf16(weight, terms), torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    )
 
 
 def run_normed(tokens: int, quantise: bool) -> None:
@@ -35,8 +40,7 @@ def run_normed(tokens: int, quantise: bool) -> None:
     q = torch.zeros(tokens, 4096, dtype=torch.uint8).view(torch.float8_e4m3fn) if quantise else None
     choice = launch.Choice(8, "sigmoid", torch.zeros(192), True, 2.826, weights, ids)
     launch.launch_normed(
-        x, x, x[0], 1e-5, x, x, q, None, weights[:, 0] if quantise else None, split_into_bf16(weight, 2),
-        torch.zeros(1, dtype=torch.int32), 192, choice,
+        x, x, x[0], 1e-5, x, x, q, None, weights[:, 0] if quantise else None, on_hopper(weight, 2), 192, choice
     )  # fmt: skip
 
 

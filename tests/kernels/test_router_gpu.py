@@ -71,17 +71,17 @@ def test_against_float64(experts: int, hidden: int, top_k: int, scoring: Scoring
 def test_any_slicing_of_k(slices: int) -> None:
     weight = torch.randn(257, 1096, device="cuda") * 0.03
     prepared = RouterWeight.prepare(weight)
-    assert prepared.terms is not None
-    assert prepared.counters is not None
+    assert prepared.hopper is not None
     for launch, tokens in ((launch_few, 61), (launch_many, 333)):
         x = torch.randn(tokens, 1096, device="cuda").bfloat16()
         weights = torch.full((tokens, 8), float("nan"), device="cuda")
         ids = torch.full((tokens, 8), -1, device="cuda", dtype=torch.int32)
         choice = Choice(8, "sigmoid", None, True, 2.5, weights, ids)
-        option = {"depth": slices} if launch is launch_few else {"splits": slices}
-        launch(x, prepared.terms, prepared.counters, 257, choice, **option)
+        option = {"depth": max(2, slices // 2)} if launch is launch_few else {"splits": slices}
+        launch(x, prepared.hopper, 257, choice, **option)
         assert_chosen((weights, ids), x, weight, None, "sigmoid", True)
-        assert not prepared.counters.any()
+        assert (prepared.hopper.handover == -1).all()
+        assert not prepared.hopper.counters.any()
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 300, 5000])

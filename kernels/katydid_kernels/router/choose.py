@@ -1,59 +1,56 @@
-"""What follows the product on the device: partial logits summed, scored, the best experts chosen and weighed.
+"""What follows the logits on the device: scores, the best experts chosen and weighed.
 
-CTAs that computed slices of the same logits meet at a counter before they read each other's sums; the last one to leave
-sets it back to zero. Nothing depends on the order in which they arrive, so a token gets the same bits every time.
+The experts of a row lie in chunks of 64 columns. Before the first choice every column is sorted over the chunks, so a
+round looks at the heads of 64 columns, however many experts there are, and the column that gave one moves up.
 """
 
+# Inside a kernel tuples are joined by +, and grow.
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment,index,misc,var-annotated"
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["arrive", "choose_experts", "leave", "summed_logits", "wait_for"]
+__all__ = ["choose_experts"]
 
 # Below the key of every score, so it marks what was chosen already and what is no expert.
 _TAKEN = gl.constexpr(-(2**31))
 
 
 @gluon.jit
-def arrive(counter_ptr):
-    """Publish what this warpgroup has stored."""
-    gl.thread_barrier()
-    gl.atomic_add(counter_ptr, 1, sem="release")
+def _scores(logits, experts, SIGMOID: gl.constexpr):
+    """Chunks of scores from chunks of logits ``[ROWS, 64]``."""
+    CHUNKS: gl.constexpr = len(logits)
+    scores = ()
+    if SIGMOID:
+        for c in gl.static_range(CHUNKS):
+            scores = scores + (1.0 / (1.0 + gl.exp(-logits[c])),)
+    else:
+        layout: gl.constexpr = logits[0].type.layout
+        column = gl.arange(0, logits[0].shape[1], gl.SliceLayout(0, layout))[None, :]
+        largest = gl.full([logits[0].shape[0]], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
+        for c in gl.static_range(CHUNKS):
+            real = gl.where(column + c * logits[0].shape[1] < experts, logits[c], float("-inf"))
+            largest = gl.maximum(largest, gl.max(real, 1))
+        total = gl.zeros([logits[0].shape[0]], gl.float32, gl.SliceLayout(1, layout))
+        for c in gl.static_range(CHUNKS):
+            real = gl.where(column + c * logits[0].shape[1] < experts, logits[c], float("-inf"))
+            power = gl.exp(real - largest[:, None])
+            scores = scores + (power,)
+            total += gl.sum(power, 1)
+        powers = scores
+        scores = ()
+        for c in gl.static_range(CHUNKS):
+            scores = scores + (powers[c] / total[:, None],)
+    return scores
 
 
 @gluon.jit
-def wait_for(counter_ptr, count):
-    """Spin until `count` have arrived; what they published is then visible."""
-    seen = 0
-    while seen < count:
-        seen = gl.inline_asm_elementwise(
-            "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [counter_ptr], dtype=gl.int32, is_pure=False, pack=1
-        )
+def _mapped(bits):
+    """Between the bits of a float and the integer that orders alike; its own inverse.
 
-
-@gluon.jit
-def leave(counter_ptr, everyone):
-    """Called once by each who waited; the last of `everyone` who arrives or leaves resets the counter."""
-    gl.thread_barrier()
-    if gl.atomic_add(counter_ptr, 1, sem="relaxed") == everyone - 1:
-        gl.store(counter_ptr, 0)
-
-
-@gluon.jit
-def summed_logits(
-    partial_ptr, split_stride, row, end, E_PAD: gl.constexpr, SPLITS: gl.constexpr, ROWS: gl.constexpr,
-    layout: gl.constexpr, POWER_S: gl.constexpr, POWER_E: gl.constexpr,
-):  # fmt: skip
-    """fp32 ``[ROWS, POWER_E]``: rows from `row` of partial logits ``[SPLITS, *, E_PAD]``, summed in a fixed order.
-
-    layout: of the ``[POWER_S, ROWS, POWER_E]`` values read; powers of two that hold the splits and the experts.
+    Comparing integers is exact, and a NaN cannot lead to an expert that does not exist.
     """
-    split = gl.arange(0, POWER_S, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    rows = row + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    expert = gl.arange(0, POWER_E, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    source = partial_ptr + split * split_stride + rows * E_PAD + expert
-    # Past the L1, which may hold an older line.
-    values = gl.load(source, mask=(split < SPLITS) & (rows < end) & (expert < E_PAD), other=0.0, cache_modifier=".cg")
-    return gl.sum(values, 0)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @gluon.jit
@@ -61,41 +58,61 @@ def choose_experts(
     logits, row, end, experts, bias_ptr, scale, weights_ptr, ids_ptr,
     TOP_K: gl.constexpr, POWER_K: gl.constexpr, SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr,
 ):  # fmt: skip
-    """Store weights and ids of the top experts of rows `row` up to `end` from ``logits[ROWS, POWER_E]``."""
-    layout: gl.constexpr = logits.type.layout
-    rows = row + gl.arange(0, logits.shape[0], gl.SliceLayout(1, layout))
-    expert = gl.arange(0, logits.shape[1], gl.SliceLayout(0, layout))[None, :]
-    real = expert < experts
-    if SIGMOID:
-        scores = 1.0 / (1.0 + gl.exp(-logits))
-    else:
-        logits = gl.where(real, logits, float("-inf"))
-        powers = gl.exp(logits - gl.max(logits, 1)[:, None])
-        scores = powers / gl.sum(powers, 1)[:, None]
-    preference = scores
-    if bias_ptr is not None:
-        preference += gl.load(bias_ptr + expert, mask=real, other=0.0)
-    # The bits of a float as an integer that orders alike (adding zero makes one zero of the two): comparing integers is
-    # exact, takes one instruction a warp, and a NaN cannot lead to an expert that does not exist.
-    bits = (preference + 0.0).to(gl.int32, bitcast=True)
-    key = gl.where(real, gl.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), _TAKEN + 1), _TAKEN)
-    score_bits = scores.to(gl.int32, bitcast=True)
+    """Store weights and ids of the top experts of rows `row` up to `end`; logits: chunks of ``[ROWS, 64]``."""
+    CHUNKS: gl.constexpr = len(logits)
+    ROWS: gl.constexpr = logits[0].shape[0]
+    COLUMNS: gl.constexpr = logits[0].shape[1]
+    layout: gl.constexpr = logits[0].type.layout
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
+    scores = _scores(logits, experts, SIGMOID)
+    keys = ()
+    ids = ()
+    for c in gl.static_range(CHUNKS):
+        expert = column + c * COLUMNS
+        preference = scores[c]
+        if bias_ptr is not None:
+            preference += gl.load(bias_ptr + expert, mask=expert < experts, other=0.0)
+        # Adding zero makes one zero of the two.
+        key = gl.maximum(_mapped((preference + 0.0).to(gl.int32, bitcast=True)), _TAKEN + 1)
+        keys = keys + (gl.where(expert < experts, key, _TAKEN),)
+        ids = ids + (gl.zeros([ROWS, COLUMNS], gl.int32, layout) + expert,)
+    # Insertion sort of each column: stable, so equal keys stay in the order of experts.
+    for i in gl.static_range(1, CHUNKS):
+        for j in gl.static_range(i, 0, -1):
+            later = keys[j] > keys[j - 1]
+            high = gl.where(later, keys[j], keys[j - 1])
+            low = gl.where(later, keys[j - 1], keys[j])
+            high_id = gl.where(later, ids[j], ids[j - 1])
+            low_id = gl.where(later, ids[j - 1], ids[j])
+            keys = keys[: j - 1] + (high, low) + keys[j + 1 :]
+            ids = ids[: j - 1] + (high_id, low_id) + ids[j + 1 :]
+
     choice = gl.arange(0, POWER_K, gl.SliceLayout(0, layout))[None, :]
-    chosen_ids = gl.zeros([logits.shape[0], POWER_K], gl.int32, layout)
-    chosen_bits = gl.zeros([logits.shape[0], POWER_K], gl.int32, layout)
+    chosen_ids = gl.zeros([ROWS, POWER_K], gl.int32, layout)
+    chosen_keys = gl.zeros([ROWS, POWER_K], gl.int32, layout)
     for j in gl.static_range(TOP_K):
-        best = gl.max(key, 1)[:, None]
-        first = gl.min(gl.where(key == best, expert, logits.shape[1]), 1)[:, None]
-        taken = expert == first
-        # A sum with one term that is not zero.
-        found = gl.sum(gl.where(taken, score_bits, 0), 1)[:, None]
-        key = gl.where(taken, _TAKEN, key)
+        best = gl.max(keys[0], 1)[:, None]
+        first = gl.min(gl.where(keys[0] == best, ids[0], CHUNKS * COLUMNS), 1)[:, None]
+        taken = ids[0] == first
+        moved_keys = ()
+        moved_ids = ()
+        for c in gl.static_range(1, CHUNKS):
+            moved_keys = moved_keys + (gl.where(taken, keys[c], keys[c - 1]),)
+            moved_ids = moved_ids + (gl.where(taken, ids[c], ids[c - 1]),)
+        keys = moved_keys + (gl.where(taken, _TAKEN, keys[CHUNKS - 1]),)
+        ids = moved_ids + (ids[CHUNKS - 1],)
         chosen_ids = gl.where(choice == j, first, chosen_ids)
-        chosen_bits = gl.where(choice == j, found, chosen_bits)
-    weights = chosen_bits.to(gl.float32, bitcast=True)
+        chosen_keys = gl.where(choice == j, best, chosen_keys)
+
+    inside = (rows < end)[:, None] & (choice < TOP_K)
+    weights = _mapped(chosen_keys).to(gl.float32, bitcast=True)
+    if bias_ptr is not None:
+        # Back to the score, to half a unit in the last place of the preference.
+        weights -= gl.load(bias_ptr + chosen_ids, mask=inside, other=0.0)
+    weights = gl.where(inside, weights, 0.0)
     if RENORMALISE:
         weights = weights / (gl.sum(weights, 1)[:, None] + 1e-20)
     place = rows[:, None] * TOP_K + choice
-    inside = (rows < end)[:, None] & (choice < TOP_K)
     gl.store(weights_ptr + place, weights * scale, mask=inside)
     gl.store(ids_ptr + place, chosen_ids, mask=inside)

@@ -10,15 +10,14 @@ import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from katydid_kernels.gemm.launch import descriptor, sm_count
+from katydid_kernels.gemm.launch import REGISTERS, descriptor, sm_count
 from katydid_kernels.router.few_kernel import few_tokens_kernel
 from katydid_kernels.router.many_kernel import many_tokens_kernel
 from katydid_kernels.router.normed_kernel import normed_router_kernel
-from katydid_kernels.router.weight import CHUNK_EXPERTS, MOST_TILES, experts_per_tile
+from katydid_kernels.router.weight import BLOCK_K, CHUNK_EXPERTS, OnHopper, experts_per_tile
 
 __all__ = ["Choice", "launch_few", "launch_many", "launch_normed", "many_splits"]
 
-BLOCK_K = 64
 TILE_TOKENS = 128
 SHARED_BYTES = 220 * 1024
 
@@ -36,20 +35,22 @@ class Choice:
     ids: Tensor
 
 
-def launch_few(x: Tensor, terms: Tensor, counters: Tensor, experts: int, choice: Choice, *, depth: int = 2) -> None:
-    """Up to 64 tokens; `depth` blocks of K a CTA."""
-    count, padded, hidden = terms.shape
+def launch_few(
+    x: Tensor, weight: OnHopper, experts: int, choice: Choice, *, depth: int = 4, at_once: int | None = None
+) -> None:
+    """Up to FEW_TOKENS tokens; `depth` blocks of K a CTA, `at_once` tokens finished by one."""
+    count, padded, hidden = weight.terms.shape
     tokens = x.shape[0]
     splits = triton.cdiv(hidden, depth * BLOCK_K)
     box = max(8, triton.next_power_of_2(tokens))
-    partial = torch.empty(splits, tokens, padded, device=x.device)
+    if at_once is None:
+        at_once = 1 if tokens <= 32 else 2
     few_tokens_kernel[(splits * (padded // CHUNK_EXPERTS),)](
-        descriptor(x, [box, BLOCK_K]), descriptor(terms.view(-1, hidden), [CHUNK_EXPERTS, BLOCK_K]),
-        partial, counters, choice.selection_bias, choice.scale, choice.weights, choice.ids, tokens, experts,
+        descriptor(x, [box, BLOCK_K]), descriptor(weight.terms.view(-1, hidden), [CHUNK_EXPERTS, BLOCK_K]),
+        weight.handover, choice.selection_bias, choice.scale, choice.weights, choice.ids, tokens, experts,
         E_PAD=padded, TERMS=count, DEPTH=depth, SPLITS=splits, POWER_S=triton.next_power_of_2(splits),
-        POWER_E=max(128, triton.next_power_of_2(padded)), TOP_K=choice.top_k,
-        POWER_K=triton.next_power_of_2(choice.top_k), SIGMOID=choice.scoring == "sigmoid",
-        RENORMALISE=choice.renormalise, num_warps=4, launch_pdl=True,
+        AT_ONCE=at_once, TOP_K=choice.top_k, POWER_K=triton.next_power_of_2(choice.top_k),
+        SIGMOID=choice.scoring == "sigmoid", RENORMALISE=choice.renormalise, num_warps=4, launch_pdl=True,
     )  # fmt: skip
 
 
@@ -63,28 +64,25 @@ def launch_normed(
     q: Tensor | None,
     given_scale: Tensor | None,
     q_scale: Tensor | None,
-    terms: Tensor,
-    counters: Tensor,
+    weight: OnHopper,
     experts: int,
     choice: Choice,
     *,
-    depth: int = 2,
+    depth: int = 4,
 ) -> None:
     """Up to 8 tokens, with what `normed_router_kernel` makes before; `q_scale` as it is returned."""
-    count, padded, hidden = terms.shape
+    count, padded, hidden = weight.terms.shape
     tokens = x.shape[0]
     splits = triton.cdiv(hidden, depth * BLOCK_K)
-    partial = torch.empty(splits, tokens, padded, device=x.device)
     normed_router_kernel[(splits * (padded // CHUNK_EXPERTS),)](
         x, x.stride(0), residual, residual.stride(0), norm_weight, eps, total, y, q, given_scale, q_scale,
-        descriptor(terms.view(-1, hidden), [CHUNK_EXPERTS, BLOCK_K]),
-        partial, counters, choice.selection_bias, choice.scale, choice.weights, choice.ids, tokens, experts,
+        descriptor(weight.terms.view(-1, hidden), [CHUNK_EXPERTS, BLOCK_K]),
+        weight.handover, choice.selection_bias, choice.scale, choice.weights, choice.ids, tokens, experts,
         HIDDEN=hidden, ROWS=triton.next_power_of_2(tokens),
         X_LAYOUT=gl.NVMMASharedLayout.get_default_for([8, BLOCK_K], gl.bfloat16),
         E_PAD=padded, TERMS=count, DEPTH=depth, SPLITS=splits, POWER_S=triton.next_power_of_2(splits),
-        POWER_E=max(128, triton.next_power_of_2(padded)), TOP_K=choice.top_k,
-        POWER_K=triton.next_power_of_2(choice.top_k), SIGMOID=choice.scoring == "sigmoid",
-        RENORMALISE=choice.renormalise, num_warps=4, launch_pdl=True,
+        AT_ONCE=1, TOP_K=choice.top_k, POWER_K=triton.next_power_of_2(choice.top_k),
+        SIGMOID=choice.scoring == "sigmoid", RENORMALISE=choice.renormalise, num_warps=4, launch_pdl=True,
     )  # fmt: skip
 
 
@@ -97,26 +95,22 @@ def many_splits(tokens: int, expert_tiles: int, sms: int) -> int:
     return splits
 
 
-def launch_many(
-    x: Tensor, terms: Tensor, counters: Tensor, experts: int, choice: Choice, *, splits: int | None = None
-) -> None:
+def launch_many(x: Tensor, weight: OnHopper, experts: int, choice: Choice, *, splits: int | None = None) -> None:
     """Up to ``128 * MOST_TILES`` tokens."""
-    count, padded, hidden = terms.shape
+    count, padded, hidden = weight.terms.shape
     tokens = x.shape[0]
     tile_experts = experts_per_tile(experts)
     expert_tiles = padded // tile_experts
     if splits is None:
         splits = many_splits(tokens, expert_tiles, sm_count(x.device))
-    tiles = triton.cdiv(tokens, TILE_TOKENS)
-    assert tiles <= MOST_TILES
     stage_bytes = (TILE_TOKENS + count * tile_experts) * BLOCK_K * 2
     partial = torch.empty(splits, tokens, padded, device=x.device)
-    many_tokens_kernel[(tiles * splits * expert_tiles,)](
-        descriptor(x, [TILE_TOKENS // 2, BLOCK_K]), descriptor(terms.view(-1, hidden), [CHUNK_EXPERTS, BLOCK_K]),
-        partial, counters, choice.selection_bias, choice.scale, choice.weights, choice.ids, tokens, experts,
+    warpgroups = tile_experts // CHUNK_EXPERTS
+    many_tokens_kernel[(triton.cdiv(tokens, TILE_TOKENS) * splits * expert_tiles,)](
+        descriptor(x, [TILE_TOKENS, BLOCK_K]), descriptor(weight.terms.view(-1, hidden), [CHUNK_EXPERTS, BLOCK_K]),
+        partial, weight.counters, choice.selection_bias, choice.scale, choice.weights, choice.ids, tokens, experts,
         triton.cdiv(hidden, BLOCK_K),
-        E_PAD=padded, TERMS=count, CHUNKS=tile_experts // CHUNK_EXPERTS, STAGES=min(8, SHARED_BYTES // stage_bytes),
-        SPLITS=splits, POWER_E=max(32, triton.next_power_of_2(padded)), TOP_K=choice.top_k,
-        POWER_K=triton.next_power_of_2(choice.top_k), SIGMOID=choice.scoring == "sigmoid",
-        RENORMALISE=choice.renormalise, num_warps=4, maxnreg=168, launch_pdl=True,
+        E_PAD=padded, TERMS=count, WGS=warpgroups, STAGES=min(8, SHARED_BYTES // stage_bytes), SPLITS=splits,
+        TOP_K=choice.top_k, POWER_K=triton.next_power_of_2(choice.top_k), SIGMOID=choice.scoring == "sigmoid",
+        RENORMALISE=choice.renormalise, num_warps=4, maxnreg=REGISTERS[warpgroups], launch_pdl=True,
     )  # fmt: skip

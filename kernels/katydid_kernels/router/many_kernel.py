@@ -1,180 +1,240 @@
 """The router for many tokens: a warp-specialised GEMM over tiles of 128 tokens, cut along K where tiles are few.
 
-A producer warp fills a ring of stages by TMA, 64 of K each: the tokens once, the weights' terms beside them. Two
-consumer warpgroups of 64 tokens multiply a stage into a fresh accumulator and add it to the total in fp32, because the
-tensor cores' own sum loses bits over a long K; meanwhile the other one multiplies. Partial logits go through scratch
-that stays in L2. The CTAs of a tile are neighbours in the grid, and no more than the GPU holds: they meet, and each
-chooses the experts of its share of the tile's tokens.
+A producer warp fills a ring of stages by TMA, 64 of K each: 128 tokens once, the weights' terms beside them. One to
+three consumer warpgroups multiply 64 experts each with all tokens of the stage: weights are wgmma's rows, so that the
+tokens, its columns, are read from shared memory in as few instructions as may be. After four stages the accumulator is
+added to the total in fp32 and begun anew, because the tensor cores' own sum loses bits over a long K; the others
+multiply meanwhile.
+
+Partial logits go through scratch that stays in L2. The CTAs of a tile are neighbours in the grid, and no more than the
+GPU holds: they meet at a counter, and each chooses the experts of its share of the tile's tokens; the last one to leave
+sets the counter back to zero. Sums are taken in a fixed order.
 """
 
+# Inside a kernel tuples are joined by +, and grow.
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment,index,misc,var-annotated"
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_for_last
-from katydid_kernels.router.choose import arrive, choose_experts, leave, summed_logits, wait_for
+from katydid_kernels.gemm.ring import advance, before, launch_next, make_barriers, wait_for_last
+from katydid_kernels.router.choose import choose_experts
 
 __all__ = ["many_tokens_kernel"]
 
+_STAGES_A_SUM = gl.constexpr(4)
+
 
 @gluon.jit
-def _produce(x_desc, w_desc, ring, place, E_PAD: gl.constexpr, TERMS: gl.constexpr, CHUNKS: gl.constexpr):
+def _request_weights(w_desc, w_bufs, ready, stage, k, first_expert, E_PAD: gl.constexpr, TERMS: gl.constexpr):
+    ROWS: gl.constexpr = w_desc.block_type.shape[0]
+    BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
+    WGS: gl.constexpr = w_bufs.type.shape[0] // (ready.type.shape[0] * TERMS)
+    for term in gl.static_range(TERMS):
+        for part in gl.static_range(WGS):
+            tma.async_copy_global_to_shared(
+                w_desc,
+                [term * E_PAD + first_expert + part * ROWS, k * BLOCK_K],
+                ready.index(stage),
+                w_bufs.index((stage * TERMS + term) * WGS + part),
+            )
+
+
+@gluon.jit
+def _produce(x_desc, w_desc, ring, place, E_PAD: gl.constexpr, TERMS: gl.constexpr):
     x_bufs, w_bufs, full, empty = ring
     row, first_expert, first_k, last_k = place
-    ROWS: gl.constexpr = x_desc.block_type.shape[0]
-    BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
-    CHUNK: gl.constexpr = w_desc.block_type.shape[0]
+    BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
     STAGES: gl.constexpr = full.type.shape[0]
+    WGS: gl.constexpr = w_bufs.type.shape[0] // (STAGES * TERMS)
+    STAGE_BYTES: gl.constexpr = x_desc.block_type.nbytes + TERMS * WGS * w_desc.block_type.nbytes
+    # Weights are there from the start; x is when the kernel before has finished.
+    for i in gl.static_range(STAGES):
+        if first_k + i < last_k:
+            mbarrier.expect(full.index(i), STAGE_BYTES)
+            _request_weights(w_desc, w_bufs, full, i, first_k + i, first_expert, E_PAD, TERMS)
+    wait_for_last()
+    for i in gl.static_range(STAGES):
+        if first_k + i < last_k:
+            tma.async_copy_global_to_shared(x_desc, [row, (first_k + i) * BLOCK_K], full.index(i), x_bufs.index(i))
     stage = 0
-    phase = 1
-    for k in range(first_k, last_k):
-        ready = full.index(stage)
+    phase = 0
+    for k in range(first_k + STAGES, last_k):
         mbarrier.wait(empty.index(stage), phase)
-        mbarrier.expect(ready, 2 * x_desc.block_type.nbytes + TERMS * CHUNKS * w_desc.block_type.nbytes)
-        for part in gl.static_range(2):
-            tma.async_copy_global_to_shared(
-                x_desc, [row + part * ROWS, k * BLOCK_K], ready, x_bufs.index(stage * 2 + part)
-            )
-        for term in gl.static_range(TERMS):
-            for chunk in gl.static_range(CHUNKS):
-                tma.async_copy_global_to_shared(
-                    w_desc,
-                    [term * E_PAD + first_expert + chunk * CHUNK, k * BLOCK_K],
-                    ready,
-                    w_bufs.index((stage * TERMS + term) * CHUNKS + chunk),
-                )
+        mbarrier.expect(full.index(stage), STAGE_BYTES)
+        _request_weights(w_desc, w_bufs, full, stage, k, first_expert, E_PAD, TERMS)
+        tma.async_copy_global_to_shared(x_desc, [row, k * BLOCK_K], full.index(stage), x_bufs.index(stage))
         stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
-def _start(x, w_bufs, stage, chunk, layout: gl.constexpr, TERMS: gl.constexpr, CHUNKS: gl.constexpr):
-    """Begin the product of one stage's tokens with one chunk of experts, all terms into one accumulator."""
-    ROWS: gl.constexpr = x.type.shape[0]
-    CHUNK: gl.constexpr = w_bufs.type.shape[1]
-    part = gl.zeros([ROWS, CHUNK], gl.float32, layout)
-    for term in gl.static_range(TERMS):
-        w = w_bufs.index((stage * TERMS + term) * CHUNKS + chunk).permute((1, 0))
-        part = warpgroup_mma(x, w, part, use_acc=term > 0, is_async=True)
-    return part
+def _multiply(WHO: gl.constexpr, ring, first_k, last_k, layout: gl.constexpr, TERMS: gl.constexpr):
+    """fp32 ``[64, 128]``: this warpgroup's experts by the tile's tokens over a slice of K."""
+    x_bufs, w_bufs, full, empty = ring
+    ROWS: gl.constexpr = w_bufs.type.shape[1]
+    TOKENS: gl.constexpr = x_bufs.type.shape[1]
+    STAGES: gl.constexpr = full.type.shape[0]
+    WGS: gl.constexpr = w_bufs.type.shape[0] // (STAGES * TERMS)
+    total = gl.zeros([ROWS, TOKENS], gl.float32, layout)
+    stage = 0
+    phase = 0
+    for begin in range(first_k, last_k, _STAGES_A_SUM):
+        part = gl.zeros([ROWS, TOKENS], gl.float32, layout)
+        for k in range(begin, gl.minimum(begin + _STAGES_A_SUM, last_k)):
+            mbarrier.wait(full.index(stage), phase)
+            x = x_bufs.index(stage).permute((1, 0))
+            for term in gl.static_range(TERMS):
+                w = w_bufs.index((stage * TERMS + term) * WGS + WHO)
+                part = warpgroup_mma(w, x, part, use_acc=(k > begin) | (term > 0), is_async=True)
+            part = warpgroup_mma_wait(TERMS, deps=(part,))
+            mbarrier.arrive(empty.index(before(stage, STAGES)), count=1, pred=k > begin)
+            stage, phase = advance(stage, phase, STAGES)
+        part = warpgroup_mma_wait(0, deps=(part,))
+        mbarrier.arrive(empty.index(before(stage, STAGES)), count=1)
+        total += part
+    return total
 
 
 @gluon.jit
-def _store_chunk(total, chunk: gl.constexpr, partial_ptr, split, row, tokens, first_expert, E_PAD: gl.constexpr):
-    layout: gl.constexpr = total.type.layout
-    rows = row + gl.arange(0, total.shape[0], gl.SliceLayout(1, layout))[:, None]
-    expert = first_expert + chunk * total.shape[1] + gl.arange(0, total.shape[1], gl.SliceLayout(0, layout))[None, :]
-    target = partial_ptr + (split * tokens + rows) * E_PAD + expert
-    gl.store(target, total, mask=rows < tokens)
+def _arrive(counter_ptr):
+    """Publish what this warpgroup has stored."""
+    gl.thread_barrier()
+    gl.atomic_add(counter_ptr, 1, sem="release")
+
+
+@gluon.jit
+def _wait_for(counter_ptr, count):
+    """Spin until `count` have arrived; what they published is then visible."""
+    seen = 0
+    while seen < count:
+        seen = gl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [counter_ptr], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def _leave(counter_ptr, everyone):
+    """Called once by each who waited; the last of `everyone` who arrives or leaves resets the counter."""
+    gl.thread_barrier()
+    if gl.atomic_add(counter_ptr, 1, sem="relaxed") == everyone - 1:
+        gl.store(counter_ptr, 0)
+
+
+@gluon.jit
+def _summed_logits(
+    partial_ptr, tokens, row, end, E_PAD: gl.constexpr, SPLITS: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """Rows from `row` of partial logits ``[SPLITS, tokens, E_PAD]`` as chunks of ``[ROWS, 64]``."""
+    split = gl.arange(0, SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    expert = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    source = partial_ptr + (split * tokens + rows) * E_PAD + expert
+    inside = (split >= 0) & (rows < end) & (expert >= 0)
+    logits = ()
+    for c in gl.static_range(E_PAD // 64):
+        # Past the L1, which may hold an older line.
+        logits = logits + (gl.sum(gl.load(source + c * 64, mask=inside, other=0.0, cache_modifier=".cg"), 0),)
+    return logits
 
 
 @gluon.jit
 def _consume(
-    WHO: gl.constexpr, partial_ptr, counter_ptr, choosing, ring, place, tile, split, tokens,
-    E_PAD: gl.constexpr, TERMS: gl.constexpr, CHUNKS: gl.constexpr, SPLITS: gl.constexpr, POWER_E: gl.constexpr,
+    WHO: gl.constexpr, partial_ptr, counter_ptr, choosing, ring, place, split, tokens,
+    E_PAD: gl.constexpr, TERMS: gl.constexpr, WGS: gl.constexpr, SPLITS: gl.constexpr,
     TOP_K: gl.constexpr, POWER_K: gl.constexpr, SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr,
 ):  # fmt: skip
-    x_bufs, w_bufs, full, empty = ring
+    x_bufs, w_bufs, _, _ = ring
     row, first_expert, first_k, last_k = place
     bias_ptr, scale, weights_ptr, ids_ptr, experts = choosing
-    ROWS: gl.constexpr = x_bufs.type.shape[1]
-    CHUNK: gl.constexpr = w_bufs.type.shape[1]
-    STAGES: gl.constexpr = full.type.shape[0]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
-    total0 = gl.zeros([ROWS, CHUNK], gl.float32, layout)
-    total1 = gl.zeros([ROWS, CHUNK], gl.float32, layout)
-    total2 = gl.zeros([ROWS, CHUNK], gl.float32, layout)
-    stage = 0
-    phase = 0
-    for _ in range(first_k, last_k):
-        mbarrier.wait(full.index(stage), phase)
-        x = x_bufs.index(stage * 2 + WHO)
-        part0 = _start(x, w_bufs, stage, 0, layout, TERMS, CHUNKS)
-        if CHUNKS > 1:
-            part1 = _start(x, w_bufs, stage, 1, layout, TERMS, CHUNKS)
-        if CHUNKS > 2:
-            part2 = _start(x, w_bufs, stage, 2, layout, TERMS, CHUNKS)
-        if CHUNKS == 1:
-            part0 = warpgroup_mma_wait(0, deps=(part0,))
-        elif CHUNKS == 2:
-            part0, part1 = warpgroup_mma_wait(0, deps=(part0, part1))
-        else:
-            part0, part1, part2 = warpgroup_mma_wait(0, deps=(part0, part1, part2))
-        mbarrier.arrive(empty.index(stage), count=1)
-        total0 += part0
-        if CHUNKS > 1:
-            total1 += part1
-        if CHUNKS > 2:
-            total2 += part2
-        stage, phase = advance(stage, phase, STAGES)
-    my_row = row + WHO * ROWS
-    _store_chunk(total0, 0, partial_ptr, split, my_row, tokens, first_expert, E_PAD)
-    if CHUNKS > 1:
-        _store_chunk(total1, 1, partial_ptr, split, my_row, tokens, first_expert, E_PAD)
-    if CHUNKS > 2:
-        _store_chunk(total2, 2, partial_ptr, split, my_row, tokens, first_expert, E_PAD)
+    ROWS: gl.constexpr = w_bufs.type.shape[1]
+    TOKENS: gl.constexpr = x_bufs.type.shape[1]
+    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    total = _multiply(WHO, ring, first_k, last_k, product, TERMS)
+    expert = first_expert + WHO * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, product))[:, None]
+    token = row + gl.arange(0, TOKENS, gl.SliceLayout(0, product))[None, :]
+    gl.store(partial_ptr + (split * tokens + token) * E_PAD + expert, total, mask=token < tokens)
 
-    E_TILES: gl.constexpr = E_PAD // (CHUNK * CHUNKS)
-    WAITERS: gl.constexpr = 2 * SPLITS * E_TILES
-    if SPLITS * E_TILES > 1:
-        arrive(counter_ptr + tile)
-        wait_for(counter_ptr + tile, WAITERS)
-    else:
-        gl.thread_barrier()
-    # The tile's rows in equal shares; those of the second tile of experts have none.
-    SHARE: gl.constexpr = ROWS // SPLITS
-    # 64 values a thread at once.
-    LANES: gl.constexpr = min(32, max(8, SPLITS * POWER_E // 64))
+    # Even alone a CTA's warpgroups meet: each has a third of the experts.
+    WAITERS: gl.constexpr = SPLITS * (E_PAD // ROWS)
+    _arrive(counter_ptr)
+    _wait_for(counter_ptr, WAITERS)
+    # The tile's tokens in equal shares; CTAs of later experts have none.
+    SHARE: gl.constexpr = TOKENS // SPLITS
+    # 16 values a thread and chunk at once.
+    LANES: gl.constexpr = min(32, max(8, 4 * SPLITS))
     AT_ONCE: gl.constexpr = 4 * 32 // LANES
-    block: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32 // LANES, LANES], [1, 4, 1], [2, 1, 0])
+    block: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 32 // LANES, LANES], [1, 4, 1], [2, 1, 0])
     if first_expert == 0:
-        begin = row + (split * 2 + WHO) * SHARE
+        begin = row + split * SHARE
         end = gl.minimum(begin + SHARE, tokens)
-        for first in range(begin, end, AT_ONCE):
-            logits = summed_logits(
-                partial_ptr, tokens * E_PAD, first, end, E_PAD, SPLITS, AT_ONCE, block, SPLITS, POWER_E
-            )
+        for first in range(begin + WHO * AT_ONCE, end, WGS * AT_ONCE):
+            logits = _summed_logits(partial_ptr, tokens, first, end, E_PAD, SPLITS, AT_ONCE, block)
             choose_experts(
                 logits, first, end, experts, bias_ptr, scale, weights_ptr, ids_ptr, TOP_K, POWER_K, SIGMOID, RENORMALISE
             )
-    if SPLITS * E_TILES > 1:
-        leave(counter_ptr + tile, 2 * WAITERS)
+    _leave(counter_ptr, 2 * WAITERS)
 
 
 @gluon.jit(do_not_specialize=["tokens", "experts"])
 def many_tokens_kernel(
     x_desc, w_desc, partial_ptr, counter_ptr, bias_ptr, scale, weights_ptr, ids_ptr, tokens, experts, blocks_k,
-    E_PAD: gl.constexpr, TERMS: gl.constexpr, CHUNKS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
-    POWER_E: gl.constexpr, TOP_K: gl.constexpr, POWER_K: gl.constexpr, SIGMOID: gl.constexpr,
-    RENORMALISE: gl.constexpr,
+    E_PAD: gl.constexpr, TERMS: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
+    TOP_K: gl.constexpr, POWER_K: gl.constexpr, SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr,
 ):  # fmt: skip
-    """A CTA a tile of 128 tokens, tile of ``64 * CHUNKS`` experts and slice of K.
+    """A CTA a tile of 128 tokens, tile of ``64 * WGS`` experts and slice of K.
 
-    x_desc: boxes ``[64, 64]``; w_desc: boxes ``[64, 64]`` of the terms ``[TERMS * E_PAD, K]``; partial: fp32
+    x_desc: boxes ``[128, 64]``; w_desc: boxes ``[64, 64]`` of the terms ``[TERMS * E_PAD, K]``; partial: fp32
     ``[SPLITS, tokens, E_PAD]``; counter: int32, zero between calls, one a tile of tokens; blocks_k: blocks of 64 in K.
     """
-    ROWS: gl.constexpr = x_desc.block_type.shape[0]
+    TOKENS: gl.constexpr = x_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
-    CHUNK: gl.constexpr = w_desc.block_type.shape[0]
-    E_TILES: gl.constexpr = E_PAD // (CHUNK * CHUNKS)
-    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, ROWS, BLOCK_K], x_desc.layout)
-    w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES * TERMS * CHUNKS, CHUNK, BLOCK_K], w_desc.layout)
-    full, empty = make_barriers(STAGES, 1, 2)
+    ROWS: gl.constexpr = w_desc.block_type.shape[0]
+    E_TILES: gl.constexpr = E_PAD // (ROWS * WGS)
+    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, TOKENS, BLOCK_K], x_desc.layout)
+    w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES * TERMS * WGS, ROWS, BLOCK_K], w_desc.layout)
+    full, empty = make_barriers(STAGES, 1, WGS)
     launch_next()
-    wait_for_last()
     tile = gl.program_id(0) // (SPLITS * E_TILES)
     split = gl.program_id(0) // E_TILES % SPLITS
-    first_expert = gl.program_id(0) % E_TILES * (CHUNK * CHUNKS)
-    place = (tile * (2 * ROWS), first_expert, blocks_k * split // SPLITS, blocks_k * (split + 1) // SPLITS)
+    first_expert = gl.program_id(0) % E_TILES * (ROWS * WGS)
+    place = (tile * TOKENS, first_expert, blocks_k * split // SPLITS, blocks_k * (split + 1) // SPLITS)
     ring = (x_bufs, w_bufs, full, empty)
     choosing = (bias_ptr, scale, weights_ptr, ids_ptr, experts)
-    gl.warp_specialize(
-        [
-            (_consume, (0, partial_ptr, counter_ptr, choosing, ring, place, tile, split, tokens, E_PAD, TERMS, CHUNKS,
-                        SPLITS, POWER_E, TOP_K, POWER_K, SIGMOID, RENORMALISE)),
-            (_consume, (1, partial_ptr, counter_ptr, choosing, ring, place, tile, split, tokens, E_PAD, TERMS, CHUNKS,
-                        SPLITS, POWER_E, TOP_K, POWER_K, SIGMOID, RENORMALISE)),
-            (_produce, (x_desc, w_desc, ring, place, E_PAD, TERMS, CHUNKS)),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    counter = counter_ptr + tile
+    if WGS == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (0, partial_ptr, counter, choosing, ring, place, split, tokens, E_PAD, TERMS, WGS, SPLITS,
+                            TOP_K, POWER_K, SIGMOID, RENORMALISE)),
+                (_produce, (x_desc, w_desc, ring, place, E_PAD, TERMS)),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    elif WGS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (0, partial_ptr, counter, choosing, ring, place, split, tokens, E_PAD, TERMS, WGS, SPLITS,
+                            TOP_K, POWER_K, SIGMOID, RENORMALISE)),
+                (_consume, (1, partial_ptr, counter, choosing, ring, place, split, tokens, E_PAD, TERMS, WGS, SPLITS,
+                            TOP_K, POWER_K, SIGMOID, RENORMALISE)),
+                (_produce, (x_desc, w_desc, ring, place, E_PAD, TERMS)),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, partial_ptr, counter, choosing, ring, place, split, tokens, E_PAD, TERMS, WGS, SPLITS,
+                            TOP_K, POWER_K, SIGMOID, RENORMALISE)),
+                (_consume, (1, partial_ptr, counter, choosing, ring, place, split, tokens, E_PAD, TERMS, WGS, SPLITS,
+                            TOP_K, POWER_K, SIGMOID, RENORMALISE)),
+                (_consume, (2, partial_ptr, counter, choosing, ring, place, split, tokens, E_PAD, TERMS, WGS, SPLITS,
+                            TOP_K, POWER_K, SIGMOID, RENORMALISE)),
+                (_produce, (x_desc, w_desc, ring, place, E_PAD, TERMS)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )  # fmt: skip

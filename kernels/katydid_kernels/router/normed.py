@@ -63,8 +63,8 @@ def add_rms_norm_route(
     """
     if x.shape != residual.shape:
         raise ValueError(f"x and residual must have one shape, got {list(x.shape)} and {list(residual.shape)}")
-    terms, counters = weight.terms, weight.counters
-    if terms is None or counters is None or not 1 <= len(x) <= MOST_TOKENS or not _one_launch(x, residual):
+    hopper = weight.hopper
+    if hopper is None or not 1 <= len(x) <= MOST_TOKENS or not _one_launch(x, residual):
         y, total = add_rms_norm(x, residual, norm_weight, eps)
         q, q_scale = quantize_fp8(y, scale=fp8_scale) if fp8 else (None, None)
         weights, ids = router(
@@ -82,7 +82,7 @@ def add_rms_norm_route(
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=x.device)
     choice = Choice(top_k, scoring, selection_bias, renormalise, scale, weights, ids)
     launch_normed(
-        x, residual, norm_weight, eps, total, y, q, fp8_scale, q_scale, terms, counters, experts, choice
+        x, residual, norm_weight, eps, total, y, q, fp8_scale, q_scale, hopper, experts, choice
     )  # fmt: skip
     return RoutedRows(total, y, q, q_scale if fp8 else None, weights, ids)
 

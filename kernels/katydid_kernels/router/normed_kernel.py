@@ -55,9 +55,9 @@ def _spread(rows, TOKENS: gl.constexpr, layout: gl.constexpr):
 @gluon.jit(do_not_specialize=["tokens", "experts"])
 def normed_router_kernel(
     x_ptr, x_stride, residual_ptr, residual_stride, norm_ptr, eps, total_ptr, y_ptr, q_ptr, given_scale_ptr,
-    q_scale_ptr, w_desc, partial_ptr, counter_ptr, bias_ptr, scale, weights_ptr, ids_ptr, tokens, experts,
+    q_scale_ptr, w_desc, partial_ptr, bias_ptr, scale, weights_ptr, ids_ptr, tokens, experts,
     HIDDEN: gl.constexpr, ROWS: gl.constexpr, X_LAYOUT: gl.constexpr, E_PAD: gl.constexpr, TERMS: gl.constexpr,
-    DEPTH: gl.constexpr, SPLITS: gl.constexpr, POWER_S: gl.constexpr, POWER_E: gl.constexpr, TOP_K: gl.constexpr,
+    DEPTH: gl.constexpr, SPLITS: gl.constexpr, POWER_S: gl.constexpr, AT_ONCE: gl.constexpr, TOP_K: gl.constexpr,
     POWER_K: gl.constexpr, SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr,
 ):  # fmt: skip
     """`few_tokens_kernel` with x = bf16 y, ``y = total / rms(total) * norm``, ``total = x + residual`` rounded.
@@ -115,6 +115,6 @@ def normed_router_kernel(
     mbarrier.wait(landed, 0)
     multiply_slice(x_bufs, w_bufs, partial_ptr, first_expert, split, tokens, E_PAD, TERMS, DEPTH)
     finish_few(
-        partial_ptr, counter_ptr, (bias_ptr, scale, weights_ptr, ids_ptr, experts), tokens,
-        E_PAD, SPLITS, POWER_S, POWER_E, TOP_K, POWER_K, SIGMOID, RENORMALISE,
+        partial_ptr, (bias_ptr, scale, weights_ptr, ids_ptr, experts), tokens,
+        E_PAD, SPLITS, POWER_S, AT_ONCE, TOP_K, POWER_K, SIGMOID, RENORMALISE,
     )  # fmt: skip

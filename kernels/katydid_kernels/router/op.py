@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from katydid_kernels.linear import linear_reference
-from katydid_kernels.router.weight import MOST_TILES, RouterWeight
+from katydid_kernels.router.weight import FEW_TOKENS, MOST_TILES, RouterWeight
 
 __all__ = ["fits_copy_engine", "router", "router_reference"]
 
-FEW_TOKENS = 64
 _MOST_TOKENS = 128 * MOST_TILES
 
 
@@ -59,7 +58,8 @@ def router(
         raise ValueError(f"top_k must be 1 to the {experts} experts, got {top_k}")
     if selection_bias is not None and selection_bias.shape != (experts,):
         raise ValueError(f"selection_bias must be [{experts}], got {list(selection_bias.shape)}")
-    if isinstance(weight, Tensor) or weight.terms is None or weight.counters is None or not fits_copy_engine(x):
+    hopper = None if isinstance(weight, Tensor) else weight.hopper
+    if hopper is None or not fits_copy_engine(x):
         return router_reference(
             x,
             matrix,
@@ -78,7 +78,7 @@ def router(
         part = slice(start, start + _MOST_TOKENS)
         choice = Choice(top_k, scoring, selection_bias, renormalise, scale, weights[part], ids[part])
         launch = launch_few if x.shape[0] <= FEW_TOKENS else launch_many
-        launch(x[part], weight.terms, weight.counters, experts, choice)
+        launch(x[part], hopper, experts, choice)
     return weights, ids
 
 

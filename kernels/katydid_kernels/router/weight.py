@@ -9,46 +9,72 @@ artificial intelligence datatype for higher-precision computations", arXiv 1904.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK_EXPERTS", "MOST_TILES", "RouterWeight", "experts_per_tile", "split_into_bf16"]
+__all__ = ["FEW_TOKENS", "MOST_TILES", "SLICE_BLOCKS", "RouterWeight", "experts_per_tile", "split_into_bf16"]
 
 CHUNK_EXPERTS = 64
+BLOCK_K = 64
+# Up to so many tokens take the kernel of one slice of K a CTA, at least SLICE_BLOCKS blocks of K long.
+FEW_TOKENS = 64
+SLICE_BLOCKS = 2
 MOST_TILES = 1024
 
 
 @dataclass(frozen=True)
+class OnHopper:
+    """What the kernels work with.
+
+    terms: bf16 ``[terms, padded experts, hidden]``, rows past the experts zero.
+    handover: int32, -1 between calls, where CTAs leave partial logits of few tokens; shared by weights of one shape.
+    counters: int32, zero between calls, where CTAs of a tile of many tokens meet; shared likewise.
+    """
+
+    terms: Tensor
+    handover: Tensor
+    counters: Tensor
+
+
+@dataclass(frozen=True)
 class RouterWeight:
-    """A router's weight, ready for `router`. Make it with `prepare`, once.
+    """A router's weight, ready for `router`. Make it with `prepare`, once, outside of captured graphs.
 
     weight: fp32 ``[experts, hidden]``, what the reference computes with.
-    terms: bf16 ``[terms, padded experts, hidden]``, rows past the experts zero; None on a device without the kernels.
-    counters: int32, zero between calls: a weight serves one stream at a time.
+    hopper: None on a device without the kernels. Its scratch serves one stream at a time.
     """
 
     weight: Tensor
-    terms: Tensor | None
-    counters: Tensor | None
+    hopper: OnHopper | None
 
     @staticmethod
     def prepare(weight: Tensor, *, terms: Literal[2, 3] = 2) -> RouterWeight:
         """Splits fp32 ``[experts, hidden]`` where the device of `weight` has kernels for it.
 
         Args:
-            terms: bf16 terms; 3 is exact and takes half as long again.
+            terms: bf16 terms; 3 is exact and slower.
 
         Raises ValueError for a weight that is not an fp32 matrix.
         """
         if weight.ndim != 2 or weight.dtype != torch.float32:
             raise ValueError(f"weight must be fp32 [experts, hidden], got {weight.dtype} {list(weight.shape)}")
         if not weight.is_cuda or torch.cuda.get_device_capability(weight.device) != (9, 0):
-            return RouterWeight(weight, None, None)
-        counters = torch.zeros(MOST_TILES, dtype=torch.int32, device=weight.device)
-        return RouterWeight(weight, split_into_bf16(weight, terms), counters)
+            return RouterWeight(weight, None)
+        parts = split_into_bf16(weight, terms)
+        slices = -(-weight.shape[1] // (SLICE_BLOCKS * BLOCK_K))
+        return RouterWeight(weight, OnHopper(parts, *_scratch(weight.device, slices * FEW_TOKENS * parts.shape[1])))
+
+
+@functools.cache
+def _scratch(device: torch.device, words: int) -> tuple[Tensor, Tensor]:
+    return (
+        torch.full((words,), -1, dtype=torch.int32, device=device),
+        torch.zeros(MOST_TILES, dtype=torch.int32, device=device),
+    )
 
 
 def split_into_bf16(weight: Tensor, terms: int) -> Tensor:
