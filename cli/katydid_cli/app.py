@@ -262,6 +262,36 @@ def quantize(
     run(QuantizeOptions(folder, out, scheme.value, clip.value, find_device(device), shard_mib))
 
 
+@app.command()
+def simulate(
+    trace: Annotated[Path | None, typer.Option(help="Trace in Mooncake's JSONL format; unset: agents at work.")] = None,
+    requests: Annotated[int, typer.Option(min=0, help="Requests at most; 0: all of a trace, 4000 of agents.")] = 0,
+    rate: Annotated[float, typer.Option(help="Of agents: sessions begun a second.")] = 0.7,
+    rate_scale: Annotated[float, typer.Option(help="Of a trace: so many times as fast.")] = 1.0,
+    engines: Annotated[int, typer.Option(min=1, help="Number of engines.")] = 8,
+    prefill_speed: Annotated[float, typer.Option(help="Prompt tokens a second of one engine.")] = 8000.0,
+    step_ms: Annotated[float, typer.Option(help="Time of a decode step of one request.")] = 6.0,
+    step_ms_per_request: Annotated[float, typer.Option(help="What each further request adds to it.")] = 0.35,
+    budget_tokens: Annotated[int, typer.Option(min=64, help="Prompt tokens a step takes at most.")] = 2048,
+    cache_tokens: Annotated[int, typer.Option(min=64, help="Tokens one engine's prefix cache holds.")] = 524_288,
+    policy: Annotated[list[str] | None, typer.Option(help="Policies to compare; by default all.")] = None,
+    ttft_slo_s: Annotated[float, typer.Option(help="Bound of the time to first token.")] = 4.0,
+    seed: Annotated[int, typer.Option(help="Of the agents.")] = 0,
+    output: Annotated[Path | None, typer.Option(help="Write the figures to this JSON file.")] = None,
+) -> None:
+    """Replay traffic over simulated engines, with Katydid's routing and others': no GPU, no model."""
+    from katydid_cli.simulation.command import SimulateOptions
+    from katydid_cli.simulation.command import simulate as run
+    from katydid_cli.simulation.engine_model import EngineSpeeds
+    from katydid_cli.simulation.policies import POLICIES
+
+    speeds = EngineSpeeds(prefill_speed, step_ms / 1e3, step_ms_per_request / 1e3, budget_tokens, cache_tokens)
+    policies = tuple(policy or POLICIES)
+    raise typer.Exit(
+        run(SimulateOptions(trace, requests, rate, rate_scale, engines, speeds, policies, ttft_slo_s, seed, output))
+    )
+
+
 @models_app.callback(invoke_without_command=True)
 def models(context: typer.Context) -> None:
     if context.invoked_subcommand is None:

@@ -1,0 +1,77 @@
+"""`katydid simulate`: one trace, several policies, a table and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import typer
+
+from katydid_cli.simulation.engine_model import EngineSpeeds
+from katydid_cli.simulation.policies import POLICIES
+from katydid_cli.simulation.replay import Outcome, replay
+from katydid_cli.simulation.trace import Arrival, TraceError, agent_traffic, read_trace
+
+__all__ = ["SimulateOptions", "simulate"]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateOptions:
+    """What to replay, over what, and how often."""
+
+    trace: Path | None
+    requests: int
+    rate: float
+    rate_scale: float
+    engines: int
+    speeds: EngineSpeeds
+    policies: tuple[str, ...]
+    ttft_slo_s: float
+    seed: int
+    output: Path | None
+
+
+def simulate(options: SimulateOptions) -> int:
+    """Prints a row a policy; returns the exit code."""
+    unknown = [policy for policy in options.policies if policy not in POLICIES]
+    if unknown:
+        typer.echo(f"there is no policy {unknown[0]!r}; allowed: {', '.join(POLICIES)}", err=True)
+        return 2
+    try:
+        arrivals = _arrivals(options)
+    except (OSError, TraceError) as error:
+        typer.echo(str(error), err=True)
+        return 2
+    if not arrivals:
+        typer.echo(f"{options.trace} holds no request", err=True)
+        return 2
+    tokens = sum(arrival.prompt_tokens for arrival in arrivals)
+    length_s = max(arrivals[-1].at - arrivals[0].at, 1e-9)
+    typer.echo(
+        f"{len(arrivals)} requests of {tokens / len(arrivals):,.0f} prompt tokens in the mean over {length_s:,.0f} s; "
+        f"{options.engines} engines of {options.speeds.prefill_tokens_per_s:,.0f} prompt tokens/s"
+    )
+    typer.echo(f"{'policy':<14}{'mean TTFT':>11}{'p50':>9}{'p99':>10}{'in SLO':>9}{'hits':>8}{'busy':>7}{'fullest':>9}")
+    outcomes = []
+    for policy in options.policies:
+        outcome = replay(policy, arrivals, options.engines, options.speeds, ttft_slo_s=options.ttft_slo_s)
+        outcomes.append(outcome)
+        typer.echo(_row(outcome))
+    if options.output is not None:
+        options.output.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
+    return 0
+
+
+def _arrivals(options: SimulateOptions) -> Sequence[Arrival]:
+    if options.trace is not None:
+        return read_trace(options.trace, rate_scale=options.rate_scale, limit=options.requests or None)
+    return agent_traffic(requests=options.requests or 4000, sessions_per_s=options.rate, seed=options.seed)
+
+
+def _row(outcome: Outcome) -> str:
+    return (
+        f"{outcome.policy:<14}{outcome.mean_ttft_s:>9.3f} s{outcome.p50_ttft_s:>7.3f} s{outcome.p99_ttft_s:>8.3f} s"
+        f"{outcome.within_slo:>9.1%}{outcome.hit_rate:>8.1%}{outcome.busy:>7.1%}{outcome.most_over_mean:>9.2f}"
+    )

@@ -1,0 +1,119 @@
+"""Traffic to replay: hash-only traces in Mooncake's format, and an agent workload made to the shape of a published one.
+
+A trace line is {"timestamp": ms, "input_length", "output_length", "hash_ids"}; equal ids are equal prefix blocks, so a
+capture tells lengths and sharing and not one word of a prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from katydid_runtime.block_hash import BLOCK_TOKENS
+
+__all__ = ["Arrival", "TraceError", "agent_traffic", "read_trace"]
+
+
+class TraceError(ValueError):
+    """A trace that can't be read; says which line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request: when it comes, in seconds, the hashes of its prompt's 64-token blocks, and its lengths in tokens."""
+
+    at: float
+    chain: tuple[bytes, ...]
+    prompt_tokens: int
+    output_tokens: int
+    session: str = ""
+
+
+def read_trace(path: Path, *, rate_scale: float = 1.0, limit: int | None = None) -> list[Arrival]:
+    """Arrivals of a JSONL trace, `rate_scale` times as fast. Raises TraceError naming the line at fault."""
+    arrivals: list[Arrival] = []
+    blocks: dict[int, tuple[bytes, ...]] = {}
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if limit is not None and len(arrivals) >= limit:
+                break
+            try:
+                record = json.loads(line)
+                tokens, ids = int(record["input_length"]), [int(id) for id in record["hash_ids"]]
+                at, output = float(record["timestamp"]) / 1e3, max(1, int(record["output_length"]))
+            except (ValueError, KeyError, TypeError) as error:
+                raise TraceError(f"{path} line {number}: {type(error).__name__}: {error}") from error
+            if tokens < 1 or not ids:
+                raise TraceError(f"{path} line {number}: input_length is {tokens}, hash_ids has {len(ids)} ids")
+            # A trace's blocks are larger than ours, by a factor that is the same for all of them.
+            share = max(1, round(2 ** round(math.log2(tokens / len(ids) / BLOCK_TOKENS))))
+            chain = [part for id in ids for part in _parts(id, share, blocks)]
+            arrivals.append(Arrival(at / rate_scale, tuple(chain[: tokens // BLOCK_TOKENS]), tokens, output))
+    return sorted(arrivals, key=lambda arrival: arrival.at)
+
+
+def agent_traffic(
+    *,
+    requests: int,
+    sessions_per_s: float,
+    seed: int = 0,
+    max_tokens: int = 192 * 1024,
+    applications: int = 6,
+) -> list[Arrival]:
+    """Agents at work: sessions of turns over growing contexts, a system prompt and tools shared by application.
+
+    Shape of the workload in docs/gateway.md: log-normal contexts of 68K tokens in the mean and 192K at most, answers of
+    0.9K, about four fifths of each prompt seen before; a tenth of the sessions fans out into siblings at one time.
+    """
+    dice = random.Random(seed)
+    shared = [[_hash(f"app {app} {block}") for block in range(dice.randint(60, 160))] for app in range(applications)]
+    weights = [1 / (rank + 1) for rank in range(applications)]
+    arrivals: list[Arrival] = []
+    at, session = 0.0, 0
+    while len(arrivals) < requests:
+        at += dice.expovariate(sessions_per_s)
+        session += 1
+        arrivals += _session(dice, at, session, dice.choices(shared, weights)[0], max_tokens)
+    return sorted(arrivals, key=lambda arrival: arrival.at)[:requests]
+
+
+def _session(
+    dice: random.Random, start: float, session: int, prefix: list[bytes], max_tokens: int
+) -> Iterator[Arrival]:
+    """A conversation: each turn's prompt is the one before, its answer, and what a tool or the user said."""
+    name = f"session {session}"
+    chain = list(prefix)
+    goal = min(max_tokens, dice.lognormvariate(math.log(46_000), 0.95))
+    at = start
+    siblings = dice.randint(2, 8) if dice.random() < 0.1 else 0
+    while True:
+        added = int(dice.lognormvariate(math.log(6_000), 1.1)) + 1
+        chain += [_hash(f"{name} {len(chain) + place}") for place in range(added // BLOCK_TOKENS)]
+        tokens = min(max_tokens, len(chain) * BLOCK_TOKENS + added % BLOCK_TOKENS)
+        chain = chain[: tokens // BLOCK_TOKENS]
+        output = max(1, min(64 * 1024, int(dice.lognormvariate(math.log(350), 1.35))))
+        yield Arrival(at, tuple(chain), tokens, output, name)
+        for place in range(siblings):
+            own = [_hash(f"{name} sibling {place} {block}") for block in range(8)]
+            yield Arrival(at + 0.01 * place, (*chain, *own), tokens + 512, output, name)
+        siblings = 0
+        if tokens >= goal:
+            return
+        chain += [_hash(f"{name} {len(chain) + place}") for place in range(output // BLOCK_TOKENS)]
+        at += output * 0.03 + dice.expovariate(1 / 8)
+
+
+def _parts(id: int, share: int, known: dict[int, tuple[bytes, ...]]) -> tuple[bytes, ...]:
+    parts = known.get(id)
+    if parts is None or len(parts) < share:
+        parts = known[id] = tuple(_hash(f"{id} {place}") for place in range(share))
+    return parts[:share]
+
+
+def _hash(name: str) -> bytes:
+    return sha256(name.encode()).digest()[:16]
