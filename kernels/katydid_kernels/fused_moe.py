@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from katydid_kernels.gemm.dense import BLOCK, gemm_reference
 from katydid_kernels.gemm.expert_scales import ExpertScales
 from katydid_kernels.linear import linear_reference
-from katydid_kernels.quantize_rows import FP8_MAX
+from katydid_kernels.quantize_rows import FP8_MAX, quantize_fp8_reference
 from katydid_kernels.swiglu import swiglu_reference
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def fused_moe(
     first_expert: int = 0,
     shared_output: Tensor | None = None,
     scales: ExpertScales | None = None,
+    num_experts: int | None = None,
 ) -> Tensor:
     """Returns ``[T, hidden]`` in the dtype of ``x``, bf16 for e4m3.
 
@@ -46,16 +48,49 @@ def fused_moe(
         w13: ``[E, 2 * n, hidden]``: rows of gate, then rows of up.
         w2: ``[E, hidden, n]``.
         topk_weights: fp32 ``[T, top_k]``.
-        topk_ids: int32 ``[T, top_k]``, over all experts of the model.
+        topk_ids: int32 ``[T, top_k]``, over all experts of the model; those of other ranks are skipped.
         first_expert: id of ``w13[0]``.
         shared_output: ``[T, hidden]``, added in fp32 before rounding.
-        scales: of quantised x, w13 and w2.
+        scales: of quantised x, w13 and w2; of tensors, or of blocks of 128.
+        num_experts: experts of the whole model, to check ids against.
+
+    Raises ValueError for shapes or scales that do not fit each other and, where the ids are on the host, for one that
+    is not in ``[0, num_experts)``; on the GPU such an id is skipped.
     """
+    _check(x, w13, w2, topk_weights, topk_ids, scales, num_experts)
     if _runs_gluon(x, w13, w2):
         return _fused_moe_gluon(x, w13, w2, topk_weights, topk_ids, first_expert, shared_output, scales)
     return fused_moe_reference(
         x, w13, w2, topk_weights, topk_ids, first_expert=first_expert, shared_output=shared_output, scales=scales
     )
+
+
+def _check(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    scales: ExpertScales | None,
+    num_experts: int | None,
+) -> None:
+    experts, hidden, width = w2.shape
+    if w13.shape != (experts, 2 * width, hidden):
+        raise ValueError(
+            f"w13 must be [{experts}, {2 * width}, {hidden}] beside w2 {list(w2.shape)}, got {list(w13.shape)}"
+        )
+    if x.shape[1] != hidden:
+        raise ValueError(f"x must be [T, {hidden}], got {list(x.shape)}")
+    if topk_ids.shape != topk_weights.shape or len(topk_ids) != len(x):
+        found = f"{list(topk_ids.shape)} and {list(topk_weights.shape)}"
+        raise ValueError(f"topk_ids and topk_weights must be [{len(x)}, top_k], got {found}")
+    if scales is not None and scales.of_blocks:
+        scales.check_blocks(len(x), experts, hidden, width)
+    if not topk_ids.is_cuda and topk_ids.numel():
+        low, high = int(topk_ids.min()), int(topk_ids.max())
+        if low < 0 or (num_experts is not None and high >= num_experts):
+            limit = "experts" if num_experts is None else num_experts
+            raise ValueError(f"topk_ids must be in [0, {limit}), got {low if low < 0 else high}")
 
 
 def _runs_gluon(x: Tensor, w13: Tensor, w2: Tensor) -> bool:
@@ -80,7 +115,8 @@ def _fused_moe_gluon(
 
     top_k = topk_ids.shape[1]
     capacity = max(64, 1 << (len(x) - 1).bit_length())
-    workspace = _workspace(capacity, top_k, tuple(w2.shape), w2.dtype, w2.device)
+    of_blocks = scales is not None and scales.of_blocks
+    workspace = _workspace(capacity, top_k, tuple(w2.shape), w2.dtype, w2.device, of_blocks)
     return run_experts(
         x.contiguous(),
         w13,
@@ -95,13 +131,14 @@ def _fused_moe_gluon(
     )
 
 
-@functools.lru_cache(maxsize=16)
+@functools.cache
 def _workspace(
-    tokens: int, top_k: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    tokens: int, top_k: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, of_blocks: bool
 ) -> ExpertWorkspace:
+    """Scratch kept for good: graphs that were captured with it hold its addresses."""
     from katydid_kernels.gemm.experts import ExpertWorkspace
 
-    return ExpertWorkspace.allocate(tokens, top_k, shape, dtype, device)
+    return ExpertWorkspace.allocate(tokens, top_k, shape, dtype, device, of_blocks=of_blocks)
 
 
 @functools.cache
@@ -143,6 +180,8 @@ def fused_moe_reference(
 
 def _scaled_expert(x: Tensor, token: Tensor, w13: Tensor, w2: Tensor, scales: ExpertScales, expert: int) -> Tensor:
     """fp32 ``[rows, hidden]`` of one expert over rows ``token`` of x; h is rounded as the kernels round it."""
+    if scales.of_blocks:
+        return _block_scaled_expert(x, token, w13, w2, scales, expert)
     rows = x[token].float()
     if scales.token is not None:
         rows *= scales.token[token, None]
@@ -151,3 +190,15 @@ def _scaled_expert(x: Tensor, token: Tensor, w13: Tensor, w2: Tensor, scales: Ex
     if w2.dtype == torch.float8_e4m3fn:
         h = h.clamp(-FP8_MAX, FP8_MAX)
     return linear_reference(h.to(w2.dtype).float(), w2.float()) * scales.down[expert]
+
+
+def _block_scaled_expert(
+    x: Tensor, token: Tensor, w13: Tensor, w2: Tensor, scales: ExpertScales, expert: int
+) -> Tensor:
+    """The same with scales of blocks; h is rounded to bf16, then quantised by the largest of every 128 columns."""
+    assert scales.token is not None
+    gate_up = gemm_reference(
+        x[token], w13, row_scale=scales.token[token], col_scale=scales.up[expert], out_dtype=torch.float32
+    )
+    h, h_scale = quantize_fp8_reference(swiglu_reference(gate_up).bfloat16(), group=BLOCK)
+    return gemm_reference(h, w2, row_scale=h_scale, col_scale=scales.down[expert], out_dtype=torch.float32)

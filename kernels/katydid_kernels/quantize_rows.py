@@ -85,19 +85,23 @@ def swiglu_quantize(gate_up: Tensor, *, scale: Tensor | None = None, group: int 
     return q, scales
 
 
-def quantize_fp8(x: Tensor, *, scale: Tensor | None = None, group: int | None = None) -> tuple[Tensor, Tensor]:
+def quantize_fp8(
+    x: Tensor, *, scale: Tensor | None = None, group: int | None = None, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns ``(q, scale)``: e4m3 ``[T, n]`` and fp32 ``[T]`` (or the scale given).
 
     Args:
         x: ``[T, n]``, rows contiguous; for what no norm or SwiGLU makes, such as the output of attention.
         scale, group: as above.
+        out: where to write q and, unless it is given, the scale, in place of new tensors.
     """
     _check_group(x.shape[1], scale, group)
     if not _has_kernels(x):
-        return quantize_fp8_reference(x, scale=scale, group=group)
+        found = quantize_fp8_reference(x, scale=scale, group=group)
+        return found if out is None else (out[0].copy_(found[0]), out[1].copy_(found[1]))
     tokens, n = x.shape
-    q = torch.empty(tokens, n, dtype=_E4M3, device=x.device)
-    scales = _scales(tokens, n, group, x.device) if scale is None else scale
+    q, scales = out or (torch.empty(tokens, n, dtype=_E4M3, device=x.device), _scales(tokens, n, group, x.device))
+    scales = scales if scale is None else scale
     if tokens:
         block = triton.next_power_of_2(n)
         rows = max(1, 4096 // block)

@@ -9,12 +9,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from katydid_kernels.gemm.dense import BLOCK
 from katydid_kernels.gemm.expert_scales import ExpertScales
 from katydid_kernels.gemm.experts import ExpertWorkspace, run_experts
 from katydid_kernels.gemm.launch import launch_narrow, launch_wide
 from katydid_kernels.gemm.tuning import DecodeTile, FewTile, NarrowTile, UpTile, WideTile
+from katydid_kernels.quantize_rows import quantize_fp8_reference
 
-__all__ = ["E4M3", "ExpertCase", "check_experts", "check_gemm", "expert_operands", "relative_error"]
+__all__ = [
+    "E4M3",
+    "ExpertCase",
+    "block_operands",
+    "check_block_experts",
+    "check_experts",
+    "check_gemm",
+    "expert_operands",
+    "relative_error",
+]
 
 E4M3 = torch.float8_e4m3fn
 ExpertCase = tuple[int, int, int, int, int]
@@ -26,9 +37,15 @@ def relative_error(out: Tensor, reference: Tensor) -> float:
 
 
 def check_gemm(
-    shape: tuple[int, int, int], dtype: torch.dtype, tile: WideTile | NarrowTile, *, promote: bool, hooks: bool
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    tile: WideTile | NarrowTile,
+    *,
+    promote: bool,
+    hooks: bool,
+    blocks: bool = False,
 ) -> float:
-    """One product of the shape ``(m, n, k)``, with vector scales, bias and residual where `hooks`."""
+    """One product of the shape ``(m, n, k)``: hooks, with vector scales, bias and residual; blocks, with block scales."""
     m, n, k = shape
     a = torch.randn(m, k, device="cuda").to(dtype)
     b = torch.randn(n, k, device="cuda").to(dtype)
@@ -43,6 +60,12 @@ def check_gemm(
         }
         reference = reference * extra["row_scale"].double()[:, None] * extra["col_scale"].double()
         reference = reference + extra["bias"].double() + extra["residual"].double()
+    if blocks:
+        rows = torch.rand(m, k // BLOCK, device="cuda") + 0.5
+        cols = torch.rand(-(-n // BLOCK), k // BLOCK, device="cuda") + 0.5
+        extra |= {"row_scale": rows, "col_scale": cols}
+        wide_b = b.double() * cols.repeat_interleave(BLOCK, 0)[:n].repeat_interleave(BLOCK, 1)
+        reference = (a.double() * rows.repeat_interleave(BLOCK, 1)) @ wide_b.T
     out = torch.full((m + 2, n), float("nan"), device="cuda", dtype=torch.bfloat16)
     for _ in range(2):  # the second run finds counters and scratch as the first left them
         out.fill_(float("nan"))
@@ -77,6 +100,44 @@ def expert_operands(
         torch.rand(tokens, device="cuda") + 0.5 if tokens % 2 else None,
     )  # fmt: skip
     return x, w13, w2, torch.rand(tokens, top_k, device="cuda"), ids.int(), scales
+
+
+def block_operands(case: ExpertCase, hidden: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, ExpertScales]:
+    """`expert_operands` in e4m3 with scales of blocks."""
+    experts, width, tokens, _, _ = case
+    x, w13, w2, weights, ids, _ = expert_operands(case, hidden, E4M3)
+    scales = ExpertScales(
+        (torch.rand(experts, 2 * width // BLOCK, hidden // BLOCK, device="cuda") + 0.5) / hidden**0.5,
+        (torch.rand(experts, hidden // BLOCK, width // BLOCK, device="cuda") + 0.5) / width**0.5,
+        torch.ones(1, device="cuda"),
+        torch.rand(tokens, hidden // BLOCK, device="cuda") + 0.5,
+    )
+    return x, w13, w2, weights, ids, scales
+
+
+def check_block_experts(case: ExpertCase, hidden: int) -> float:
+    """One batch with scales of blocks against the product of the dequantised operands in fp64."""
+    experts, width, tokens, top_k, first = case
+    x, w13, w2, weights, ids, scales = block_operands(case, hidden)
+    assert scales.token is not None
+    workspace = ExpertWorkspace.allocate(tokens + 5, top_k, w2.shape, E4M3, w2.device, of_blocks=True)
+    workspace.y.fill_(float("nan"))
+    out = torch.empty(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    for _ in range(2):
+        out.fill_(float("nan"))
+        run_experts(x, w13, w2, weights, ids, out, scales, workspace, first_expert=first)
+    reference = torch.zeros(tokens, hidden, device="cuda", dtype=torch.float64)
+    wide = x.double() * scales.token.repeat_interleave(BLOCK, 1)
+    for expert in range(experts):
+        token, choice = torch.where(ids == expert + first)
+        up = scales.up[expert].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        gate_up = wide[token] @ (w13[expert].double() * up).T
+        h = (torch.nn.functional.silu(gate_up[:, :width]) * gate_up[:, width:]).bfloat16()
+        q, q_scale = quantize_fp8_reference(h, group=BLOCK)
+        down = scales.down[expert].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        y = (q.double() * q_scale.repeat_interleave(BLOCK, 1)) @ (w2[expert].double() * down).T
+        reference.index_add_(0, token, weights[token, choice, None] * y)
+    return relative_error(out, reference)
 
 
 def check_experts(

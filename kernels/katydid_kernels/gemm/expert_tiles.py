@@ -23,8 +23,10 @@ from katydid_kernels.gemm.ring import advance, before
 __all__ = [
     "accumulator_layout",
     "copy_rows",
+    "copy_scales",
     "gather",
     "multiply",
+    "multiply_blocks",
     "row_layout",
     "scaled_swiglu",
     "stage_operands",
@@ -139,6 +141,37 @@ def _multiply_stage(
     w, x = stage_operands(WHO, ring, stage, ROWS, TOKENS, WGS, GATHERED)
     part = gl.zeros([ROWS, TOKENS], gl.float32, accumulator_layout(TOKENS, ring[0].dtype.primitive_bitwidth))
     return warpgroup_mma(w, x, part, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def copy_scales(buffer, source, valid):
+    """Copy a scale of each token row into a stage, for `copy_rows` after it to signal."""
+    async_copy.async_copy_global_to_shared(buffer, source, mask=valid)
+
+
+@gluon.jit
+def multiply_blocks(
+    WHO: gl.constexpr, ring, scale_bufs, weight_scales, stage, phase, steps, ROWS: gl.constexpr, TOKENS: gl.constexpr,
+    STAGES: gl.constexpr, WGS: gl.constexpr,
+):  # fmt: skip
+    """`multiply` with scales of blocks: the tokens' in scale_bufs, ``[STAGES, tokens]``, and the weights' at two
+    addresses, of gate rows and up rows, or twice the same."""
+    empty = ring[3]
+    gate_ptr, up_ptr = weight_scales
+    layout: gl.constexpr = accumulator_layout(TOKENS, ring[0].dtype.primitive_bitwidth)
+    is_up = gl.arange(0, ROWS, gl.SliceLayout(1, layout)) // 8 % 2 == 1
+    acc = gl.zeros([ROWS, TOKENS], gl.float32, layout)
+    for k in range(steps):
+        # Asked for here, the weights' scales arrive while the stage multiplies.
+        gate = gl.load(gate_ptr + k)
+        up = gl.load(up_ptr + k)
+        part = _multiply_stage(WHO, ring, stage, phase, ROWS, TOKENS, WGS, True)
+        tokens = scale_bufs.index(stage).slice(0, TOKENS).load(gl.SliceLayout(0, layout))
+        part = warpgroup_mma_wait(0, deps=(part,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        acc += part * (gl.where(is_up, up, gate)[:, None] * tokens[None, :])
+        stage, phase = advance(stage, phase, STAGES)
+    return acc, stage, phase
 
 
 @gluon.jit

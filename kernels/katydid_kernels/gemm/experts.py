@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from katydid_kernels.gemm.combine import combine
+from katydid_kernels.gemm.dense import BLOCK
 from katydid_kernels.gemm.expert_scales import ExpertScales
 from katydid_kernels.gemm.experts_decode_kernel import experts_decode_kernel
 from katydid_kernels.gemm.experts_few_kernel import experts_few_kernel
@@ -23,6 +24,8 @@ from katydid_kernels.gemm.experts_up_kernel import experts_up_kernel
 from katydid_kernels.gemm.launch import GLUON_TYPE, REGISTERS, launch_wide, sm_count
 from katydid_kernels.gemm.plan import RoutePlan, plan_routes
 from katydid_kernels.gemm.tuning import (
+    BLOCK_DOWN_TILE,
+    BLOCK_UP_TILE,
     DecodeTile,
     FewTile,
     UpTile,
@@ -32,6 +35,7 @@ from katydid_kernels.gemm.tuning import (
     few_tokens_tile,
     up_tile,
 )
+from katydid_kernels.quantize_rows import quantize_fp8
 
 __all__ = ["ExpertWorkspace", "run_experts"]
 
@@ -46,15 +50,24 @@ class ExpertWorkspace:
 
     plan: RoutePlan
     h: Tensor
+    h_unquantised: Tensor | None
+    h_scales: Tensor | None
     y: Tensor
     ready: Tensor
     sync: Tensor
 
     @staticmethod
     def allocate(
-        tokens: int, top_k: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        tokens: int,
+        top_k: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        of_blocks: bool = False,
     ) -> ExpertWorkspace:
-        """Scratch for batches of up to `tokens` rows through experts of this dtype, ``w2[E, H, I]`` of this shape."""
+        """Scratch for batches of up to `tokens` rows through experts of this dtype, ``w2[E, H, I]`` of this shape, with
+        scales of blocks or not."""
         experts, hidden, intermediate = shape
         pairs = tokens * top_k
         plan = RoutePlan.allocate(tokens, top_k, experts, device)
@@ -63,8 +76,10 @@ class ExpertWorkspace:
             plan,
             # Zeros, because what pads a row up to a whole stage is multiplied (by zeros, but NaN would stay NaN).
             torch.zeros(pairs, padded_bytes, dtype=torch.uint8, device=device).view(dtype),
+            torch.zeros(pairs, intermediate, dtype=torch.bfloat16, device=device) if of_blocks else None,
+            torch.zeros(pairs, intermediate // BLOCK, device=device) if of_blocks else None,
             torch.empty(pairs, hidden, dtype=torch.bfloat16, device=device),
-            torch.zeros(len(plan.tiles), dtype=torch.int32, device=device),
+            torch.zeros(max(len(plan.tiles), tokens), dtype=torch.int32, device=device),
             torch.zeros(2, dtype=torch.int32, device=device),
         )
 
@@ -96,6 +111,8 @@ def run_experts(
     down: WideTile | None = None,
 ) -> Tensor:
     """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``; arguments as `fused_moe`'s."""
+    if scales.of_blocks:
+        return _run_blocks(x, w13, w2, weights, ids, out, scales, workspace, first_expert, shared)
     tile = tile or choose_tile(ids.numel(), len(w2), w2.shape[2], w2.shape[1], w2.dtype)
     if isinstance(tile, FewTile):
         _launch_few(x, w13, w2, weights, ids, first_expert, shared, out, scales, workspace, tile)
@@ -116,6 +133,33 @@ def run_experts(
     return out
 
 
+def _run_blocks(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    out: Tensor,
+    scales: ExpertScales,
+    workspace: ExpertWorkspace,
+    first_expert: int,
+    shared: Tensor | None,
+) -> Tensor:
+    """The grouped GEMMs with scales of blocks; h is quantised between them."""
+    h, h_scales = workspace.h_unquantised, workspace.h_scales
+    if h is None or h_scales is None:
+        raise ValueError("workspace must be allocated with of_blocks for scales of blocks")
+    plan = plan_routes(ids, workspace.plan, len(w2), BLOCK_UP_TILE.tokens, first_expert=first_expert)
+    _launch_up(x, w13, scales, workspace, BLOCK_UP_TILE)
+    rows = ids.numel()
+    quantize_fp8(h[:rows], group=BLOCK, out=(workspace.h[:rows], h_scales[:rows]))
+    launch_wide(
+        workspace.h, w2, workspace.y, BLOCK_DOWN_TILE, row_scale=h_scales, col_scale=scales.down, promote=True,
+        tiles=plan.tiles, tile_count=plan.tile_count,
+    )  # fmt: skip
+    return combine(workspace.y, plan.slots[: len(ids)], weights, out, shared=shared, early=True)
+
+
 def _weight_descriptor(view: Tensor, box: list[int]) -> TensorDescriptor:
     """A descriptor over weights seen with their rows in eights, which is how the swizzle repeats."""
     layout = gl.NVMMASharedLayout(128, GLUON_TYPE[view.dtype].primitive_bitwidth, rank=view.ndim)
@@ -133,13 +177,15 @@ def _rows_layout(tokens: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 
 def _launch_up(x: Tensor, w13: Tensor, scales: ExpertScales, workspace: ExpertWorkspace, tile: UpTile) -> None:
-    plan, h = workspace.plan, workspace.h
+    plan = workspace.plan
+    h = workspace.h if workspace.h_unquantised is None else workspace.h_unquantised
     experts_up_kernel[(sm_count(x.device),)](
         x, x.stride(0), _interleaved(w13, tile.rows), h, plan.rows, plan.tiles, plan.tile_count,
         scales.up, scales.inverse_h, scales.token,
         H=w13.shape[2], WIDTH=w13.shape[1] // 2, H_STRIDE=h.stride(0),
         TOKENS=tile.tokens - tile.extra, EXTRA=tile.extra, STAGES=tile.stages, WGS=tile.warpgroups,
-        PROMOTE=tile.promote, CONSUMER_REGISTERS=tile.consumer_registers, PRODUCER_REGISTERS=tile.producer_registers,
+        PROMOTE=tile.promote, BLOCKS=scales.of_blocks,
+        CONSUMER_REGISTERS=tile.consumer_registers, PRODUCER_REGISTERS=tile.producer_registers,
         X_LAYOUT=_rows_layout(128, x.dtype), num_warps=4, maxnreg=REGISTERS[tile.warpgroups], launch_pdl=True,
     )  # fmt: skip
 

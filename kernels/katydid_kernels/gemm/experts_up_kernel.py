@@ -4,6 +4,9 @@ A CTA's tile is ``WGS * ROWS`` interleaved gate and up rows by 128 or 192 rows o
 Hy3 (384 rows an expert) two tiles wide, so x is read through the index twice and never gathered into memory. L2 bounds
 it: a tile of 192 x 192 moves a fifth less for its work than one of 192 x 128. Shapes being powers of two, 192 tokens
 are two accumulators, 128 and 64 wide; the last tile of an expert multiplies as many columns as it has rows for.
+
+With scales of blocks (a token by 128 of K, 128 x 128 of weights) h is left in bf16: 128 of its columns, which share a
+scale, come from several tiles.
 """
 
 from triton.experimental import gluon
@@ -13,8 +16,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from katydid_kernels.gemm.expert_tiles import (
     accumulator_layout,
     copy_rows,
+    copy_scales,
     gather,
     multiply,
+    multiply_blocks,
     row_layout,
     scaled_swiglu,
     stage_operands,
@@ -28,10 +33,11 @@ __all__ = ["experts_up_kernel"]
 
 @gluon.jit
 def _produce(
-    x_ptr, x_stride, w_desc, token_rows, ring, extra_ring, problem,
-    EXTRA: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr,
+    x_ptr, x_stride, w_desc, token_scale_ptr, token_rows, rings, problem,
+    EXTRA: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     rows_ptr, tiles_ptr = token_rows
+    ring, extra_ring, scale_bufs = rings
     x_bufs, w_bufs, full, empty = ring
     items, tiles_n, tiles_k = problem
     TOKENS: gl.constexpr = x_bufs.type.shape[1]
@@ -49,6 +55,9 @@ def _produce(
         end = gl.load(entry + 2)
         valid = (first + lane < end)[:, None]
         source = gather(x_ptr, tokens_of(first + lane, end, rows_ptr, 1), x_stride, cols)
+        if BLOCKS:
+            slot = first + gl.arange(0, TOKENS, gl.BlockedLayout([1], [32], [4], [0]))
+            scale_source = token_scale_ptr + tokens_of(slot, end, rows_ptr, 1) * tiles_k
         if EXTRA > 0:
             extra = first + TOKENS + gl.arange(0, EXTRA, gl.SliceLayout(1, layout))
             extra_valid = (extra < end)[:, None]
@@ -64,6 +73,8 @@ def _produce(
                 )
             if EXTRA > 0:
                 copy_rows(extra_ring[0].index(stage), extra_source + k * BLOCK_K, extra_valid, None)
+            if BLOCKS:
+                copy_scales(scale_bufs.index(stage), scale_source + k, slot < end)
             copy_rows(x_bufs.index(stage), source + k * BLOCK_K, valid, ready)
             stage, phase = advance(stage, phase, STAGES)
 
@@ -94,16 +105,39 @@ def _multiply_both(
 
 
 @gluon.jit
-def _finish(acc, row, end, col, entry, target, scales, rows_ptr, BITS: gl.constexpr):
+def _multiply_part(
+    WHO: gl.constexpr, ring, scale_bufs, up_scale_ptr, entry, col, stage, phase, steps, TOKENS: gl.constexpr,
+    WIDTH: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """The products with the first TOKENS tokens of a tile."""
+    ROWS: gl.constexpr = ring[1].type.shape[2] * 16
+    if BLOCKS:
+        gate = up_scale_ptr + (gl.load(entry) * (2 * WIDTH // 128) + col // 128) * steps
+        weight_scales = (gate, gate + WIDTH // 128 * steps)
+        acc, stage, phase = multiply_blocks(
+            WHO, ring, scale_bufs, weight_scales, stage, phase, steps, ROWS, TOKENS, STAGES, WGS
+        )
+    else:
+        acc, stage, phase = multiply(WHO, ring, stage, phase, steps, ROWS, TOKENS, STAGES, WGS, PROMOTE, True)
+    return acc, stage, phase
+
+
+@gluon.jit
+def _finish(acc, row, end, col, entry, target, scales, rows_ptr, BITS: gl.constexpr, BLOCKS: gl.constexpr):
     """SwiGLU of an accumulator, quantised and stored; 64 tokens at a time, to need few registers."""
     h_ptr, h_stride = target
     up_scale_ptr, inverse_scale, token_scale_ptr = scales
     ROWS: gl.constexpr = acc.shape[0]
     layout: gl.constexpr = accumulator_layout(64, BITS)
     out_layout: gl.constexpr = gl.BlockedLayout([16, 1], [2, 16], [1, 4], [0, 1])
-    scale = up_scale_ptr + gl.load(entry) * 2
-    gate_scale = gl.load(scale)
-    up_scale = gl.load(scale + 1) * inverse_scale
+    if BLOCKS:
+        token_scale_ptr = None
+        gate_scale = 1.0
+        up_scale = inverse_scale
+    else:
+        scale = up_scale_ptr + gl.load(entry) * 2
+        gate_scale = gl.load(scale)
+        up_scale = gl.load(scale + 1) * inverse_scale
     if acc.shape[1] == 128:
         left, right = acc.reshape([ROWS, 2, 64]).permute((0, 2, 1)).split()
         parts = (
@@ -120,10 +154,11 @@ def _finish(acc, row, end, col, entry, target, scales, rows_ptr, BITS: gl.conste
 
 @gluon.jit
 def _consume(
-    WHO: gl.constexpr, token_rows, target, scales, ring, extra_ring, problem,
-    EXTRA: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr,
+    WHO: gl.constexpr, token_rows, target, scales, rings, problem, WIDTH: gl.constexpr,
+    EXTRA: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     rows_ptr, tiles_ptr = token_rows
+    ring, extra_ring, scale_bufs = rings
     items, tiles_n, tiles_k = problem
     TOKENS: gl.constexpr = ring[0].type.shape[1]
     HALF: gl.constexpr = TOKENS // 2
@@ -137,19 +172,28 @@ def _consume(
         end = gl.load(entry + 2)
         col = (item % tiles_n * WGS + WHO) * (ROWS // 2)
         if end - row <= HALF:
-            half, stage, phase = multiply(WHO, ring, stage, phase, tiles_k, ROWS, HALF, STAGES, WGS, PROMOTE, True)
-            _finish(half, row, end, col, entry, target, scales, rows_ptr, BITS)
+            half, stage, phase = _multiply_part(
+                WHO, ring, scale_bufs, scales[0], entry, col, stage, phase, tiles_k, HALF,
+                WIDTH, STAGES, WGS, PROMOTE, BLOCKS,
+            )  # fmt: skip
+            _finish(half, row, end, col, entry, target, scales, rows_ptr, BITS, BLOCKS)
         # Two branches, because the first is decided when the kernel is compiled and takes the others away.
         elif EXTRA == 0:  # noqa: SIM114
-            acc, stage, phase = multiply(WHO, ring, stage, phase, tiles_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, True)
-            _finish(acc, row, end, col, entry, target, scales, rows_ptr, BITS)
+            acc, stage, phase = _multiply_part(
+                WHO, ring, scale_bufs, scales[0], entry, col, stage, phase, tiles_k, TOKENS,
+                WIDTH, STAGES, WGS, PROMOTE, BLOCKS,
+            )  # fmt: skip
+            _finish(acc, row, end, col, entry, target, scales, rows_ptr, BITS, BLOCKS)
         elif end - row <= TOKENS:
-            acc, stage, phase = multiply(WHO, ring, stage, phase, tiles_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, True)
-            _finish(acc, row, end, col, entry, target, scales, rows_ptr, BITS)
+            acc, stage, phase = _multiply_part(
+                WHO, ring, scale_bufs, scales[0], entry, col, stage, phase, tiles_k, TOKENS,
+                WIDTH, STAGES, WGS, PROMOTE, BLOCKS,
+            )  # fmt: skip
+            _finish(acc, row, end, col, entry, target, scales, rows_ptr, BITS, BLOCKS)
         else:
             acc, extra, stage, phase = _multiply_both(WHO, ring, extra_ring, stage, phase, tiles_k, ROWS, STAGES, WGS)
-            _finish(acc, row, end, col, entry, target, scales, rows_ptr, BITS)
-            _finish(extra, row + TOKENS, end, col, entry, target, scales, rows_ptr, BITS)
+            _finish(acc, row, end, col, entry, target, scales, rows_ptr, BITS, BLOCKS)
+            _finish(extra, row + TOKENS, end, col, entry, target, scales, rows_ptr, BITS, BLOCKS)
 
 
 @gluon.jit
@@ -157,13 +201,15 @@ def experts_up_kernel(
     x_ptr, x_stride, w_desc, h_ptr, rows_ptr, tiles_ptr, tile_count_ptr,
     up_scale_ptr, inverse_scale_ptr, token_scale_ptr, H: gl.constexpr, WIDTH: gl.constexpr, H_STRIDE: gl.constexpr,
     TOKENS: gl.constexpr, EXTRA: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, X_LAYOUT: gl.constexpr,
+    BLOCKS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    X_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """``h[r] = swiglu(x[rows[r]] @ w13[expert of r]^T * scales) * inverse_scale`` for every tile of a `RoutePlan`.
 
     w_desc: boxes ``[1, ROWS / 16, 2, 8, BLOCK_K]`` of w13 seen as ``[E, WIDTH / 8, 2, 8, H]``. up_scale: fp32
     ``[E, 2]``; inverse_scale: fp32 ``[1]``; token_scale: fp32 ``[T]`` or None. h has rows of H_STRIDE elements. The
-    plan's tiles have TOKENS + EXTRA rows; EXTRA is 0 or, without PROMOTE, 64.
+    plan's tiles have TOKENS + EXTRA rows; EXTRA is 0 or, without PROMOTE, 64. BLOCKS: up_scale ``[E, 2 * WIDTH / 128,
+    H / 128]`` and token_scale ``[T, H / 128]`` are of blocks, h is bf16 and inverse 1.
     """
     GROUPS: gl.constexpr = w_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[4]
@@ -174,6 +220,9 @@ def experts_up_kernel(
     extra_ring = ring
     if EXTRA > 0:
         extra_ring = (gl.allocate_shared_memory(w_desc.dtype, [STAGES, EXTRA, BLOCK_K], X_LAYOUT), w_bufs, full, empty)
+    scale_bufs = x_bufs
+    if BLOCKS:
+        scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     tiles_n: gl.constexpr = WIDTH // (GROUPS * 8 * WGS)
     tiles_k: gl.constexpr = H // BLOCK_K
     launch_next()
@@ -182,24 +231,27 @@ def experts_up_kernel(
     target = (h_ptr, H_STRIDE)
     problem = (gl.load(tile_count_ptr) * tiles_n, tiles_n, tiles_k)
     token_rows = (rows_ptr, tiles_ptr)
+    rings = (ring, extra_ring, scale_bufs)
     if WGS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, token_rows, target, scales, ring, extra_ring, problem, EXTRA, STAGES, WGS, PROMOTE)),
-                (_consume, (1, token_rows, target, scales, ring, extra_ring, problem, EXTRA, STAGES, WGS, PROMOTE)),
-                (_produce, (x_ptr, x_stride, w_desc, token_rows, ring, extra_ring, problem, EXTRA, STAGES, WGS)),
+                (_consume, (0, token_rows, target, scales, rings, problem, WIDTH, EXTRA, STAGES, WGS, PROMOTE, BLOCKS)),
+                (_consume, (1, token_rows, target, scales, rings, problem, WIDTH, EXTRA, STAGES, WGS, PROMOTE, BLOCKS)),
+                (_produce, (x_ptr, x_stride, w_desc, token_scale_ptr, token_rows, rings, problem,
+                            EXTRA, STAGES, WGS, BLOCKS)),
             ],
             [4, 4],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
+        )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, token_rows, target, scales, ring, extra_ring, problem, EXTRA, STAGES, WGS, PROMOTE)),
-                (_consume, (1, token_rows, target, scales, ring, extra_ring, problem, EXTRA, STAGES, WGS, PROMOTE)),
-                (_consume, (2, token_rows, target, scales, ring, extra_ring, problem, EXTRA, STAGES, WGS, PROMOTE)),
-                (_produce, (x_ptr, x_stride, w_desc, token_rows, ring, extra_ring, problem, EXTRA, STAGES, WGS)),
+                (_consume, (0, token_rows, target, scales, rings, problem, WIDTH, EXTRA, STAGES, WGS, PROMOTE, BLOCKS)),
+                (_consume, (1, token_rows, target, scales, rings, problem, WIDTH, EXTRA, STAGES, WGS, PROMOTE, BLOCKS)),
+                (_consume, (2, token_rows, target, scales, rings, problem, WIDTH, EXTRA, STAGES, WGS, PROMOTE, BLOCKS)),
+                (_produce, (x_ptr, x_stride, w_desc, token_scale_ptr, token_rows, rings, problem,
+                            EXTRA, STAGES, WGS, BLOCKS)),
             ],
             [4, 4, 4],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
+        )  # fmt: skip

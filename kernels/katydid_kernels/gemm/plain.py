@@ -25,7 +25,10 @@ def plain_gemm(
     promote: bool = False,
     block: tuple[int, int, int] = (128, 128, 64),
 ) -> Tensor:
-    """``out[M, N] = (a[M, K] @ b[N, K]^T) * row_scale * col_scale + bias + residual``; arguments as `gemm`'s; `block`'s K divides 128."""
+    """``out[M, N] = (a[M, K] @ b[N, K]^T) * row_scale * col_scale + bias + residual``; arguments as `gemm`'s.
+
+    block: rows, columns and K of a tile; K divides 128.
+    """
     m, n, k = a.shape[0], b.shape[0], a.shape[1]
     block_m, block_n, block_k = block
     row_step, col_step = scale_step(row_scale), scale_step(col_scale)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 __all__ = [
+    "BLOCK_DOWN_TILE",
+    "BLOCK_UP_TILE",
     "DecodeTile",
     "FewTile",
     "NarrowTile",
@@ -120,6 +122,11 @@ def up_tile(intermediate: int, hidden: int, dtype: torch.dtype) -> UpTile:
     if hidden % 256:
         return UpTile(128, 64, 3, 5, promote, 152, 56)
     return UpTile(192, 64, 3, 4, False, 152, 56)
+
+
+# With scales of blocks, which leave fewer registers.
+BLOCK_UP_TILE = UpTile(128, 64, 2, 6, True, 216, 56)
+BLOCK_DOWN_TILE = WideTile(64, 128, 64, 2, 6, 1)
 
 
 def down_tile(hidden: int, tokens: int) -> WideTile:
