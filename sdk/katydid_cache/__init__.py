@@ -9,7 +9,7 @@ await cache.release(found.lease)
 
 from katydid_runtime.tls import Tls
 
-from katydid_cache.admin import CacheAdmin, NamespaceInfo, Verification
+from katydid_cache.admin import BlockInfo, CacheAdmin, NamespaceInfo, Verification
 from katydid_cache.allocation import keep_buffers_mapped
 from katydid_cache.arena import ArenaMapping
 from katydid_cache.arena_slots import ArenaSlot, ArenaSlots
@@ -45,6 +45,7 @@ __all__ = [
     "ArenaSlot",
     "ArenaSlots",
     "BlockChange",
+    "BlockInfo",
     "BlockLayout",
     "BlockMissReason",
     "Cache",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,13 +10,16 @@ import grpc
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from katydid_runtime.channel import open_channel
+from katydid_runtime.duration import to_duration
 from katydid_runtime.rpc_errors import from_rpc_error
 from katydid_runtime.tls import Tls
 
+from katydid_cache.bearer import interceptors
 from katydid_cache.client import CHANNEL
 from katydid_cache.layout import BlockLayout
+from katydid_cache.records import Tier
 
-__all__ = ["CacheAdmin", "NamespaceInfo", "Verification"]
+__all__ = ["BlockInfo", "CacheAdmin", "NamespaceInfo", "Verification"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,18 @@ class NamespaceInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockInfo:
+    """What is known of one block; `expires_at` in Unix seconds, 0: never."""
+
+    hash: bytes
+    parent: bytes
+    tiers: tuple[Tier, ...]
+    bytes: int
+    pins: int
+    expires_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Verification:
     """`blocks` were read, `corrupt` of them quarantined."""
 
@@ -39,8 +55,8 @@ class Verification:
 class CacheAdmin:
     """Talks to the AdminService at `address`. Every call raises errors of `katydid_runtime.errors`."""
 
-    def __init__(self, address: str, *, tls: Tls | None = None) -> None:
-        self._channel = open_channel(address, tls, CHANNEL)
+    def __init__(self, address: str, *, tls: Tls | None = None, token: str | None = None) -> None:
+        self._channel = open_channel(address, tls, CHANNEL, interceptors(token))
         self._stub: Any = pb_grpc.AdminServiceStub(self._channel)
 
     async def evict(self, identity: bytes, hashes: bytes = b"", *, timeout_s: float = 10.0) -> int:
@@ -73,6 +89,24 @@ class CacheAdmin:
             )
             for namespace in response.namespaces
         ]
+
+    async def blocks(self, identity: bytes, *, timeout_s: float = 10.0) -> AsyncIterator[BlockInfo]:
+        """The blocks of a namespace in the order of their hashes."""
+        after = b""
+        while True:
+            request = pb.ListBlocksRequest(identity=identity, after=after)
+            response = await self._call(self._stub.ListBlocks, request, timeout_s)
+            for block in response.blocks:
+                tiers = tuple(Tier(tier) for tier in block.tiers)
+                yield BlockInfo(block.hash, block.parent, tiers, block.bytes, block.pins, block.expires_at)
+            if not response.blocks:
+                return
+            after = response.blocks[-1].hash
+
+    async def pin(self, identity: bytes, hashes: bytes, hold_s: float, *, timeout_s: float = 10.0) -> int:
+        """Keep blocks from being evicted for `hold_s` from now, 0: no longer; how many of them there are."""
+        request = pb.PinRequest(identity=identity, hashes=hashes, hold=to_duration(hold_s))
+        return int((await self._call(self._stub.Pin, request, timeout_s)).blocks)
 
     async def close(self) -> None:
         await self._channel.close()

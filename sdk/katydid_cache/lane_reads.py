@@ -93,6 +93,9 @@ class LaneReads:
         for lane in self._idle:
             lane.close()
         self._idle.clear()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
+            self._threads = None
 
     async def _receive(
         self, batch: Sequence[int], offer: LaneOffer, into: Sequence[memoryview], found: list[bool]

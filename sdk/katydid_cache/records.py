@@ -22,6 +22,7 @@ __all__ = [
     "PutOutcome",
     "PutRefusal",
     "PutStatus",
+    "ReadSpeed",
     "Snapshot",
     "Tier",
     "TierRun",
@@ -184,6 +185,14 @@ class TierStats:
     shed: int
 
 
+class ReadSpeed(NamedTuple):
+    """Reads of at most `up_to_bytes` come out of `tier` at `bytes_per_s`, measured."""
+
+    tier: Tier
+    up_to_bytes: int
+    bytes_per_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class CacheStats:
     tiers: Mapping[Tier, TierStats]
@@ -192,6 +201,10 @@ class CacheStats:
     attachments: int
     quarantined: int
     boot_epoch: int
+    speeds: tuple[ReadSpeed, ...] = ()
+    pulled: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

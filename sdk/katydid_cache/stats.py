@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 
-from katydid_cache.records import CacheStats, Tier, TierStats
+from katydid_cache.records import CacheStats, ReadSpeed, Tier, TierStats
 
 __all__ = ["cache_stats"]
 
@@ -32,4 +32,8 @@ def cache_stats(response: pb.StatsResponse) -> CacheStats:
         attachments=response.attachments,
         quarantined=response.quarantined,
         boot_epoch=response.boot_epoch,
+        speeds=tuple(ReadSpeed(Tier(each.tier), each.up_to_bytes, each.bytes_per_s) for each in response.speeds),
+        pulled=response.pulled,
+        sent_bytes=response.sent_bytes,
+        received_bytes=response.received_bytes,
     )

@@ -57,7 +57,7 @@ async def serve(settings: KvCacheSettings, telemetry: Telemetry) -> None:
             stack.push_async_callback(arena.stop)
         desk, puller = await _lanes(stack, settings, cache)
         service = KvCacheService(cache, telemetry, figures, arena, lane_port=desk.port if desk else 0)
-        server.grpc.add_generic_rpc_handlers((rpc_handlers(service, LaneCalls(cache, desk, puller)),))
+        server.grpc.add_generic_rpc_handlers((rpc_handlers(service, LaneCalls(cache, figures, desk, puller)),))
         admin = server
         if settings.admin_listen:
             admin = RpcServer(

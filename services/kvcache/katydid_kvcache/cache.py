@@ -29,11 +29,13 @@ from katydid_kvcache.events import EventHub
 from katydid_kvcache.leases import LeaseTable
 from katydid_kvcache.memory import MemoryTier
 from katydid_kvcache.pins import OperatorPins
+from katydid_kvcache.read_speeds import ReadSpeeds
 from katydid_kvcache.reading import Reader
 from katydid_kvcache.reservations import Reservations
 from katydid_kvcache.settings import KvCacheSettings
 from katydid_kvcache.slabs import SlabAllocator
 from katydid_kvcache.store import Change, Refusal, Store, Write
+from katydid_kvcache.traffic import Traffic
 from katydid_kvcache.writing import Writer
 
 __all__ = ["Cache", "Found", "Verified"]
@@ -76,6 +78,8 @@ class Cache:
         self.settings = settings
         self.boot_epoch = time.time_ns()
         self.attachments = Attachments()
+        self.speeds = ReadSpeeds()
+        self.traffic = Traffic()
         self._lock = lock
         memory_slabs = settings.memory_bytes // settings.slab_bytes
         memory_slots: SlabAllocator[Block] = SlabAllocator(memory_slabs, settings.slab_bytes)
@@ -95,6 +99,7 @@ class Cache:
                 threads=settings.disk_threads,
                 sync=settings.disk_sync,
                 loop=asyncio.get_running_loop(),
+                speeds=self.speeds,
             )
         self.store = Store(
             memory_slots, disk_slots, disk_header_bytes=HEADER_BYTES, changed=self._changed, now=time.time
@@ -222,7 +227,7 @@ class Cache:
             task = asyncio.create_task(self._promote_all(below, deadline_s))
             self._prefetches.add(task)
             task.add_done_callback(self._prefetches.discard)
-        return len(wanted), self._read_s(len(below) * namespace.slot_bytes)
+        return len(wanted), self.speeds.seconds(Tier.DISK, len(below), namespace.slot_bytes)
 
     async def fetch(self, namespace: Namespace, hashes: Sequence[bytes], deadline_s: float) -> list[Block]:
         """Bring blocks into memory until all are there or the time is up; those there, from the first on, no gap."""
@@ -307,19 +312,17 @@ class Cache:
             self._disk.delete(change.block.namespace.identity, change.block.hash)
         self.events.publish(change)
 
-    def _read_s(self, size: int) -> float:
-        return self._disk.read_s(size) if self._disk is not None else 0.0
-
     def _runs(self, namespace: Namespace, blocks: Sequence[Block]) -> list[TierRun]:
         runs: list[TierRun] = []
         below = 0
-        for in_memory, group in groupby(blocks, key=lambda block: block.memory is not None):
-            count = sum(1 for _ in group)
+        for in_memory, group in groupby([block.memory is not None for block in blocks]):
+            count = len([*group])
             if in_memory:
                 runs.append(TierRun(Tier.MEMORY, count, 0.0))
             else:
                 below += count
-                runs.append(TierRun(Tier.DISK, count, self._read_s(below * namespace.slot_bytes)))
+                eta_s = self.speeds.seconds(Tier.DISK, below, namespace.slot_bytes)
+                runs.append(TierRun(Tier.DISK, count, eta_s))
         return runs
 
     async def _promote_all(self, blocks: Sequence[Block], deadline_s: float) -> None:

@@ -26,8 +26,20 @@ class Figures:
         self.lookup_seconds = metrics.histogram("lookup_seconds", "Time of a Lookup", bounds=STEP_SECONDS)
         self.get_seconds = metrics.histogram("get_seconds", "Time of a Get", bounds=STEP_SECONDS)
         self.put_seconds = metrics.histogram("put_seconds", "Time of a Put", bounds=STEP_SECONDS)
-        self.sent_bytes = metrics.counter("sent_bytes", "Payload bytes sent by Get")
-        self.received_bytes = metrics.counter("received_bytes", "Payload bytes received by Put")
+        self.lane_seconds = metrics.histogram("lane_seconds", "Time of an OpenLane", bounds=STEP_SECONDS)
+        self.pull_seconds = metrics.histogram("pull_seconds", "Time of a Pull", bounds=STEP_SECONDS)
+        self._traffic = {
+            field: metrics.counter(field, help_text)
+            for field, help_text in (
+                ("sent_bytes", "Payload bytes sent by streams and bulk lanes"),
+                ("received_bytes", "Payload bytes received by streams"),
+                ("pulled_blocks", "Blocks pulled from other instances"),
+                ("pulled_bytes", "Payload bytes pulled from other instances"),
+                ("broken_lanes", "Bulk lanes that broke before their receipt"),
+            )
+        }
+        self._read_speed = metrics.gauge("read_speed_bytes", "Measured speed of reads, a second", ["tier", "up_to_bytes"])
+        self._pinned = metrics.gauge("pinned_blocks", "Blocks that an operator keeps")
         self._counters = {
             field: metrics.counter(name, help_text, ["tier"]) for field, (name, help_text) in _COUNTED.items()
         }
@@ -52,6 +64,13 @@ class Figures:
             self._kept.labels(tier).set(books.blocks)
             self._kept_bytes.labels(tier).set(books.bytes)
             self._capacity.labels(tier).set(books.slots.capacity_bytes)
+        for field, counter in self._traffic.items():
+            value = getattr(cache.traffic, field)
+            counter.inc(value - self._seen.get((field, ""), 0))
+            self._seen[field, ""] = value
+        for kind, size, speed in cache.speeds:
+            self._read_speed.labels(kind.name.lower(), size).set(speed)
+        self._pinned.set(len(cache.pins))
         self._leased.set(len(cache.leases))
         self._attached.set(len(cache.attachments))
         self._quarantined.set(cache.quarantined)

@@ -27,6 +27,7 @@ from katydid_kvcache.in_place_calls import PackedSlots, commit_in_place, reserve
 from katydid_kvcache.lanes.calls import LaneCalls
 from katydid_kvcache.local_calls import Handler
 from katydid_kvcache.put_stream import PutStream
+from katydid_kvcache.stats_reply import stats_reply
 
 __all__ = ["LONG_LIVED", "SERVICE", "KvCacheService", "local_handlers", "rpc_handlers"]
 
@@ -147,7 +148,7 @@ class KvCacheService:
                         "kvcache.bytes": stream.bytes,
                     }
                 )
-                self._figures.sent_bytes.inc(stream.bytes)
+                self._cache.traffic.sent_bytes += stream.bytes
         self._figures.get_seconds.observe(time.monotonic() - started)
 
     async def Put(self, messages: AsyncIterator[bytes], context: Context) -> None:
@@ -161,7 +162,7 @@ class KvCacheService:
                 raise
             finally:
                 span.set_all({"kvcache.blocks.stored": stream.stored, "kvcache.bytes": stream.bytes})
-                self._figures.received_bytes.inc(stream.bytes)
+                self._cache.traffic.received_bytes += stream.bytes
         self._figures.put_seconds.observe(time.monotonic() - started)
 
     async def Reserve(self, request: pb.ReserveRequest, _context: Context) -> pb.ReserveResponse:
@@ -191,32 +192,7 @@ class KvCacheService:
         return pb.ReleaseResponse()
 
     async def Stats(self, _request: pb.StatsRequest, _context: Context) -> pb.StatsResponse:
-        cache = self._cache
-        tiers = []
-        for books in cache.store.tiers:
-            counters = books.counters
-            tiers.append(
-                pb.TierStats(
-                    tier=pb.Tier.ValueType(books.tier),
-                    blocks=books.blocks,
-                    bytes=books.bytes,
-                    capacity_bytes=books.slots.capacity_bytes,
-                    hits=counters.hits,
-                    misses=counters.misses,
-                    writes=counters.writes,
-                    evictions=counters.evictions,
-                    corrupt=counters.corrupt,
-                    shed=counters.shed,
-                )
-            )
-        return pb.StatsResponse(
-            tiers=tiers,
-            leases=len(cache.leases),
-            reservations=len(cache.reservations),
-            attachments=len(cache.attachments),
-            quarantined=cache.quarantined,
-            boot_epoch=cache.boot_epoch,
-        )
+        return stats_reply(self._cache)
 
     async def Watch(self, request: pb.WatchRequest, _context: Context) -> AsyncIterator[pb.WatchResponse]:
         identity = requests.exact_bytes(request.identity, (_IDENTITY_BYTES,), "identity")

@@ -120,14 +120,16 @@ class Store:
     def prefix(self, namespace: Namespace, hashes: Sequence[bytes], mask: int) -> list[Block]:
         """The longest prefix of the chain that is present, counted as hits and the first miss."""
         found: list[Block] = []
+        in_memory = 0
         blocks, now = namespace.blocks, self._now()
         for block_hash in hashes:
             block = blocks.get(block_hash)
             if block is None or block.heads & mask != mask or 0 < block.expires_at <= now:
                 break
             found.append(block)
+            if block.memory is not None:
+                in_memory += 1
         missed = len(hashes) - len(found)
-        in_memory = sum(block.memory is not None for block in found)
         self.memory.counters.hits += in_memory
         self.memory.counters.misses += len(hashes) - in_memory
         if self.disk is not None:
@@ -138,10 +140,15 @@ class Store:
     def touch(self, blocks: Sequence[Block]) -> None:
         """Mark a prefix, of one namespace, as just used; its deep end becomes the colder, so that suffixes go first."""
         now = next(self._uses)
+        # Blocks of one tenant share a queue in each tier; a prefix is of few tenants and may be thousands of blocks.
+        touches: dict[bytes, list[Callable[[Block], None]]] = {}
         for block in reversed(blocks):
             block.used_at, block.guest = now, False
-            for books in self.tiers:
-                books.order(block).touch(block)
+            of_tenant = touches.get(block.tenant)
+            if of_tenant is None:
+                of_tenant = touches[block.tenant] = [books.order(block).touch for books in self.tiers]
+            for touch in of_tenant:
+                touch(block)
 
     def settle(self, namespace: Namespace, last: bytes) -> None:
         """A chain was written up to the block `last`: blocks before it are to stay longer than those behind."""

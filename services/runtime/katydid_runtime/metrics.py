@@ -22,7 +22,7 @@ TOKENS = (64, 256, 1024, 4096, 8192, 16384, 32768, 65536, 98304, 131072, 196608,
 
 UNITS = (
     "seconds", "bytes", "tokens", "blocks", "pages", "requests", "choices", "preemptions", "ratio", "celsius",
-    "clients", "leases", "engines", "caches",
+    "clients", "leases", "engines", "caches", "lanes",
 )  # fmt: skip
 
 _NAME = re.compile(rf"[a-z][a-z0-9_]*_(?:{'|'.join(UNITS)})")

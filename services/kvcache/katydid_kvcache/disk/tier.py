@@ -20,12 +20,14 @@ from dataclasses import dataclass
 
 import lmdb
 from katydid_cache.layout import BlockLayout
+from katydid_cache.records import Tier
 from katydid_runtime.errors import DataCorruptError, NotFoundError
 from xxhash import xxh3_128_digest
 
 from katydid_kvcache.disk.catalog import Catalog, Row
 from katydid_kvcache.disk.segments import SegmentFiles
 from katydid_kvcache.disk.slot_header import HEADER_BYTES, SlotHeader
+from katydid_kvcache.read_speeds import ReadSpeeds
 from katydid_kvcache.slabs import Slot
 
 __all__ = ["FULL", "DiskTier", "Done"]
@@ -37,7 +39,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _GROUP = 64
 _BACKOFF_S = (1.0, 60.0)
-_SPEED_WEIGHT = 0.1
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class DiskTier:
         threads: int,
         sync: bool,
         loop: asyncio.AbstractEventLoop,
+        speeds: ReadSpeeds,
     ) -> None:
         self._segments = segments
         self._catalog = catalog
@@ -98,7 +100,8 @@ class DiskTier:
         self._pages = threading.local()
         self._failures = 0
         self._retry_at = 0.0
-        self._read_bytes_per_s = 1e9
+        self._speeds = speeds
+        self._reading = 0
         self._committer = threading.Thread(target=self._run, name="disk-commit", daemon=True)
         self._committer.start()
 
@@ -106,10 +109,6 @@ class DiskTier:
     def healthy(self) -> bool:
         """Whether a write may be tried now."""
         return time.monotonic() >= self._retry_at
-
-    def read_s(self, size: int) -> float:
-        """Expected seconds to read `size` bytes, from the speeds measured."""
-        return size / self._read_bytes_per_s
 
     def write(self, header: SlotHeader, slot: Slot, slot_bytes: int, payload: memoryview, done: Done) -> None:
         """Write a slot and its row; `done` is called on the loop once both are durable, or with the error.
@@ -133,9 +132,13 @@ class DiskTier:
         `into` is written by a thread: don't reuse it before this returns, even when cancelled.
         """
         started = time.monotonic()
-        await self._loop.run_in_executor(self._readers, self._read, row, slot_bytes, into, size)
-        speed = len(into) / max(time.monotonic() - started, 1e-6)
-        self._read_bytes_per_s += _SPEED_WEIGHT * (speed - self._read_bytes_per_s)
+        self._reading += 1
+        at_once = self._reading
+        try:
+            await self._loop.run_in_executor(self._readers, self._read, row, slot_bytes, into, size)
+        finally:
+            self._reading -= 1
+        self._speeds.note(Tier.DISK, len(into), time.monotonic() - started, at_once=at_once)
 
     async def flush(self) -> None:
         """Wait until everything asked for before is done."""

@@ -12,6 +12,7 @@ from katydid_runtime.errors import InvalidRequestError, UnsupportedError
 
 from katydid_kvcache import requests
 from katydid_kvcache.cache import Cache
+from katydid_kvcache.figures import Figures
 from katydid_kvcache.lanes.desk import LaneDesk
 from katydid_kvcache.lanes.puller import Puller
 
@@ -26,8 +27,9 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class LaneCalls:
     """`desk` is None without a lane address, `puller` without instances to pull from."""
 
-    def __init__(self, cache: Cache, desk: LaneDesk | None, puller: Puller | None) -> None:
+    def __init__(self, cache: Cache, figures: Figures, desk: LaneDesk | None, puller: Puller | None) -> None:
         self._cache = cache
+        self._figures = figures
         self._desk = desk
         self._puller = puller
 
@@ -35,7 +37,9 @@ class LaneCalls:
         attachment = self._cache.attachments.find(request.attachment)
         if self._desk is None:
             raise UnsupportedError("this service has no bulk lanes", field="lane_listen", allowed="Get, by stream")
+        started = time.monotonic()
         offer = await self._desk.open(attachment.namespace, requests.hash_list(request.hashes))
+        self._figures.lane_seconds.observe(time.monotonic() - started)
         return pb.OpenLaneResponse(
             token=offer.token,
             checksums=offer.checksums,
@@ -67,6 +71,7 @@ class LaneCalls:
             raise UnsupportedError("this service pulls from nobody", field="source", allowed="with pull_from set")
         parents = [b"" if parent == bytes(len(parent)) else parent for parent in parents]
         pulled = await self._puller.pull(attachment.namespace, request.source, hashes, parents, deadline_s)
+        self._figures.pull_seconds.observe(time.monotonic() - started)
         return pb.PullResponse(
             pulled=pulled.pulled,
             present=pulled.present,

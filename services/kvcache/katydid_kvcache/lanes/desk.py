@@ -69,7 +69,6 @@ class LaneDesk:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="lane")
         self._listening: asyncio.Task[None] | None = None
         self.port = 0
-        self.bytes = 0
 
     async def open(self, namespace: Namespace, hashes: Sequence[bytes]) -> Offer:
         """Pin the blocks and have them in memory, for whoever shows the token in time."""
@@ -180,9 +179,12 @@ class LaneDesk:
                         # Shielded: the blocks may be unpinned only when the thread no longer sends them.
                         sending = loop.run_in_executor(self._threads, _send, connection, self._cache.arena.fd, parcel)
                         self._look_at(await _finish(sending))
+                    except OSError:
+                        self._cache.traffic.broken_lanes += 1
+                        raise
                     finally:
                         self._cache.store.unpin(parcel.blocks)
-                    self.bytes += parcel.size * len(parcel.blocks)
+                    self._cache.traffic.sent_bytes += parcel.size * len(parcel.blocks)
                     connection.setblocking(False)
             finally:
                 self._connections.discard(connection)

@@ -57,7 +57,6 @@ class Puller:
         self._tls = tls
         self._token = token
         self._clients: OrderedDict[tuple[str, bytes], CacheClient] = OrderedDict()
-        self.blocks = 0
 
     async def pull(
         self, namespace: Namespace, source: str, hashes: Sequence[bytes], parents: Sequence[bytes], deadline_s: float
@@ -92,7 +91,8 @@ class Puller:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         pulled.missed = len(hashes) - pulled.pulled - pulled.present
-        self.blocks += pulled.pulled
+        self._cache.traffic.pulled_blocks += pulled.pulled
+        self._cache.traffic.pulled_bytes += pulled.pulled * namespace.layout.block_bytes
         return pulled
 
     async def close(self) -> None:
