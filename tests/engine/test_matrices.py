@@ -52,6 +52,18 @@ def test_parts_are_exact(tmp_path: Path, weight: Tensor, form: str, part: tuple[
         assert (matrix.input_scale is not None) == (form == "hy3")
 
 
+@pytest.mark.parametrize("part", [(slice(0, 256), slice(0, 384)), (slice(128, 256), slice(128, 384))])
+@pytest.mark.parametrize("row_scales", [False, True])
+def test_whole_blocks_keep_their_scales(tmp_path: Path, part: tuple[slice, slice], row_scales: bool) -> None:
+    stored, wide = FORMS["blocks"].store(torch.randn(256, 384))
+    matrix = read_matrix(weights_of(tmp_path, stored, "blocks"), (256, 384), part, row_scales=row_scales)
+    assert isinstance(matrix, Fp8Matrix)
+    assert matrix.of_blocks
+    assert torch.equal(matrix.dequantised(), wide[part])
+    error = (matrix.with_row_scales().dequantised() - wide[part]).norm() / wide[part].norm()
+    assert 0 < error < 0.03
+
+
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("row_scales", [False, True])
 @pytest.mark.parametrize("form", ["channel", "blocks"])

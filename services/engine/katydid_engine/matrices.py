@@ -25,6 +25,7 @@ from katydid_engine.quantization import GROUP, Scheme
 from katydid_engine.weights import Weights
 
 __all__ = [
+    "BLOCK",
     "Fp8Matrix",
     "Int4Matrix",
     "Matrix",
@@ -39,7 +40,7 @@ __all__ = [
 
 _E4M3 = torch.float8_e4m3fn
 _SMALLEST_SCALE = 1e-12
-_BLOCK = 128
+BLOCK = 128
 _WORD = 8
 _PARTS = ("weight_scale", "weight_scale_inv", "input_scale", "weight_packed", "weight_shape")
 
@@ -57,17 +58,28 @@ class Fp8Matrix:
 
     Attributes:
         weight: e4m3 ``[out, in]``.
-        scale: fp32 ``[1]``, or ``[out]`` where each output row has its own.
-        input_scale: fp32 ``[1]``, the constant scale of the activations, or None for one a token.
+        scale: fp32 ``[1]``, or ``[out]`` where each output row has its own, or ``[out / 128, in / 128]`` of blocks.
+        input_scale: fp32 ``[1]``, the constant scale of the activations, or None for one a token (with blocks, one
+            for every 128 columns of a token).
     """
 
     weight: Tensor
     scale: Tensor
     input_scale: Tensor | None = None
 
+    @property
+    def of_blocks(self) -> bool:
+        return self.scale.ndim == 2
+
     def dequantised(self) -> Tensor:
         """fp32 ``[out, in]``."""
-        return self.weight.float() * self.scale[:, None]
+        if not self.of_blocks:
+            return self.weight.float() * self.scale[:, None]
+        return self.weight.float() * self.scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+
+    def with_row_scales(self) -> Fp8Matrix:
+        """Rounded once more where it has scales of blocks, as it is otherwise."""
+        return to_fp8(self.dequantised(), rows=True) if self.of_blocks else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +106,8 @@ def read_matrix(weights: Weights, shape: tuple[int, int], part: tuple[slice, sli
     """The ``part`` of the matrix ``[out, in]`` that ``weights`` (the linear's own scope) holds.
 
     Args:
-        row_scales: whether the product takes a scale for each output row. Otherwise a matrix that has several is
-            rounded once more, to the one scale max |w| / 448; 128 x 128 blocks always are.
+        row_scales: whether the product takes a scale for each output row. Otherwise a matrix that has one for each is
+            rounded once more, to the scale max |w| / 448 of all; so is a part that is not made of whole blocks.
 
     Raises:
         ModelFolderError: missing, misshaped, of another type, or without its scales.
@@ -144,7 +156,11 @@ def _read_fp8(weights: Weights, shape: tuple[int, int], part: tuple[slice, slice
     elif input_scale is None or input_scale.numel() != 1:
         raise _wrong_scale(weights, "input_scale", "one number: activation scales of this checkpoint are static")
     if weights.quantization.blocks:
-        return to_fp8(weight.float() * _block_scales(weights, shape, part), rows=row_scales)
+        scales = _block_scales(weights, shape)
+        if all(cut.start % BLOCK == 0 and cut.stop % BLOCK == 0 for cut in part):
+            return Fp8Matrix(weight, scales[_blocks(part[0]), _blocks(part[1])].contiguous())
+        rows, columns = (torch.arange(cut.start, cut.stop, device=scales.device) // BLOCK for cut in part)
+        return to_fp8(weight.float() * scales[rows][:, columns], rows=row_scales)
     scale = weights.numbers("weight_scale", "weight_scale_inv")
     if scale is None or scale.numel() not in (1, shape[0]):
         raise _wrong_scale(weights, "weight_scale", f"1 or {shape[0]} numbers")
@@ -195,18 +211,18 @@ def _unpack_words(words: Tensor) -> Tensor:
     return (((words[..., None] >> shifts) & 15) - 8).to(torch.int8).flatten(1)
 
 
-def _block_scales(weights: Weights, shape: tuple[int, int], part: tuple[slice, slice]) -> Tensor:
-    """fp32 scales, one a weight of the part."""
-    grid = tuple(-(-n // _BLOCK) for n in shape)
+def _block_scales(weights: Weights, shape: tuple[int, int]) -> Tensor:
+    """fp32 ``[ceil(out / 128), ceil(in / 128)]`` of the whole matrix."""
+    grid = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
     name = "weight_scale_inv" if weights.has("weight_scale_inv") else "weight_scale"
     stored = weights.stored(name)
     if stored is None or stored[1] != grid:
-        raise _wrong_scale(weights, name, f"shape {list(grid)}: a scale a block of {_BLOCK} x {_BLOCK}")
-    scales = weights.slice(name, grid, (slice(0, grid[0]), slice(0, grid[1])), dtype=torch.float32)
-    rows, columns = (
-        torch.arange(*cut.indices(n), device=scales.device) // _BLOCK for n, cut in zip(shape, part, strict=True)
-    )
-    return scales[rows][:, columns]
+        raise _wrong_scale(weights, name, f"shape {list(grid)}: a scale a block of {BLOCK} x {BLOCK}")
+    return weights.slice(name, grid, (slice(0, grid[0]), slice(0, grid[1])), dtype=torch.float32)
+
+
+def _blocks(cut: slice) -> slice:
+    return slice(cut.start // BLOCK, cut.stop // BLOCK)
 
 
 def _wrong_scale(weights: Weights, name: str, allowed: str) -> ModelFolderError:

@@ -18,8 +18,9 @@ from katydid_runtime.errors import ModelFolderError, SettingsError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import Qwen3MoeConfig
 
-from tests.engine.models.families import FAMILIES, forward, greedy, make_family, prompt
+from tests.engine.models.families import EXPERTS, SIZES, forward, greedy, make_family, prompt
 from tests.engine.models.stored_quantized import FORMS, TINY, write_pair
 
 TEXT = '''"""Reads records from a file of lines, each a name and a number."""
@@ -168,10 +169,12 @@ def test_drafts_agree_with_the_target(pairs: dict[str, tuple[Path, Path]], ids: 
     assert (model.logits(drafted).argmax(-1)[:-1] == target).float().mean() > 0.3  # 0.5 of the plain model's
 
 
-def test_softmax_experts_in_blocks(tmp_path: Path) -> None:
-    """Qwen3-MoE as its fp8 checkpoints are stored. All experts are chosen: random routers have ties everywhere."""
-    config = FAMILIES["qwen3_moe"]()
-    config.num_experts_per_tok = config.num_experts
+@pytest.mark.parametrize("size", [64, 128])
+def test_softmax_experts_in_blocks(tmp_path: Path, size: int) -> None:
+    """Qwen3-MoE as its fp8 checkpoints are stored, with whole blocks or parts of one. All experts are chosen: random
+    routers have ties everywhere."""
+    sizes = SIZES | EXPERTS | {"hidden_size": size, "intermediate_size": size, "moe_intermediate_size": size}
+    config = Qwen3MoeConfig(**sizes | {"num_experts_per_tok": 8}, head_dim=32, norm_topk_prob=True, mlp_only_layers=[1])
     family = make_family("qwen3_moe", tmp_path / "source", config=config)
     quantised, plain = write_pair(FORMS["blocks"], tmp_path, source=family.folder)
     found, expected = logits_of(load_model(quantised), prompt(200)), reference_logits(plain, prompt(200))

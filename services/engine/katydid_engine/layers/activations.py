@@ -16,7 +16,8 @@ __all__ = ["Activations", "Fp8Input", "QuantizedRows"]
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """``values * scale``: e4m3 ``[T, n]`` and fp32 ``[T]``, or ``[1]`` where the scale is constant."""
+    """``values * scale``: e4m3 ``[T, n]`` and fp32 ``[T]``; or ``[1]`` where the scale is constant, or
+    ``[T, n / group]`` of groups of columns."""
 
     values: Tensor
     scale: Tensor
@@ -27,10 +28,13 @@ Activations = Tensor | QuantizedRows
 
 @dataclass(frozen=True, slots=True)
 class Fp8Input:
-    """e4m3 rows with one constant scale, fp32 ``[1]``, or with one a token (None)."""
+    """e4m3 rows with one constant scale, fp32 ``[1]``, or with one a token, or for every ``group`` columns of it."""
 
     scale: Tensor | None = None
+    group: int | None = None
 
     def quantize(self, x: Activations) -> QuantizedRows:
         """``[T, n]`` rows; those quantised already are returned as they are."""
-        return x if isinstance(x, QuantizedRows) else QuantizedRows(*quantize_fp8(x, scale=self.scale))
+        return (
+            x if isinstance(x, QuantizedRows) else QuantizedRows(*quantize_fp8(x, scale=self.scale, group=self.group))
+        )

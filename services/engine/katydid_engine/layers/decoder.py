@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from katydid_engine.forward_batch import ForwardBatch
-from katydid_engine.layers.activations import Activations, Fp8Input
+from katydid_engine.layers.activations import Activations
 from katydid_engine.layers.attention import Attention
 from katydid_engine.layers.exchange import Exchange
 from katydid_engine.layers.norm import RmsNorm
@@ -19,13 +19,14 @@ __all__ = ["DecoderLayer", "FeedForward"]
 
 
 class FeedForward(Protocol):
-    """This rank's share of a feed-forward block; ``input`` is what it wants of x, None for plain rows."""
-
-    @property
-    def input(self) -> Fp8Input | None: ...
+    """This rank's share of a feed-forward block; what it returns first is its summand ``[T, hidden]``."""
 
     def __call__(self, x: Activations) -> Tensor:
-        """``[T, hidden] -> [T, hidden]``, this rank's summand."""
+        """Of normed rows."""
+        ...
+
+    def after_norm(self, norm: RmsNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Of ``norm(x + residual)``, and that sum: the block knows what its norm can be fused with."""
         ...
 
 
@@ -47,7 +48,6 @@ class DecoderLayer:
         self._exchange = exchange
         # Ranks exchange plain rows; who quantises then does so after the exchange.
         self._attention_input = None if exchange.sequence_parallel else self._attention.input
-        self._feed_forward_input = None if exchange.sequence_parallel else feed_forward.input
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, table: Tensor, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor
@@ -63,10 +63,12 @@ class DecoderLayer:
             entered, residual = self._input_norm(x), x
         else:
             entered, residual = self._input_norm.add_for(self._attention_input, x, residual)
-        entered = self._enter(entered, batch)
+        if isinstance(entered, Tensor):
+            entered = self._exchange.enter(entered, batch.num_tokens)
         attended = self._exchange.leave(self._attention(entered, table, batch, k_pages, v_pages))
-        entered, residual = self._post_norm.add_for(self._feed_forward_input, attended, residual)
-        return self._exchange.leave(self._feed_forward(self._enter(entered, batch))), residual
-
-    def _enter(self, x: Activations, batch: ForwardBatch) -> Activations:
-        return self._exchange.enter(x, batch.num_tokens) if isinstance(x, Tensor) else x
+        if self._exchange.sequence_parallel:
+            normed, residual = self._post_norm.add(attended, residual)
+            out = self._feed_forward(self._exchange.enter(normed, batch.num_tokens))
+        else:
+            out, residual = self._feed_forward.after_norm(self._post_norm, attended, residual)
+        return self._exchange.leave(out), residual

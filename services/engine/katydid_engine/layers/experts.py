@@ -23,7 +23,16 @@ from katydid_runtime.errors import ModelFolderError, SettingsError
 from torch import Tensor
 
 from katydid_engine.layers.activations import Activations, Fp8Input
-from katydid_engine.matrices import Fp8Matrix, Int4Matrix, Matrix, PlainMatrix, quantised, read_matrix, skip_matrix
+from katydid_engine.matrices import (
+    BLOCK,
+    Fp8Matrix,
+    Int4Matrix,
+    Matrix,
+    PlainMatrix,
+    quantised,
+    read_matrix,
+    skip_matrix,
+)
 from katydid_engine.model_config import MoeConfig
 from katydid_engine.weights import Weights
 
@@ -67,9 +76,10 @@ class PlainExperts:
 
 
 class Fp8Experts:
-    """Weights, rows and h in e4m3; a scale for each gate, up and down matrix.
+    """Weights, rows and h in e4m3; a scale for each gate, up and down matrix, or for its blocks of 128 x 128.
 
-    Constant scales of x and h are one for all experts: the largest.
+    Constant scales of x and h are one for all experts: the largest. With blocks, every 128 columns of a row of x or h
+    have a scale of their own.
     """
 
     def __init__(self, experts: int, first_expert: int, gain: Tensor, dtype: torch.dtype) -> None:
@@ -89,6 +99,8 @@ class Fp8Experts:
         self._w2.put(local, down.weight)
         self._up.put(local, torch.cat((gate.scale, up.scale)))
         self._down.put(local, down.scale)
+        if gate.of_blocks:
+            return
         self._input_scales += [matrix.input_scale for matrix in (gate, up) if matrix.input_scale is not None]
         if down.input_scale is not None:
             self._h_scales.append(down.input_scale)
@@ -97,13 +109,18 @@ class Fp8Experts:
 
     def finish(self) -> None:
         """Joins the scales, once every expert is there."""
+        up, down = self._up.whole, self._down.whole
+        if up.ndim == 3:
+            self._scales = ExpertScales(up, down, torch.ones(1, device=up.device))
+            self.input = Fp8Input(group=BLOCK)
+            return
         if self._h_scales:
             h_scale = torch.cat(self._h_scales).amax().reshape(1)
         else:
             h_scale = _SCALE_OVER_TYPICAL * self._typical_h.whole.amax().reshape(1)
         input_scale = torch.cat(self._input_scales).amax().reshape(1) if self._input_scales else None
-        up = self._up.whole if input_scale is None else self._up.whole * input_scale
-        self._scales = ExpertScales(up, (self._down.whole[:, 0] * h_scale).contiguous(), 1 / h_scale)
+        up = up if input_scale is None else up * input_scale
+        self._scales = ExpertScales(up, (down[:, 0] * h_scale).contiguous(), 1 / h_scale)
         self.input = Fp8Input(input_scale)
 
     def __call__(self, x: Activations, topk_weights: Tensor, topk_ids: Tensor, shared_output: Tensor | None) -> Tensor:

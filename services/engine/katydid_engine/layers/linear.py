@@ -13,7 +13,7 @@ from katydid_runtime.errors import ModelFolderError
 from torch import Tensor
 
 from katydid_engine.layers.activations import Activations, Fp8Input
-from katydid_engine.matrices import Fp8Matrix, Int4Matrix, Matrix, PlainMatrix, read_matrix
+from katydid_engine.matrices import BLOCK, Fp8Matrix, Int4Matrix, Matrix, PlainMatrix, read_matrix
 from katydid_engine.weights import Weights
 
 __all__ = ["ColumnLinear", "RowLinear"]
@@ -46,12 +46,16 @@ class Fp8Product:
     """Weights and rows in e4m3. Each matrix keeps its scale; constant scales of x are joined to the largest."""
 
     def __init__(self, matrices: Sequence[Fp8Matrix], bias: Tensor | None, dtype: torch.dtype) -> None:
+        of_blocks = all(matrix.of_blocks for matrix in matrices)
+        if not of_blocks:
+            matrices = [matrix.with_row_scales() for matrix in matrices]
         self._weight = torch.cat([matrix.weight for matrix in matrices])
-        self._scale = _joined_scale(matrices)
+        self._scale = torch.cat([matrix.scale for matrix in matrices]) if of_blocks else _joined_scale(matrices)
         self._bias = bias
         self._dtype = dtype
         input_scales = [matrix.input_scale for matrix in matrices if matrix.input_scale is not None]
-        self.input = Fp8Input(torch.cat(input_scales).amax().reshape(1) if input_scales else None)
+        input_scale = torch.cat(input_scales).amax().reshape(1) if input_scales else None
+        self.input = Fp8Input(input_scale, BLOCK if of_blocks else None)
 
     def __call__(self, x: Activations) -> Tensor:
         rows = self.input.quantize(x)

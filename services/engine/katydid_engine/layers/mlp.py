@@ -7,6 +7,7 @@ from torch import Tensor
 
 from katydid_engine.layers.activations import Activations, QuantizedRows
 from katydid_engine.layers.linear import ColumnLinear, RowLinear
+from katydid_engine.layers.norm import RmsNorm
 from katydid_engine.weights import Weights
 
 __all__ = ["DenseMlp"]
@@ -24,7 +25,11 @@ class DenseMlp:
 
     def __call__(self, x: Activations) -> Tensor:
         """``[T, hidden] -> [T, hidden]``."""
-        gate_up = self._gate_up(x)
-        if self._down.input is None:
+        gate_up, wanted = self._gate_up(x), self._down.input
+        if wanted is None:
             return self._down(swiglu(gate_up))
-        return self._down(QuantizedRows(*swiglu_quantize(gate_up, scale=self._down.input.scale)))
+        return self._down(QuantizedRows(*swiglu_quantize(gate_up, scale=wanted.scale, group=wanted.group)))
+
+    def after_norm(self, norm: RmsNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        rows, total = norm.add_for(self._gate_up.input, x, residual)
+        return self(rows), total

@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from katydid_kernels import RouterWeight, router
+from katydid_kernels import RouterWeight, add_rms_norm_route, router
 from torch import Tensor
 
-from katydid_engine.layers.activations import Activations, Fp8Input
+from katydid_engine.layers.activations import Activations, QuantizedRows
 from katydid_engine.layers.experts import load_experts
 from katydid_engine.layers.mlp import DenseMlp
+from katydid_engine.layers.norm import RmsNorm
 from katydid_engine.matrices import has_matrix
 from katydid_engine.model_config import MoeConfig
 from katydid_engine.weights import Weights
@@ -34,14 +35,12 @@ class MoeNames:
 
 
 class SparseMoe:
-    """Router replicated, experts and shared expert cut. The router reads plain rows, which the experts' kind of
-    rows is made of.
+    """Router replicated, experts and shared expert cut. The router reads plain rows, of which the experts' kind
+    is made.
 
     Args:
         gain: ``[hidden]``, the weight of the norm before the block.
     """
-
-    input = None
 
     def __init__(
         self,
@@ -81,11 +80,42 @@ class SparseMoe:
             renormalise=self._moe.renormalise,
             scale=self._moe.routed_scale,
         )
-        rows: Activations = x
-        if self._experts.input is not None:
-            rows = self._experts.input.quantize(x)
+        wanted = self._experts.input
+        return self._run(x, x if wanted is None else wanted.quantize(x), topk_weights, topk_ids)
+
+    def after_norm(self, norm: RmsNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        wanted = self._experts.input
+        whole_rows = wanted is not None and wanted.group is None
+        routed = add_rms_norm_route(
+            x,
+            residual,
+            norm.weight,
+            norm.eps,
+            self._router_weight,
+            top_k=self._moe.top_k,
+            scoring=self._moe.scoring,
+            selection_bias=self._selection_bias,
+            renormalise=self._moe.renormalise,
+            scale=self._moe.routed_scale,
+            fp8=whole_rows,
+            fp8_scale=wanted.scale if wanted is not None and whole_rows else None,
+        )
+        rows: Activations = routed.y
+        if routed.q is not None and routed.q_scale is not None:
+            rows = QuantizedRows(routed.q, routed.q_scale)
+        elif wanted is not None:
+            rows = wanted.quantize(routed.y)
+        return self._run(routed.y, rows, routed.weights, routed.ids), routed.total
+
+    def _run(self, x: Tensor, rows: Activations, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        """``rows`` are x as the experts want it."""
         shared = None
         if self._shared is not None:
-            # The same rows serve both, unless each has a constant scale of its own.
-            shared = self._shared(rows if self._shared.input == self._experts.input == Fp8Input() else x)
+            # They serve both, unless each has a constant scale of its own.
+            same = self._shared.input == self._experts.input and self._has_no_constant_scale
+            shared = self._shared(rows if same else x)
         return self._experts(rows, topk_weights, topk_ids, shared)
+
+    @property
+    def _has_no_constant_scale(self) -> bool:
+        return self._experts.input is None or self._experts.input.scale is None

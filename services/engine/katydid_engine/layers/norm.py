@@ -29,5 +29,7 @@ class RmsNorm:
         """As ``add``, with the first in the form that its consumer wants."""
         if consumer is None:
             return self.add(x, residual)
-        q, scale, total = add_rms_norm_quantize(x, residual, self.weight, self.eps, scale=consumer.scale)
+        q, scale, total = add_rms_norm_quantize(
+            x, residual, self.weight, self.eps, scale=consumer.scale, group=consumer.group
+        )
         return QuantizedRows(q, scale), total
