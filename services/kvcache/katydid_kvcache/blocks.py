@@ -55,6 +55,8 @@ class Block:
         "linear",
         "memory",
         "namespace",
+        "packed",
+        "packed_slot",
         "parent",
         "parked",
         "parts",
@@ -82,6 +84,9 @@ class Block:
         self.tenant = tenant
         self.used_at = 0
         self.guest = False
+        # `memory` as it goes into answers, and of which slot: lookups of long chains have no time to make it anew.
+        self.packed = b""
+        self.packed_slot: Slot | None = None
         # Set while an eviction has passed the block over because it was pinned: it is in no queue then.
         self.parked = False
 

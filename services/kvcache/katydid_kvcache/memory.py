@@ -14,6 +14,8 @@ from katydid_kvcache.slabs import SlabAllocator, Slot
 
 __all__ = ["MemoryTier"]
 
+_PLACE = struct.Struct("<QQ")
+
 
 class MemoryTier:
     """Views of the slots that `slots` deals out of `arena`."""
@@ -32,15 +34,13 @@ class MemoryTier:
         return slot.slab * self.slots.slab_bytes + self.slots.offset(slot)
 
     def pack(self, blocks: Sequence[Block]) -> bytes:
-        """Where blocks of one namespace that are in memory lie: offset in the arena and generation, 16 bytes each."""
-        places: list[int] = []
-        slab_bytes = self.slots.slab_bytes
-        slot_bytes = blocks[0].namespace.slot_bytes if blocks else 0
+        """Where blocks that are in memory lie: offset in the arena and generation, 16 bytes each."""
         for block in blocks:
-            slot = block.memory
-            assert slot is not None
-            places += (slot.slab * slab_bytes + slot.index * slot_bytes, slot.generation)
-        return struct.pack(f"<{len(places)}Q", *places)
+            if block.packed_slot is not block.memory:
+                assert block.memory is not None
+                block.packed = _PLACE.pack(self.arena_offset(block.memory), block.memory.generation)
+                block.packed_slot = block.memory
+        return b"".join([block.packed for block in blocks])
 
     def pages(self, block: Block, slot: Slot) -> memoryview:
         """All pages of a slot for `block`, page-aligned: what direct I/O moves."""
