@@ -1,199 +1,199 @@
-"""Throughput of the KV-cache service over loopback: a real service process, put and get through its client.
+"""The KV-cache service against its bars and its peers: real processes on loopback, interleaved in one run.
 
-    python bench/kvcache.py                       # 2 MiB blocks, memory tier
-    python bench/kvcache.py --disk /path          # also durable puts, and gets of blocks that are on disk alone
+    python bench/kvcache.py --peers FOLDER                  # everything; peers as kvcache_services says
+    python bench/kvcache.py --only memory                   # a part: memory, lookups, disk, restart, hashing, lanes
 
-Prints the median of `--rounds` rounds in GB/s (1e9 bytes), memcpy's own speed in the same run, and the latency of a
-Lookup with a lease over 4,096 blocks. Pools are warm on both sides: the first round is not counted.
+In a round every contender makes its pass in turn, so that a busy moment of the machine hits all: medians of `--rounds`
+rounds. Pools are warm on all sides: the first round does not count. GB/s are 1e9 bytes. Writes each figure with its bar
+into `--output` and leaves the rows of parts that were not run as they are.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-import uvloop
-from katydid_cache import BlockLayout, CacheAdmin, CacheClient, Durability, PutBlock, PutStatus, keep_buffers_mapped
-from xxhash import xxh3_128_digest
+import kvcache_cases as cases
+import kvcache_lanes
+from kvcache_services import HERE, LmCache, Passes, mooncake, redis, service
 
-LAYOUT = BlockLayout(layers=16, kv_heads=8, head_dim=64, dtype="bfloat16")
-IDENTITY = b"bench".ljust(32, b"\0")
-LOOKUP_BLOCKS = 4096
-BATCH = 8
+MIB = 1 << 20
+PARTS = ("memory", "lookups", "hashing", "disk", "restart", "lanes")
+SHARED_MEMORY, STREAM = "same host, 8 x 2 MiB a call", "stream, 2 MiB blocks"
 
-
-@contextmanager
-def service(*options: str, listen: str = "127.0.0.1:0") -> Iterator[str]:
-    """A service process; gives its address."""
-    command = [sys.executable, "-m", "katydid_kvcache", "--listen", listen, "--log-level", "info", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if "READY" in line:
-                yield json.loads(line)["address"]
-                return
-        raise SystemExit("the service did not start")
-    finally:
-        process.terminate()
-        process.communicate()
+Row = dict[str, Any]
 
 
-async def transfer(cache: CacheClient, blocks: int, rounds: int, durability: Durability) -> tuple[float, float]:
-    """Median GB/s of put and of get, `blocks` new blocks a round."""
-    payloads = [os.urandom(LAYOUT.block_bytes) for _ in range(blocks)]
-    buffers = [memoryview(bytearray(LAYOUT.block_bytes)) for _ in range(blocks)]
-    puts, gets = [], []
-    for number in range(rounds + 1):
-        hashes = [os.urandom(32) for _ in range(blocks)]
-        batch = [PutBlock(block_hash, b"", payload) for block_hash, payload in zip(hashes, payloads, strict=True)]
-        started = time.perf_counter()
-        outcomes = await cache.put(batch, durability=durability)
-        put_s = time.perf_counter() - started
-        if any(outcome.status is not PutStatus.STORED for outcome in outcomes):
-            raise SystemExit(f"not stored: {outcomes}")
-        started = time.perf_counter()
-        result = await cache.get(0, b"".join(hashes), into=buffers)
-        get_s = time.perf_counter() - started
-        if not all(result.found) or any(bytes(got) != sent for got, sent in zip(buffers, payloads, strict=True)):
-            raise SystemExit(f"wrong answer: {result}")
-        if number:
-            puts.append(blocks * LAYOUT.block_bytes / put_s / 1e9)
-            gets.append(blocks * LAYOUT.block_bytes / get_s / 1e9)
-    return statistics.median(puts), statistics.median(gets)
+def row(figure: str, value: float | None, unit: str, bar: float | None, *, lower: bool = False, **more: Any) -> Row:
+    """One figure; `bar` is met by at least it, or with `lower` by at most it."""
+    met = None if bar is None or value is None else (value <= bar if lower else value >= bar)
+    return {
+        "figure": figure,
+        "value": None if value is None else round(value, 3),
+        "unit": unit,
+        "bar": bar,
+        "met": met,
+    } | more
 
 
-async def lookups(address: str, count: int = 50) -> tuple[float, float]:
-    """Median and worst milliseconds of a Lookup + lease + Release of a chain of 4,096 small blocks."""
-    small = BlockLayout(layers=1, kv_heads=1, head_dim=16, dtype="float8_e4m3fn")
-    hashes = [os.urandom(32) for _ in range(LOOKUP_BLOCKS)]
-    times = []
-    async with CacheClient(address, name="bench-lookup") as cache:
-        await cache.attach(b"lookup".ljust(32, b"\0"), small)
-        payload = os.urandom(small.block_bytes)
-        await cache.put([PutBlock(block_hash, b"", payload) for block_hash in hashes])
-        chain = b"".join(hashes)
-        for _ in range(count):
-            started = time.perf_counter()
-            found = await cache.lookup(chain)
-            times.append(1e3 * (time.perf_counter() - started))
-            if found.blocks != LOOKUP_BLOCKS:
-                raise SystemExit(f"found {found.blocks} of {LOOKUP_BLOCKS}")
-            await cache.release(found.lease)
-    return statistics.median(times), max(times)
-
-
-async def shared_memory(address: str, rounds: int, *, checked: bool) -> tuple[float, float]:
-    """Median GB/s of put and get in place, `BATCH` blocks a call, with a copy from and to private memory.
-
-    Not `checked` leaves out what the client hashes; the service always checks what it commits.
-    """
-    payloads = [os.urandom(LAYOUT.block_bytes) for _ in range(BATCH)]
-    sums = [xxh3_128_digest(payload) for payload in payloads]
-    buffers = [memoryview(bytearray(LAYOUT.block_bytes)) for _ in range(BATCH)]
-    puts, gets = [], []
-    async with CacheClient(address, name="bench-arena") as cache:
-        await cache.attach(IDENTITY, LAYOUT, arena=True)
-        arena = cache.in_place
-        for _ in range(rounds):
-            hashes = os.urandom(32 * BATCH)
-            started = time.perf_counter()
-            reservation = await arena.reserve(hashes)
-            checksums = []
-            for slot, payload, known in zip(reservation.slots, payloads, sums, strict=True):
-                if slot is None:
-                    raise SystemExit("no slot")
-                view = arena.view(slot)
-                view[:] = payload
-                checksums.append(xxh3_128_digest(view) if checked else known)
-            await arena.commit(reservation, checksums)
-            put_s = time.perf_counter() - started
-            started = time.perf_counter()
-            found = await cache.lookup(hashes)
-            for slot, buffer in zip(found.slots, buffers, strict=True):
-                buffer[:] = arena.view(slot)
-                if checked and xxh3_128_digest(buffer) != slot.checksum:
-                    raise SystemExit("wrong bytes")
-            await cache.release(found.lease)
-            get_s = time.perf_counter() - started
-            puts.append(BATCH * LAYOUT.block_bytes / put_s / 1e9)
-            gets.append(BATCH * LAYOUT.block_bytes / get_s / 1e9)
-    return statistics.median(puts), statistics.median(gets)
-
-
-async def cold_reads(address: str, blocks: int, cache: CacheClient) -> float:
-    """GB/s of a get whose blocks are on disk alone: written, then pushed out of memory by others."""
-    hashes = [os.urandom(32) for _ in range(blocks)]
-    payload = os.urandom(LAYOUT.block_bytes)
-    await cache.put([PutBlock(block_hash, b"", payload) for block_hash in hashes], durability=Durability.DISK)
-    stats = await cache.stats()
-    memory_blocks = stats.tiers[next(iter(stats.tiers))].capacity_bytes // LAYOUT.block_bytes
-    for _ in range(-(-memory_blocks // blocks)):
-        fill = [PutBlock(os.urandom(32), b"", payload) for _ in range(blocks)]
-        await cache.put(fill)
-    async with CacheAdmin(address) as admin:
-        await admin.flush()
-    buffers = [memoryview(bytearray(LAYOUT.block_bytes)) for _ in range(blocks)]
-    started = time.perf_counter()
-    result = await cache.get(0, b"".join(hashes), into=buffers)
-    elapsed_s = time.perf_counter() - started
-    if not all(result.found):
-        raise SystemExit(f"wrong answer: {result}")
-    return blocks * LAYOUT.block_bytes / elapsed_s / 1e9
-
-
-def memcpy_speed() -> float:
-    source, target = bytearray(os.urandom(64 << 20)), bytearray(64 << 20)
-    times = []
-    for _ in range(5):
-        started = time.perf_counter()
-        memoryview(target)[:] = source
-        times.append(time.perf_counter() - started)
-    return len(source) / statistics.median(times) / 1e9
-
-
-async def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--blocks", type=int, default=64, help="2 MiB blocks a round")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--memory-bytes", type=int, default=512 << 20)
-    parser.add_argument("--disk", type=Path, help="folder for a disk tier")
-    options = parser.parse_args()
-    flags = ["--memory-bytes", str(options.memory_bytes)]
-    if options.disk is not None:
-        flags += ["--disk-path", str(options.disk), "--disk-bytes", str(4 << 30)]
-    print(f"load {os.getloadavg()[0]:.1f}, memcpy {memcpy_speed():.1f} GB/s, block {LAYOUT.block_bytes >> 20} MiB")
-    with service(*flags) as address:
-        async with CacheClient(address, name="bench") as cache:
-            await cache.attach(IDENTITY, LAYOUT)
-            put, get = await transfer(cache, options.blocks, options.rounds, Durability.MEMORY)
-            print(f"memory tier       put {put:5.2f} GB/s   get {get:5.2f} GB/s")
-            if options.disk is not None:
-                put, _ = await transfer(cache, options.blocks, options.rounds, Durability.DISK)
-                print(
-                    f"durable           put {put:5.2f} GB/s   get {await cold_reads(address, 32, cache):5.2f} GB/s cold"
-                )
-        median_ms, worst_ms = await lookups(address)
-        print(f"lookup + lease of {LOOKUP_BLOCKS} blocks   median {median_ms:.2f} ms   worst {worst_ms:.2f} ms")
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        service("--memory-bytes", str(options.memory_bytes), listen=f"unix:{folder}/cache.sock") as address,
-    ):
+def memory(rounds: int, peers: Path) -> list[Row]:
+    """Blocks in memory: in place and in streams, with and without checksums, against plain copies and peers."""
+    figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        contenders: dict[str, Passes | LmCache | None] = {
+            "redis": redis(stack, peers),
+            "mooncake": mooncake(stack, peers),
+            "lmcache": LmCache.start(stack, peers),
+        }
+        program = str(HERE / "kvcache_pass.py")
         for checked in (True, False):
-            put, get = await shared_memory(address, 20 * options.rounds, checked=checked)
-            told = "on " if checked else "off"
-            print(f"in place, {BATCH} a call, checksums {told}   put {put:5.2f} GB/s   get {get:5.2f} GB/s")
+            suffix = "" if checked else " off"
+            listen = f"unix:{folder}/cache{suffix.strip()}.sock"
+            options = ("--memory-bytes", str(768 * MIB))
+            address, _ = stack.enter_context(service(*options, listen=listen, checked=checked))
+            flags = () if checked else ("--unchecked",)
+            contenders[f"place{suffix}"] = Passes(stack, sys.executable, program, address, "--arena", *flags)
+            contenders[f"stream{suffix}"] = Passes(stack, sys.executable, program, address, *flags)
+        for number in range(rounds + 2):
+            for name, contender in contenders.items():
+                if contender is None:
+                    continue
+                for figure, value in contender.next().items():
+                    if number >= 2:
+                        figures[name][figure].append(value)
+    medians = {
+        name: {figure: statistics.median(values) for figure, values in of.items()} for name, of in figures.items()
+    }
+    print(json.dumps(medians, indent=1), file=sys.stderr)
+    return [row for way in ("put", "get") for row in memory_rows(medians, figures, way)]
+
+
+def memory_rows(
+    medians: dict[str, dict[str, float]], figures: dict[str, dict[str, list[float]]], way: str
+) -> list[Row]:
+    """The rows of one direction. Shares and costs are medians over rounds of what one round gave."""
+    copy = "copy_in" if way == "put" else "copy_out"
+    peers = {name: medians[name][way] for name in ("redis", "mooncake", "lmcache") if name in medians}
+    best = max(peers, key=lambda name: peers[name], default=None)
+    known = {"peers": {name: round(value, 3) for name, value in peers.items()} or "absent"}
+    rows = []
+    for name, switch, least in (("place off", "off", 90), ("place", "on", 80)):
+        value = medians[name][way]
+        share = 100 * ratio(figures[name][way], figures[name][copy])
+        rows += [
+            row(f"{SHARED_MEMORY}, {way}, checksums {switch}", value, "GB/s", 6, **known),
+            row(f"{SHARED_MEMORY}, {way}, checksums {switch}: share of memcpy", share, "%", least)
+            | {"memcpy": round(medians[name][copy], 3)},
+        ]
+    if best is not None:
+        times = medians["place"][way] / peers[best]
+        rows.append(row(f"{SHARED_MEMORY}, {way}: times the fastest peer", times, "x", 1, peer=best))
+    rows.append(row(f"{STREAM}, {way}", medians["stream"][way], "GB/s", 1.5, **known))
+    if "redis" in peers:
+        times = medians["stream"][way] / peers["redis"]
+        rows.append(row(f"{STREAM}, {way}: times Redis", times, "x", 2 if way == "get" else 1, peer="redis"))
+    for name, figure, most in (("place", SHARED_MEMORY, 15), ("stream", STREAM, 5)):
+        cost = 100 * (1 - ratio(figures[name][way], figures[f"{name} off"][way]))
+        rows.append(row(f"{figure}, {way}: cost of checksums", cost, "%", most, lower=True))
+    return rows
+
+
+def ratio(values: Sequence[float], others: Sequence[float]) -> float:
+    return statistics.median(value / other for value, other in zip(values, others, strict=True))
+
+
+def lookups(rounds: int) -> list[Row]:
+    ran = [asyncio.run(cases.lookups()) for _ in range(rounds)]
+    load = round(statistics.median(one["put"] for one in ran), 3)
+    figure = "lookup + lease of 4,096 blocks, one call, under full put load"
+    return [
+        row(f"{figure}: {name}", statistics.median(one[name] for one in ran), "ms", bar, lower=True, put_gb_s=load)
+        for name, bar in (("p50", 2), ("p99", 10))
+    ]
+
+
+def hashing(_rounds: int) -> list[Row]:
+    return [row("hashing 128K tokens into the chain", cases.hashing(), "ms", 2, lower=True)]
+
+
+def disk(rounds: int, folder: Path) -> list[Row]:
+    ran = [asyncio.run(cases.disk(folder)) for _ in range(rounds)]
+    rows = []
+    for way in ("write", "read"):
+        speeds = [one[way] for one in ran]
+        shares = [100 * one[way] / fio for one in ran if (fio := one[f"fio_{way}"]) is not None]
+        value = statistics.median(speeds)
+        share = statistics.median(shares) if shares else None
+        rows += [
+            row(f"disk tier, cold {way}, 2 MiB blocks", value, "GB/s", None),
+            row(f"disk tier, cold {way}, 2 MiB blocks: share of fio", share, "%", 80),
+        ]
+    return rows
+
+
+def restart(rounds: int, folder: Path) -> list[Row]:
+    ran = [asyncio.run(cases.restart(folder)) for _ in range(rounds)]
+    return [
+        row(f"warm restart with 100K blocks: {told}", statistics.median(one[name] for one in ran), "s", 3, lower=True)
+        for name, told in (("ready_s", "ready"), ("hit_s", "first block read"))
+    ]
+
+
+def write(path: Path, parts: dict[str, list[Row]], rounds: int, load: tuple[float, float]) -> None:
+    """Replaces the rows of `parts` in the file."""
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    about = {"commit": head.stdout.strip(), "rounds": rounds, "load": [round(value, 1) for value in load]}
+    kept = (
+        [row for row in json.loads(path.read_text())["rows"] if row.get("part") not in parts] if path.exists() else []
+    )
+    rows = kept + [{"part": part} | row | about for part, rows in parts.items() for row in rows]
+    command = "python bench/kvcache.py --peers FOLDER"
+    path.write_text(json.dumps({"command": command, "cores": os.cpu_count(), "rows": rows}, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default=",".join(PARTS), help=f"parts: {', '.join(PARTS)}")
+    parser.add_argument("--peers", type=Path, default=Path("peers"), help="folder with the peers' environments")
+    parser.add_argument("--disk", type=Path, default=Path.cwd(), help="where the disk tier's folder is made")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "kvcache.json")
+    options = parser.parse_args()
+    parts: dict[str, list[Row]] = {}
+    before = os.getloadavg()[0]
+    for part in options.only.split(","):
+        match part:
+            case "memory":
+                parts[part] = memory(options.rounds, options.peers.resolve())
+            case "lookups":
+                parts[part] = lookups(options.rounds)
+            case "hashing":
+                parts[part] = hashing(options.rounds)
+            case "disk":
+                parts[part] = disk(options.rounds, options.disk)
+            case "restart":
+                parts[part] = restart(options.rounds, options.disk)
+            case "lanes":
+                parts[part] = asyncio.run(kvcache_lanes.rows((1, 2), (4, 8), rounds=options.rounds))
+            case _:
+                parser.error(f"no part {part!r}; there are {', '.join(PARTS)}")
+        for measured in parts[part]:
+            met = {True: "met", False: "NOT met", None: ""}[measured["met"]]
+            print(f"{measured['figure']:80} {measured['value']} {measured['unit']}  {measured['bar'] or ''} {met}")
+    write(options.output, parts, options.rounds, (before, os.getloadavg()[0]))
 
 
 if __name__ == "__main__":
-    keep_buffers_mapped()
-    uvloop.run(main())
+    main()
