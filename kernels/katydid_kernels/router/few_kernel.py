@@ -26,8 +26,9 @@ from katydid_kernels.router.choose import choose_experts
 
 __all__ = ["few_tokens_kernel", "finish_few", "multiply_slice", "new_barrier", "request_weights"]
 
-# A NaN that arithmetic does not make: its NaNs are 0x7FFFFFFF.
+# A NaN other than that of arithmetic, which takes its place should a product ever be it.
 _EMPTY = gl.constexpr(-1)
+_NAN = gl.constexpr(0x7FFFFFFF)
 
 
 @gluon.jit
@@ -73,6 +74,7 @@ def multiply_slice(
             acc = warpgroup_mma(w_bufs.index(d * TERMS + term), x, acc, use_acc=d + term > 0, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     bits = gl.convert_layout(acc, lines).to(gl.int32, bitcast=True)
+    bits = gl.where(bits == _EMPTY, _NAN, bits)
     expert = first_expert + gl.arange(0, ROWS, gl.SliceLayout(1, lines))[:, None]
     token = gl.arange(0, TOKENS, gl.SliceLayout(0, lines))[None, :]
     gl.store(partial_ptr + (split * tokens + token) * E_PAD + expert, bits, mask=token < tokens)
