@@ -11,7 +11,8 @@ from torch import Tensor
 
 from katydid_kernels.gemm.dense import runs_gluon
 from katydid_kernels.linear import linear_reference
-from katydid_kernels.w4a8.packing import Int4Weight, dequantize_int4, unpack_int4
+from katydid_kernels.w4a8.packing import GROUP, Int4Weight, dequantize_int4, unpack_int4
+from katydid_kernels.w4a8.plain import plain_w4a8
 
 __all__ = ["linear_w4a8", "linear_w4a8_reference"]
 
@@ -36,16 +37,20 @@ def linear_w4a8(
     Raises ValueError for shapes, dtypes or scales that do not fit each other.
     """
     _check(x, weight, x_scale, bias, residual)
-    if x.is_cuda and x.numel() and runs_gluon(x.device) and x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0:
+    if not x.is_cuda or not x.numel():
+        return linear_w4a8_reference(x, weight, x_scale, bias=bias, residual=residual)
+    out = torch.empty(len(x), weight.rows, dtype=torch.bfloat16, device=x.device)
+    if runs_gluon(x.device) and x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0:
         # Imported where it runs: the kernels speak to one generation of GPUs and of Triton.
-        from katydid_kernels.w4a8.launch import launch_narrow
-        from katydid_kernels.w4a8.tuning import narrow_tile
+        from katydid_kernels.w4a8.launch import launch_grouped, launch_narrow
+        from katydid_kernels.w4a8.tuning import grouped_tile, narrow_tile
 
-        out = torch.empty(len(x), weight.rows, dtype=torch.bfloat16, device=x.device)
         tile = narrow_tile(len(x))
         if tile is not None:
             return launch_narrow(x, weight, x_scale, out, tile, bias=bias, residual=residual)
-    return linear_w4a8_reference(x, weight, x_scale, bias=bias, residual=residual)
+        if x.shape[1] % GROUP == 0:
+            return launch_grouped(x, weight, out, grouped_tile(), x_scale=x_scale, bias=bias, residual=residual)
+    return plain_w4a8(x, weight, out, x_scale=x_scale, bias=bias, residual=residual)
 
 
 def _check(x: Tensor, weight: Int4Weight, x_scale: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:

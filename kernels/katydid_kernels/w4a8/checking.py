@@ -10,7 +10,7 @@ from torch import Tensor
 
 from katydid_kernels.gemm.checking import E4M3, ExpertCase, relative_error
 from katydid_kernels.w4a8.experts import Int4ExpertWorkspace, run_experts_w4a8
-from katydid_kernels.w4a8.launch import launch_narrow
+from katydid_kernels.w4a8.launch import launch_grouped, launch_narrow
 from katydid_kernels.w4a8.packing import GROUP, Int4Weight, dequantize_int4, pack_int4, unpack_int4
 from katydid_kernels.w4a8.tuning import DecodeTile, GroupedTile, NarrowTile
 
@@ -25,7 +25,7 @@ def random_weight(*shape: int, gated: bool = False) -> Int4Weight:
     return pack_int4(codes, torch.where(torch.rand(groups, device="cuda") < 0.1, -scales, scales), gated=gated)
 
 
-def check_linear(shape: tuple[int, int, int], tile: NarrowTile, *, hooks: bool) -> float:
+def check_linear(shape: tuple[int, int, int], tile: NarrowTile | GroupedTile, *, hooks: bool) -> float:
     """One product of the shape ``(m, n, k)``, with a scale a token, bias and residual where `hooks`."""
     m, n, k = shape
     x, weight = torch.randn(m, k, device="cuda").to(E4M3), random_weight(n, k)
@@ -41,7 +41,10 @@ def check_linear(shape: tuple[int, int, int], tile: NarrowTile, *, hooks: bool) 
     out = torch.empty(m + 2, n, device="cuda", dtype=torch.bfloat16)
     for _ in range(2):  # the second run finds counters and scratch as the first left them
         out.fill_(float("nan"))
-        launch_narrow(x, weight, scale, out[:m], tile, **extra)
+        if isinstance(tile, NarrowTile):
+            launch_narrow(x, weight, scale, out[:m], tile, **extra)
+        else:
+            launch_grouped(x, weight, out[:m], tile, x_scale=scale, **extra)
     if not out[m:].isnan().all():
         return float("inf")
     return relative_error(out[:m], reference)

@@ -2,7 +2,8 @@
 
 A CTA's tile is `WGS` strips of an expert's weight by 128 of its rows, over all of K. The weights come from L2 at
 half the bytes of fp8, and are unpacked once a tile; the token rows are read through the index and never gathered into
-memory. One dense weight is the same with one expert and rows in their own order.
+memory. One dense weight is one
+expert with the rows in their own order.
 """
 
 from triton.experimental import gluon
@@ -10,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from katydid_kernels.gemm.expert_tiles import copy_rows, gather, row_layout, scaled_swiglu, store_columns, tokens_of
+from katydid_kernels.gemm.narrow_kernel import finish_columns
 from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_for_last
 from katydid_kernels.w4a8.packed_tiles import fetch_weights, multiply_halves, strip_of, weight_buffers
 
@@ -17,7 +19,22 @@ __all__ = ["grouped_w4a8_kernel"]
 
 
 @gluon.jit
-def _produce(x, weight, rows_ptr, tiles_ptr, ring, shape, STAGES: gl.constexpr, WGS: gl.constexpr):
+def _tile_of(item, tiles_n, tiles_ptr, M):
+    """Expert, first row, and end of the expert's rows."""
+    if tiles_ptr is None:
+        expert = 0
+        row = item // tiles_n * 128
+        end = M
+    else:
+        entry = tiles_ptr + item // tiles_n * 4
+        expert = gl.load(entry)
+        row = gl.load(entry + 1)
+        end = gl.load(entry + 2)
+    return expert, row, end
+
+
+@gluon.jit
+def _produce(x, weight, rows_ptr, tiles_ptr, ring, shape, M, STAGES: gl.constexpr, WGS: gl.constexpr):
     x_ptr, x_stride = x
     codes_desc, scales_desc, strips = weight
     x_bufs, codes, scales, full, empty = ring
@@ -30,12 +47,10 @@ def _produce(x, weight, rows_ptr, tiles_ptr, ring, shape, STAGES: gl.constexpr, 
     stage = 0
     phase = 1
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        entry = tiles_ptr + item // tiles_n * 4
-        expert = gl.load(entry)
-        end = gl.load(entry + 2)
-        row = gl.load(entry + 1) + lane
-        valid = (row < end)[:, None]
-        source = gather(x_ptr, row if rows_ptr is None else tokens_of(row, end, rows_ptr, 1), x_stride, cols)
+        expert, row, end = _tile_of(item, tiles_n, tiles_ptr, M)
+        rows = row + lane
+        valid = (rows < end)[:, None]
+        source = gather(x_ptr, rows if rows_ptr is None else tokens_of(rows, end, rows_ptr, 1), x_stride, cols)
         for k in range(tiles_k):
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
@@ -49,47 +64,55 @@ def _produce(x, weight, rows_ptr, tiles_ptr, ring, shape, STAGES: gl.constexpr, 
 
 @gluon.jit
 def _consume(
-    WHO: gl.constexpr, out, hooks, rows_ptr, tiles_ptr, ring, shape, strips,
-    STAGES: gl.constexpr, WGS: gl.constexpr, GATED: gl.constexpr, SCALE_A_TOKEN: gl.constexpr,
+    WHO: gl.constexpr, out, hooks, rows_ptr, tiles_ptr, ring, shape, limits,
+    STAGES: gl.constexpr, WGS: gl.constexpr, GATED: gl.constexpr, X_SCALE_STEP: gl.constexpr,
 ):  # fmt: skip
     items, tiles_n, tiles_k = shape
+    M, N, strips = limits
     stage = 0
     phase = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        entry = tiles_ptr + item // tiles_n * 4
-        row = gl.load(entry + 1)
-        end = gl.load(entry + 2)
+        expert, row, end = _tile_of(item, tiles_n, tiles_ptr, M)
         left, right, stage, phase = multiply_halves(WHO, ring, stage, phase, tiles_k, STAGES, WGS)
         strip = item % tiles_n * WGS + WHO
         if strip < strips:
-            _store(left, row, end, strip, out, hooks, rows_ptr, GATED, SCALE_A_TOKEN)
+            _store(left, row, end, strip, N, out, hooks, rows_ptr, GATED, tiles_ptr is None, X_SCALE_STEP)
             if row + 64 < end:
-                _store(right, row + 64, end, strip, out, hooks, rows_ptr, GATED, SCALE_A_TOKEN)
+                _store(right, row + 64, end, strip, N, out, hooks, rows_ptr, GATED, tiles_ptr is None, X_SCALE_STEP)
 
 
 @gluon.jit
-def _store(acc, row, end, strip, out, hooks, rows_ptr, GATED: gl.constexpr, SCALE_A_TOKEN: gl.constexpr):
+def _store(
+    acc, row, end, strip, N, out, hooks, rows_ptr,
+    GATED: gl.constexpr, DENSE: gl.constexpr, X_SCALE_STEP: gl.constexpr,
+):  # fmt: skip
     out_ptr, out_stride = out
-    x_scale_ptr, h_scale_ptr = hooks
-    h_scale = gl.load(h_scale_ptr)
-    if GATED:
-        x_scale = 512.0
-        if not SCALE_A_TOKEN:
-            x_scale = 512.0 * gl.load(x_scale_ptr)
-        token_scale_ptr = x_scale_ptr if SCALE_A_TOKEN else None
+    x_scale_ptr, h_scale_ptr, bias_ptr, residual_ptr, residual_stride = hooks
+    if DENSE:
+        start = row.to(gl.int64)
+        if residual_ptr is not None:
+            residual_ptr += start * residual_stride
+        target = (out_ptr + start * out_stride, out_stride, end - row, N)
+        finish = (x_scale_ptr + row * X_SCALE_STEP, X_SCALE_STEP, None, 0, bias_ptr, residual_ptr, residual_stride)
+        finish_columns(acc * 512.0, strip * 64, target, finish)
+    elif GATED:
+        scale = 512.0
+        if X_SCALE_STEP == 0:
+            scale = 512.0 * gl.load(x_scale_ptr)
+        token_scale_ptr = None if X_SCALE_STEP == 0 else x_scale_ptr
         layout: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
-        h = scaled_swiglu(acc, x_scale, x_scale / h_scale, row, end, token_scale_ptr, rows_ptr, 1)
+        h = scaled_swiglu(acc, scale, scale / gl.load(h_scale_ptr), row, end, token_scale_ptr, rows_ptr, 1)
         store_columns(h, out_ptr, out_stride, row, end, strip * 32, layout)
     else:
         wide: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-        store_columns(acc * (512.0 * h_scale), out_ptr, out_stride, row, end, strip * 64, wide)
+        store_columns(acc * (512.0 * gl.load(h_scale_ptr)), out_ptr, out_stride, row, end, strip * 64, wide)
 
 
-@gluon.jit(do_not_specialize=["columns", "strips"])
+@gluon.jit(do_not_specialize=["M", "N", "columns", "strips"])
 def grouped_w4a8_kernel(
     x_ptr, x_stride, columns, codes_desc, scales_desc, strips, out_ptr, out_stride, rows_ptr, tiles_ptr, tile_count_ptr,
-    x_scale_ptr, h_scale_ptr,
-    STAGES: gl.constexpr, WGS: gl.constexpr, GATED: gl.constexpr, SCALE_A_TOKEN: gl.constexpr,
+    x_scale_ptr, h_scale_ptr, bias_ptr, residual_ptr, residual_stride, M, N,
+    STAGES: gl.constexpr, WGS: gl.constexpr, GATED: gl.constexpr, X_SCALE_STEP: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, X_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """For every tile of a `RoutePlan`, with the weight of its expert, ``[strips * 64, columns]``,
@@ -97,8 +120,10 @@ def grouped_w4a8_kernel(
         GATED:  out[r] = e4m3(swiglu(x[rows[r]] W^T * x_scale) / h_scale)
         else:   out[r] = x[r] W^T * h_scale
 
+    and without tiles, for one dense weight, ``out[M, N] = (x W^T) * x_scale + bias + residual``.
+
     x: rows of whole groups of 128. codes_desc: boxes ``[1, 32, 128]`` of packed codes; scales_desc: boxes ``[64]``.
-    x_scale: fp32 ``[T]`` where SCALE_A_TOKEN, else of one element.
+    x_scale: fp32, one for each row of x where X_SCALE_STEP is 1, one for all where it is 0.
     """
     x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], X_LAYOUT)
     codes, scales = weight_buffers(codes_desc, scales_desc, STAGES, WGS)
@@ -107,20 +132,22 @@ def grouped_w4a8_kernel(
     tiles_k = gl.cdiv(columns, 128)
     launch_next()
     wait_for_last()
-    shape = (gl.load(tile_count_ptr) * tiles_n, tiles_n, tiles_k)
+    tiles = gl.cdiv(M, 128) if tiles_ptr is None else gl.load(tile_count_ptr)
+    shape = (tiles * tiles_n, tiles_n, tiles_k)
     ring = (x_bufs, codes, scales, full, empty)
     out = (out_ptr, out_stride)
-    hooks = (x_scale_ptr, h_scale_ptr)
+    hooks = (x_scale_ptr, h_scale_ptr, bias_ptr, residual_ptr, residual_stride)
     x = (x_ptr, x_stride)
     weight = (codes_desc, scales_desc, strips)
+    limits = (M, N, strips)
     if WGS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, out, hooks, rows_ptr, tiles_ptr, ring, shape, strips,
-                            STAGES, WGS, GATED, SCALE_A_TOKEN)),
-                (_consume, (1, out, hooks, rows_ptr, tiles_ptr, ring, shape, strips,
-                            STAGES, WGS, GATED, SCALE_A_TOKEN)),
-                (_produce, (x, weight, rows_ptr, tiles_ptr, ring, shape, STAGES, WGS)),
+                (_consume, (0, out, hooks, rows_ptr, tiles_ptr, ring, shape, limits,
+                            STAGES, WGS, GATED, X_SCALE_STEP)),
+                (_consume, (1, out, hooks, rows_ptr, tiles_ptr, ring, shape, limits,
+                            STAGES, WGS, GATED, X_SCALE_STEP)),
+                (_produce, (x, weight, rows_ptr, tiles_ptr, ring, shape, M, STAGES, WGS)),
             ],
             [4, 4],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -128,13 +155,13 @@ def grouped_w4a8_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, out, hooks, rows_ptr, tiles_ptr, ring, shape, strips,
-                            STAGES, WGS, GATED, SCALE_A_TOKEN)),
-                (_consume, (1, out, hooks, rows_ptr, tiles_ptr, ring, shape, strips,
-                            STAGES, WGS, GATED, SCALE_A_TOKEN)),
-                (_consume, (2, out, hooks, rows_ptr, tiles_ptr, ring, shape, strips,
-                            STAGES, WGS, GATED, SCALE_A_TOKEN)),
-                (_produce, (x, weight, rows_ptr, tiles_ptr, ring, shape, STAGES, WGS)),
+                (_consume, (0, out, hooks, rows_ptr, tiles_ptr, ring, shape, limits,
+                            STAGES, WGS, GATED, X_SCALE_STEP)),
+                (_consume, (1, out, hooks, rows_ptr, tiles_ptr, ring, shape, limits,
+                            STAGES, WGS, GATED, X_SCALE_STEP)),
+                (_consume, (2, out, hooks, rows_ptr, tiles_ptr, ring, shape, limits,
+                            STAGES, WGS, GATED, X_SCALE_STEP)),
+                (_produce, (x, weight, rows_ptr, tiles_ptr, ring, shape, M, STAGES, WGS)),
             ],
             [4, 4, 4],
             [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -70,24 +70,23 @@ def launch_grouped(
     weight: Int4Weight,
     out: Tensor,
     tile: GroupedTile,
-    tiles: Tensor,
-    tile_count: Tensor,
-    out_scale: Tensor,
+    tiles: Tensor | None = None,
+    tile_count: Tensor | None = None,
     *,
     rows: Tensor | None = None,
     x_scale: Tensor | None = None,
+    h_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """The grouped kernel: gated, of rows of x through `rows` and with `x_scale`, or not.
-
-    tiles, tile_count: of a `RoutePlan`. out_scale: fp32 of one element; a gated result is divided by it, another
-    multiplied.
-    """
+    """The grouped kernel: gated, of rows of x through `rows` with `x_scale`, over `h_scale`; or times `h_scale`; or,
+    where no `tiles` and `tile_count` of a `RoutePlan` are given, one dense product with `x_scale`, bias and residual."""
     maxnreg, consumer, producer = tile.registers
     grouped_w4a8_kernel[(sm_count(x.device),)](
         x, x.stride(0), weight.cols, *weight_descriptors(weight, 1), weight.codes.shape[-3], out, out.stride(0),
-        rows, tiles, tile_count, x_scale, out_scale,
-        STAGES=tile.stages, WGS=tile.warpgroups, GATED=weight.gated,
-        SCALE_A_TOKEN=x_scale is not None and x_scale.numel() > 1,
+        rows, tiles, tile_count, x_scale, h_scale, bias, residual, 0 if residual is None else residual.stride(0),
+        x.shape[0], weight.rows,
+        STAGES=tile.stages, WGS=tile.warpgroups, GATED=weight.gated, X_SCALE_STEP=scale_step(x_scale),
         CONSUMER_REGISTERS=consumer, PRODUCER_REGISTERS=producer, X_LAYOUT=rows_layout(tile.tokens),
         num_warps=4, maxnreg=maxnreg, launch_pdl=True,
     )  # fmt: skip
