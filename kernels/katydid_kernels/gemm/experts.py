@@ -21,7 +21,7 @@ from katydid_kernels.gemm.expert_scales import ExpertScales
 from katydid_kernels.gemm.experts_decode_kernel import experts_decode_kernel
 from katydid_kernels.gemm.experts_few_kernel import experts_few_kernel
 from katydid_kernels.gemm.experts_up_kernel import experts_up_kernel
-from katydid_kernels.gemm.launch import GLUON_TYPE, REGISTERS, launch_wide, sm_count
+from katydid_kernels.gemm.launch import GLUON_TYPE, REGISTERS, descriptor, launch_wide, sm_count
 from katydid_kernels.gemm.plan import RoutePlan, plan_routes
 from katydid_kernels.gemm.tuning import (
     BLOCK_DOWN_TILE,
@@ -213,8 +213,8 @@ def _launch_decode(
 ) -> None:
     plan, h, y = workspace.plan, workspace.h, workspace.y
     experts_decode_kernel[(sm_count(x.device),)](
-        x, x.stride(0), _interleaved(w13, tile.rows), _down_weights(w2, tile.rows), h, h.stride(0), y, weights, shared,
-        out, plan.rows, plan.slots, plan.tiles, plan.tile_count, workspace.ready, workspace.sync,
+        x, x.stride(0), _interleaved(w13, tile.rows), _down_weights(w2, tile.rows),
+        descriptor(h, [tile.tokens, _K_BYTES // h.element_size()]), h, h.stride(0), y, weights, shared, out, plan.rows, plan.slots, plan.tiles, plan.tile_count, workspace.ready, workspace.sync,
         scales.up, scales.inverse_h, scales.down, scales.token, x.shape[0],
         H=w2.shape[1], WIDTH=w2.shape[2], TOP_K=ids.shape[1], TOKENS=tile.tokens, STAGES=tile.stages,
         WGS=tile.warpgroups, PROMOTE=tile.promote, SUM=summed, X_LAYOUT=_rows_layout(tile.tokens, x.dtype),
@@ -235,12 +235,12 @@ def _launch_few(
     workspace: ExpertWorkspace,
     tile: FewTile,
 ) -> None:
-    h, top_k = workspace.h, ids.shape[1]
+    h, top_k, block_k = workspace.h, ids.shape[1], _K_BYTES // x.element_size()
     experts_few_kernel[(sm_count(x.device),)](
-        x, x.stride(0), _interleaved(w13, tile.rows), _down_weights(w2, tile.rows), h, h.stride(0), weights, shared,
-        out, ids, first_expert, len(w2), workspace.ready, workspace.sync,
+        descriptor(x, [tile.tokens, block_k]), _interleaved(w13, tile.rows), _down_weights(w2, tile.rows),
+        descriptor(h, [tile.tokens, block_k]), h, h.stride(0), weights, shared, out, ids, first_expert, len(w2), workspace.ready, workspace.sync,
         scales.up, scales.inverse_h, scales.down, scales.token, x.shape[0],
-        H=w2.shape[1], WIDTH=w2.shape[2], TOP_K=top_k, PADDED=triton.next_power_of_2(top_k), TOKENS=tile.tokens,
-        STAGES=tile.stages, PROMOTE=tile.promote, X_LAYOUT=_rows_layout(tile.tokens, x.dtype),
+        H=w2.shape[1], WIDTH=w2.shape[2], TOP_K=top_k, PADDED=triton.next_power_of_2(top_k),
+        STAGES=tile.stages, PROMOTE=tile.promote,
         num_warps=4, maxnreg=128, launch_pdl=True,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 Such a batch is bound by reading each hit expert's weights once, so the kernel is one stream of weight tiles without a
 break: every CTA takes its share of the gate-up tiles, then of the down tiles (`experts_order`). One warp streams the
 weights and never waits for anything but room in the ring; a warpgroup beside it copies the token rows to each stage,
-for a down tile once all gate-up tiles of its expert are counted. The sum waits for all down tiles. Counters are zero
+for a down tile (whose rows of h stand together) once all gate-up tiles of its expert are counted. The sum waits for all down tiles. Counters are zero
 between calls: the last CTA out resets them.
 """
 
@@ -69,9 +69,8 @@ def _stream_weights(w13_desc, w2_desc, tiles_ptr, ring, shape, STAGES: gl.conste
 
 
 @gluon.jit
-def _copy_tokens(x_ptr, x_stride, plan, hidden, ring, shape, STAGES: gl.constexpr, WGS: gl.constexpr):
+def _copy_tokens(x_ptr, x_stride, h_desc, plan, ring, shape, STAGES: gl.constexpr, WGS: gl.constexpr):
     rows_ptr, tiles_ptr, ready_ptr = plan
-    h_ptr, h_stride = hidden
     x_bufs, _, full, empty = ring
     tiles, up_n, down_n, up_k, down_k = shape
     TOKENS: gl.constexpr = x_bufs.type.shape[1]
@@ -94,14 +93,16 @@ def _copy_tokens(x_ptr, x_stride, plan, hidden, ring, shape, STAGES: gl.constexp
     for item in range(begin, finish):
         tile = item // down_n
         row, end = _rows_of(tile, tiles_ptr)
-        valid = (row + lane < end)[:, None]
-        source = gather(h_ptr, row + lane, h_stride, cols)
         if tile != known:
             wait_for_count(ready_ptr + tile, up_n * WGS)
             known = tile
         for k in range(down_k):
+            bar = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
-            copy_rows(x_bufs.index(stage), source + k * BLOCK_K, valid, full.index(stage))
+            # One arrival with the bytes to come, and those of the threads that have nothing to copy.
+            mbarrier.expect(bar, h_desc.block_type.nbytes)
+            mbarrier.arrive(bar, count=127)
+            tma.async_copy_global_to_shared(h_desc, [row, k * BLOCK_K], bar, x_bufs.index(stage))
             stage, phase = advance(stage, phase, STAGES)
 
 
@@ -141,7 +142,7 @@ def _consume(
         row, end = _rows_of(item // down_n, tiles_ptr)
         scale = gl.load(down_scale_ptr + gl.load(tiles_ptr + item // down_n * 4))
         acc, stage, phase = multiply(
-            WHO, ring, stage, phase, down_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, True, DOWN_AT_ONCE
+            WHO, ring, stage, phase, down_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, False, DOWN_AT_ONCE
         )
         col = (item % down_n * WGS + WHO) * ROWS
         store_columns(acc * scale, y_ptr, H, row, end, col, y_layout)
@@ -185,7 +186,7 @@ def _combine(WHO: gl.constexpr, result, H: gl.constexpr, TOP_K: gl.constexpr, WG
 
 @gluon.jit(do_not_specialize=["tokens"])
 def experts_decode_kernel(
-    x_ptr, x_stride, w13_desc, w2_desc, h_ptr, h_stride, y_ptr, weights_ptr, shared_ptr, out_ptr,
+    x_ptr, x_stride, w13_desc, w2_desc, h_desc, h_ptr, h_stride, y_ptr, weights_ptr, shared_ptr, out_ptr,
     rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr, ready_ptr, sync_ptr,
     up_scale_ptr, inverse_scale_ptr, down_scale_ptr, token_scale_ptr, tokens,
     H: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
@@ -195,7 +196,7 @@ def experts_decode_kernel(
 
     w13_desc: boxes ``[1, ROWS / 16, 2, 8, BLOCK_K]`` of w13 seen as ``[E, WIDTH / 8, 2, 8, H]``; w2_desc: boxes
     ``[1, ROWS / 8, 8, BLOCK_K]`` of w2 seen as ``[E, H / 8, 8, WIDTH]``. h: ``[pairs, WIDTH]``, rows padded with zeros
-    to a multiple of BLOCK_K; y: ``[pairs, H]``; ready: zeros, an int32 a tile; sync: two zeros. Rows, slots and tiles
+    to a multiple of BLOCK_K, and its boxes ``[TOKENS, BLOCK_K]``; y: ``[pairs, H]``; ready: zeros, an int32 a tile; sync: two zeros. Rows, slots and tiles
     are a `RoutePlan`'s. Scales in fp32: up ``[E, 2]``, down ``[E]``, inverse ``[1]`` (what h is multiplied by), token
     ``[T]`` or None. WGS is 2. Without SUM the kernel ends with y.
     """
@@ -226,7 +227,7 @@ def experts_decode_kernel(
                         H, TOP_K, STAGES, WGS, PROMOTE, SUM, UP_AT_ONCE, DOWN_AT_ONCE)),
             (_consume, (1, plan, hidden, result, scales, ring, shape,
                         H, TOP_K, STAGES, WGS, PROMOTE, SUM, UP_AT_ONCE, DOWN_AT_ONCE)),
-            (_copy_tokens, (x_ptr, x_stride, plan, hidden, ring, shape, STAGES, WGS)),
+            (_copy_tokens, (x_ptr, x_stride, h_desc, plan, ring, shape, STAGES, WGS)),
             (_stream_weights, (w13_desc, w2_desc, tiles_ptr, ring, shape, STAGES, WGS)),
         ],
         [4, 4, 1],

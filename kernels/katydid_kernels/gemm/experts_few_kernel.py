@@ -4,6 +4,8 @@ Up to some 48 (token, choice) pairs nearly every pair has an expert of its own, 
 every pair is a gate-up tile of its own. A down tile is 64 columns of one token through all its experts, so the weighted
 sum ends in registers. It waits for its token's gate-up tiles only, while its weights already stand in the ring. What a
 batch takes beyond reading the weights is a chain of latencies: ids, first weights, h to memory and back, output.
+
+A tile has one token, but wgmma eight columns: the copy engine fetches seven rows more, whatever they hold.
 """
 
 from triton.experimental import gluon
@@ -12,10 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from katydid_kernels.gemm.expert_tiles import (
     accumulator_layout,
-    copy_rows,
-    gather,
     multiply,
-    row_layout,
     scaled_swiglu,
     store_columns,
 )
@@ -107,28 +106,23 @@ def _stream_weights(
 
 
 @gluon.jit
-def _copy_tokens(
-    x_ptr, x_stride, ids_ptr, experts, ready_ptr, hidden, ring, shape,
+def _stream_tokens(
+    x_desc, h_desc, ids_ptr, experts, ready_ptr, ring, shape,
     TOP_K: gl.constexpr, PADDED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    h_ptr, h_stride = hidden
     x_bufs, _, full, empty = ring
     up_items, begin, finish, up_n, down_n, up_k, down_k = shape
-    TOKENS: gl.constexpr = x_bufs.type.shape[1]
     BLOCK_K: gl.constexpr = x_bufs.type.shape[2]
-    layout: gl.constexpr = row_layout(BLOCK_K, x_bufs.dtype.primitive_bitwidth)
-    cols = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
-    lane = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
-    valid = (lane < 1)[:, None]
     stage = 0
     phase = 1
     for item in range(gl.program_id(0), up_items, gl.num_programs(0)):
         pair = item // up_n
         expert, local = _local_expert(ids_ptr, pair, experts)
-        source = gather(x_ptr, pair // TOP_K + lane, x_stride, cols)
         for k in range(gl.where(local, up_k, 0)):
+            bar = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
-            copy_rows(x_bufs.index(stage), source + k * BLOCK_K, valid, full.index(stage))
+            mbarrier.expect(bar, x_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(x_desc, [pair // TOP_K, k * BLOCK_K], bar, x_bufs.index(stage))
             stage, phase = advance(stage, phase, STAGES)
     known = -1
     for item in range(begin, finish):
@@ -139,10 +133,11 @@ def _copy_tokens(
             known = token
         for j in range(TOP_K):
             expert = _pick(chosen, choice, j)
-            source = gather(h_ptr, token * TOP_K + j + lane, h_stride, cols)
             for k in range(gl.where(expert >= 0, down_k, 0)):
+                bar = full.index(stage)
                 mbarrier.wait(empty.index(stage), phase)
-                copy_rows(x_bufs.index(stage), source + k * BLOCK_K, valid, full.index(stage))
+                mbarrier.expect(bar, h_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(h_desc, [token * TOP_K + j, k * BLOCK_K], bar, x_bufs.index(stage))
                 stage, phase = advance(stage, phase, STAGES)
 
 
@@ -173,7 +168,7 @@ def _consume(
             gate_scale = gl.load(scale)
             up_scale = gl.load(scale + 1) * gl.load(inverse_scale_ptr)
             acc, stage, phase = multiply(
-                0, ring, stage, phase, up_k, ROWS, TOKENS, STAGES, 1, PROMOTE, True, UP_AT_ONCE
+                0, ring, stage, phase, up_k, ROWS, TOKENS, STAGES, 1, PROMOTE, False, UP_AT_ONCE
             )
             h = scaled_swiglu(acc, gate_scale, up_scale, pair, pair + 1, token_scale_ptr, None, TOP_K)
             store_columns(h, h_ptr, h_stride, pair, pair + 1, item % up_n * (ROWS // 2), h_layout)
@@ -188,7 +183,7 @@ def _consume(
         for j in range(TOP_K):
             if _pick(chosen, choice, j) >= 0:
                 acc, stage, phase = multiply(
-                    0, ring, stage, phase, down_k, ROWS, TOKENS, STAGES, 1, PROMOTE, True, DOWN_AT_ONCE
+                    0, ring, stage, phase, down_k, ROWS, TOKENS, STAGES, 1, PROMOTE, False, DOWN_AT_ONCE
                 )
                 # Rounded as where a pair's row goes through memory: its bits are then the same.
                 row = (acc * _pick(factor, choice, j)).to(gl.bfloat16).to(gl.float32)
@@ -212,21 +207,21 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["tokens", "first_expert", "number"])
 def experts_few_kernel(
-    x_ptr, x_stride, w13_desc, w2_desc, h_ptr, h_stride, weights_ptr, shared_ptr, out_ptr, ids_ptr,
+    x_desc, w13_desc, w2_desc, h_desc, h_ptr, h_stride, weights_ptr, shared_ptr, out_ptr, ids_ptr,
     first_expert, number, ready_ptr, sync_ptr, up_scale_ptr, inverse_scale_ptr, down_scale_ptr, token_scale_ptr, tokens,
-    H: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr, PADDED: gl.constexpr, TOKENS: gl.constexpr,
-    STAGES: gl.constexpr, PROMOTE: gl.constexpr, X_LAYOUT: gl.constexpr,
+    H: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr, PADDED: gl.constexpr,
+    STAGES: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
     """`experts_decode_kernel` for few pairs; arguments as there, and
 
-    ids: int32 ``[tokens, TOP_K]``, of which ``first_expert + [0, number)`` are local; PADDED: TOP_K rounded up to a
+    x_desc, h_desc: boxes ``[8, BLOCK_K]``; ids: int32 ``[tokens, TOP_K]``, of which ``first_expert + [0, number)`` are local; PADDED: TOP_K rounded up to a
     power of two; ready: zeros, an int32 a token; out and shared with rows of H.
     """
     GROUPS: gl.constexpr = w13_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = w13_desc.block_type.shape[4]
-    x_bufs = gl.allocate_shared_memory(w13_desc.dtype, [STAGES, TOKENS, BLOCK_K], X_LAYOUT)
+    x_bufs = gl.allocate_shared_memory(w13_desc.dtype, [STAGES, x_desc.block_type.shape[0], BLOCK_K], x_desc.layout)
     w_bufs = gl.allocate_shared_memory(w13_desc.dtype, [STAGES, 1, GROUPS, 2, 8, BLOCK_K], w13_desc.layout)
-    full, empty = make_barriers(STAGES, 129, 1)
+    full, empty = make_barriers(STAGES, 2, 1)
     up_n = WIDTH // (GROUPS * 8)
     down_n = H // (GROUPS * 16)
     up_k: gl.constexpr = H // BLOCK_K
@@ -249,9 +244,9 @@ def experts_few_kernel(
         [
             (_consume, (ids_ptr, experts, hidden, result, counters, scales, ring, shape,
                         H, TOP_K, PADDED, STAGES, PROMOTE, UP_AT_ONCE, DOWN_AT_ONCE)),
-            (_copy_tokens, (x_ptr, x_stride, ids_ptr, experts, ready_ptr, hidden, ring, shape, TOP_K, PADDED, STAGES)),
+            (_stream_tokens, (x_desc, h_desc, ids_ptr, experts, ready_ptr, ring, shape, TOP_K, PADDED, STAGES)),
             (_stream_weights, (w13_desc, w2_desc, ids_ptr, experts, ring, shape, TOP_K, PADDED, STAGES)),
         ],
-        [4, 1],
-        [104, 40],
+        [1, 1],
+        [40, 40],
     )  # fmt: skip

@@ -7,22 +7,27 @@ that gate-up tiles count up, never the other way round, so CTAs that are all on 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from katydid_kernels.gemm.ring import fence_async_global
+
 __all__ = ["count", "down_share", "wait_for_count"]
 
 
 @gluon.jit
 def wait_for_count(counter_ptr, target):
-    """Spin until the counter has reached `target`; what was written before it was counted is then visible."""
+    """Spin until the counter has reached `target`; what was written before it was counted is then visible, to the copy
+    engine too."""
     seen = 0
     while seen < target:
         seen = gl.inline_asm_elementwise(
             "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [counter_ptr], dtype=gl.int32, is_pure=False, pack=1
         )
+    fence_async_global()
 
 
 @gluon.jit
 def count(counter_ptr):
     """Publish what this warpgroup has stored."""
+    fence_async_global()
     gl.thread_barrier()
     gl.atomic_add(counter_ptr, 1, sem="release")
 

@@ -71,12 +71,12 @@ def plan_routes(topk_ids: Tensor, plan: RoutePlan, experts: int, tile_rows: int,
     block_e = max(32, triton.next_power_of_2(experts))
     early = topk_ids.is_cuda
     if pairs <= SINGLE_LAUNCH_PAIRS:
-        block = max(32, min(2 * CHUNK_PAIRS, triton.next_power_of_2(pairs)))
+        block = max(32, triton.next_power_of_2(pairs))
         _place_few_kernel[(1,)](
             topk_ids, plan.scratch, plan.rows, plan.slots, plan.tiles, plan.tile_count,
-            pairs, top_k, first_expert, experts, triton.cdiv(pairs, block),
+            pairs, top_k, first_expert, experts,
             TILE=tile_rows, BLOCK=block, BLOCK_E=block_e, EARLY=early,
-            # A warp scans and counts without a barrier: few pairs are placed soonest by one.
+            # A warp scans without a barrier: few pairs are placed soonest by one.
             num_warps=1 if pairs <= 256 else 8, launch_pdl=early,
         )  # fmt: skip
         return plan
@@ -116,29 +116,27 @@ def _lay_out(counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr, TILE:
 
 @triton.jit
 def _place_few_kernel(
-    ids_ptr, scratch_ptr, rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr,
-    pairs, top_k, first_expert, experts, chunks,
+    ids_ptr, scratch_ptr, rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr, pairs, top_k, first_expert, experts,
     TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         # The experts' kernel may set itself up meanwhile; it waits for this grid before it reads the plan.
         gdc_launch_dependents()
         gdc_wait()
-    cursors_ptr = scratch_ptr + experts
+    starts_ptr = scratch_ptr + experts
     bins = tl.arange(0, BLOCK_E)
-    lanes = tl.arange(0, BLOCK)
-    counts = tl.zeros([BLOCK_E], tl.int32)
-    for chunk in range(chunks):
-        expert, valid = _local_expert(ids_ptr, chunk * BLOCK + lanes, pairs, first_expert, experts)
-        counts += tl.histogram(tl.where(valid, expert, 0), BLOCK_E, mask=valid)
-    _lay_out(counts, experts, bins, cursors_ptr, tiles_ptr, tile_count_ptr, TILE)
+    pair = tl.arange(0, BLOCK)
+    expert, valid = _local_expert(ids_ptr, pair, pairs, first_expert, experts)
+    # Counting an expert's pairs ranks them too.
+    rank = tl.atomic_add(scratch_ptr + expert, 1, mask=valid, sem="relaxed")
     tl.debug_barrier()
-    for chunk in range(chunks):
-        pair = chunk * BLOCK + lanes
-        expert, valid = _local_expert(ids_ptr, pair, pairs, first_expert, experts)
-        slot = tl.atomic_add(cursors_ptr + expert, 1, mask=valid, sem="relaxed")
-        tl.store(rows_ptr + slot, pair // top_k, mask=valid)
-        tl.store(slots_ptr + pair, tl.where(valid, slot, -1), mask=pair < pairs)
+    counts = tl.atomic_xchg(scratch_ptr + bins, 0, mask=bins < experts, sem="relaxed")
+    counts = tl.where(bins < experts, counts, 0)
+    _lay_out(counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr, TILE)
+    tl.debug_barrier()
+    slot = tl.load(starts_ptr + expert, mask=valid, other=0) + rank
+    tl.store(rows_ptr + slot, pair // top_k, mask=valid)
+    tl.store(slots_ptr + pair, tl.where(valid, slot, -1), mask=pair < pairs)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-__all__ = ["advance", "banded_tile", "before", "launch_next", "make_barriers", "wait_for_last"]
+__all__ = ["advance", "banded_tile", "before", "fence_async_global", "launch_next", "make_barriers", "wait_for_last"]
 
 
 @gluon.jit
@@ -24,6 +24,12 @@ def launch_next():
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def fence_async_global():
+    """Between ordinary accesses to global memory and the copy engine's of the same data, on either side."""
+    gl.inline_asm_elementwise("fence.proxy.async.global; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
