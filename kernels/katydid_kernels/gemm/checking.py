@@ -45,7 +45,7 @@ def check_gemm(
     hooks: bool,
     blocks: bool = False,
 ) -> float:
-    """One product of the shape ``(m, n, k)``: hooks, with vector scales, bias and residual; blocks, with block scales."""
+    """One product of the shape ``(m, n, k)``: hooks, with vector scales, bias, residual; blocks, block scales."""
     m, n, k = shape
     a = torch.randn(m, k, device="cuda").to(dtype)
     b = torch.randn(n, k, device="cuda").to(dtype)

@@ -214,7 +214,8 @@ def _launch_decode(
     plan, h, y = workspace.plan, workspace.h, workspace.y
     experts_decode_kernel[(sm_count(x.device),)](
         x, x.stride(0), _interleaved(w13, tile.rows), _down_weights(w2, tile.rows),
-        descriptor(h, [tile.tokens, _K_BYTES // h.element_size()]), h, h.stride(0), y, weights, shared, out, plan.rows, plan.slots, plan.tiles, plan.tile_count, workspace.ready, workspace.sync,
+        descriptor(h, [tile.tokens, _K_BYTES // h.element_size()]), h, h.stride(0), y, weights, shared, out,
+        plan.rows, plan.slots, plan.tiles, plan.tile_count, workspace.ready, workspace.sync,
         scales.up, scales.inverse_h, scales.down, scales.token, x.shape[0],
         H=w2.shape[1], WIDTH=w2.shape[2], TOP_K=ids.shape[1], TOKENS=tile.tokens, STAGES=tile.stages,
         WGS=tile.warpgroups, PROMOTE=tile.promote, SUM=summed, X_LAYOUT=_rows_layout(tile.tokens, x.dtype),
@@ -238,7 +239,8 @@ def _launch_few(
     h, top_k, block_k = workspace.h, ids.shape[1], _K_BYTES // x.element_size()
     experts_few_kernel[(sm_count(x.device),)](
         descriptor(x, [tile.tokens, block_k]), _interleaved(w13, tile.rows), _down_weights(w2, tile.rows),
-        descriptor(h, [tile.tokens, block_k]), h, h.stride(0), weights, shared, out, ids, first_expert, len(w2), workspace.ready, workspace.sync,
+        descriptor(h, [tile.tokens, block_k]), h, h.stride(0), weights, shared, out, ids, first_expert, len(w2),
+        workspace.ready, workspace.sync,
         scales.up, scales.inverse_h, scales.down, scales.token, x.shape[0],
         H=w2.shape[1], WIDTH=w2.shape[2], TOP_K=top_k, PADDED=triton.next_power_of_2(top_k),
         STAGES=tile.stages, PROMOTE=tile.promote,

@@ -3,8 +3,8 @@
 Such a batch is bound by reading each hit expert's weights once, so the kernel is one stream of weight tiles without a
 break: every CTA takes its share of the gate-up tiles, then of the down tiles (`experts_order`). One warp streams the
 weights and never waits for anything but room in the ring; a warpgroup beside it copies the token rows to each stage,
-for a down tile (whose rows of h stand together) once all gate-up tiles of its expert are counted. The sum waits for all down tiles. Counters are zero
-between calls: the last CTA out resets them.
+for a down tile (whose rows of h stand together) once all gate-up tiles of its expert are counted. The sum waits for all
+down tiles. Counters are zero between calls: the last CTA out resets them.
 """
 
 from triton.experimental import gluon
@@ -196,9 +196,9 @@ def experts_decode_kernel(
 
     w13_desc: boxes ``[1, ROWS / 16, 2, 8, BLOCK_K]`` of w13 seen as ``[E, WIDTH / 8, 2, 8, H]``; w2_desc: boxes
     ``[1, ROWS / 8, 8, BLOCK_K]`` of w2 seen as ``[E, H / 8, 8, WIDTH]``. h: ``[pairs, WIDTH]``, rows padded with zeros
-    to a multiple of BLOCK_K, and its boxes ``[TOKENS, BLOCK_K]``; y: ``[pairs, H]``; ready: zeros, an int32 a tile; sync: two zeros. Rows, slots and tiles
-    are a `RoutePlan`'s. Scales in fp32: up ``[E, 2]``, down ``[E]``, inverse ``[1]`` (what h is multiplied by), token
-    ``[T]`` or None. WGS is 2. Without SUM the kernel ends with y.
+    to a multiple of BLOCK_K, and its boxes ``[TOKENS, BLOCK_K]``; y: ``[pairs, H]``; ready: zeros, an int32 a tile;
+    sync: two zeros. Rows, slots and tiles are a `RoutePlan`'s. Scales in fp32: up ``[E, 2]``, down ``[E]``, inverse
+    ``[1]`` (what h is multiplied by), token ``[T]`` or None. WGS is 2. Without SUM the kernel ends with y.
     """
     GROUPS: gl.constexpr = w13_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = w13_desc.block_type.shape[4]

@@ -214,8 +214,8 @@ def experts_few_kernel(
 ):  # fmt: skip
     """`experts_decode_kernel` for few pairs; arguments as there, and
 
-    x_desc, h_desc: boxes ``[8, BLOCK_K]``; ids: int32 ``[tokens, TOP_K]``, of which ``first_expert + [0, number)`` are local; PADDED: TOP_K rounded up to a
-    power of two; ready: zeros, an int32 a token; out and shared with rows of H.
+    x_desc, h_desc: boxes ``[8, BLOCK_K]``; ids: int32 ``[tokens, TOP_K]``, of which ``first_expert + [0, number)`` are
+    local; PADDED: TOP_K rounded up to a power of two; ready: zeros, an int32 a token; out and shared with rows of H.
     """
     GROUPS: gl.constexpr = w13_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = w13_desc.block_type.shape[4]
