@@ -84,9 +84,9 @@ def run_experts_w4a8(
     else:
         h, y = workspace.h, workspace.y
         launch_grouped(
-            x, w13, h, tile, plan.tiles, plan.tile_count, h_scale, rows=plan.rows, x_scale=x_scale
+            x, w13, h, tile, plan.tiles, plan.tile_count, rows=plan.rows, x_scale=x_scale, h_scale=h_scale
         )  # fmt: skip
-        launch_grouped(h, w2, y, tile, plan.tiles, plan.tile_count, h_scale)
+        launch_grouped(h, w2, y, tile, plan.tiles, plan.tile_count, h_scale=h_scale)
         combine(y, plan.slots[: len(ids)], weights, out, shared=shared, early=True)
     return out
 

@@ -72,7 +72,7 @@ def _consume(
     stage = 0
     phase = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        expert, row, end = _tile_of(item, tiles_n, tiles_ptr, M)
+        _, row, end = _tile_of(item, tiles_n, tiles_ptr, M)
         left, right, stage, phase = multiply_halves(WHO, ring, stage, phase, tiles_k, STAGES, WGS)
         strip = item % tiles_n * WGS + WHO
         if strip < strips:

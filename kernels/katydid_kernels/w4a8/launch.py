@@ -80,7 +80,7 @@ def launch_grouped(
     residual: Tensor | None = None,
 ) -> Tensor:
     """The grouped kernel: gated, of rows of x through `rows` with `x_scale`, over `h_scale`; or times `h_scale`; or,
-    where no `tiles` and `tile_count` of a `RoutePlan` are given, one dense product with `x_scale`, bias and residual."""
+    where no `tiles` and `tile_count` of a `RoutePlan` are given, one dense product with x_scale, bias and residual."""
     maxnreg, consumer, producer = tile.registers
     grouped_w4a8_kernel[(sm_count(x.device),)](
         x, x.stride(0), weight.cols, *weight_descriptors(weight, 1), weight.codes.shape[-3], out, out.stride(0),

@@ -1,0 +1,49 @@
+"""Every W4A8 kernel assembles for sm_90 without spilling, unpacks in registers, multiplies by wgmma, copies by TMA."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
+SHARED_LIMIT = 227 * 1024
+# Two CTAs of the kernel for few rows share an SM.
+HALF_AN_SM = (228 // 2 - 1) * 1024
+
+
+@pytest.fixture(scope="module")
+def compiled() -> list[dict]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_w4a8.py")
+    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def test_nothing_spills(compiled: list[dict]) -> None:
+    assert {(k["case"], k["kernel"]): k["spills"] for k in compiled if k["spills"]} == {}
+
+
+def test_shared_memory_fits(compiled: list[dict]) -> None:
+    assert max(k["shared_bytes"] for k in compiled) <= SHARED_LIMIT
+    assert max(k["shared_bytes"] for k in compiled if k["kernel"] == "narrow_w4a8_kernel") <= HALF_AN_SM
+
+
+def test_hopper_instructions(compiled: list[dict]) -> None:
+    assert {k["kernel"] for k in compiled} == {
+        "narrow_w4a8_kernel",
+        "grouped_w4a8_kernel",
+        "experts_decode_w4a8_kernel",
+    }
+    for kernel in compiled:
+        opcodes = kernel["opcodes"]
+        assert opcodes.get("QGMMA", 0) >= 8, kernel
+        assert not {"HGMMA", "HMMA", "QMMA"} & opcodes.keys(), kernel
+        assert opcodes.get("UTMALDG", 0) >= 2, kernel
+        # Seven instructions for the eight codes of a word: both operands of a group take eight words.
+        assert opcodes["LEA"] >= 16, kernel
