@@ -47,6 +47,8 @@ class ServiceProcess:
             "memory_bytes": 8 * MIB,
             "slab_bytes": MIB,
             "drain_timeout_s": 5,
+            # It would find the flips that tests make, before those who are to find them.
+            "scrub_bytes_per_s": 0,
             **({"disk_path": folder, "disk_bytes": 32 * MIB, "index_map_bytes": 64 * MIB} if folder else {}),
             **options,
         }

@@ -72,7 +72,8 @@ async def serve(settings: KvCacheSettings, telemetry: Telemetry) -> None:
             exposition = Exposition(metrics, lambda: server.serving)
             await exposition.start(settings.http_listen)
             stack.push_async_callback(exposition.stop)
-        for work in (cache.maintain(), _keep_figures(figures, cache)):
+        scrubbing = cache.scrubber.run(settings.scrub_bytes_per_s)
+        for work in (cache.maintain(), scrubbing, _keep_figures(figures, cache)):
             task = asyncio.create_task(work)
             stack.callback(task.cancel)
         await server.start()

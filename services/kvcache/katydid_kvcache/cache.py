@@ -32,6 +32,7 @@ from katydid_kvcache.pins import OperatorPins
 from katydid_kvcache.read_speeds import ReadSpeeds
 from katydid_kvcache.reading import Reader
 from katydid_kvcache.reservations import Reservations
+from katydid_kvcache.scrubbing import Scrubber
 from katydid_kvcache.settings import KvCacheSettings
 from katydid_kvcache.slabs import SlabAllocator
 from katydid_kvcache.store import Change, Refusal, Store, Write
@@ -107,6 +108,7 @@ class Cache:
         self.events = EventHub(self.store, self.boot_epoch)
         self.memory = MemoryTier(self.arena, memory_slots)
         self.reader = Reader(self.store, self.memory, self._disk)
+        self.scrubber = Scrubber(self.store, self.memory, self.reader)
         self.writer = Writer(
             self.store,
             self.memory,
@@ -290,16 +292,8 @@ class Cache:
             for block in list(namespace.blocks.values()):
                 if not block.present or not block.complete:
                     continue
-                self.store.pin([block])
-                try:
-                    good = block.memory is None or self.memory.intact(block, namespace.all_heads)
-                    if not good:
-                        self.store.leave(self.store.memory, block, corrupt=True)
-                    good = await self.reader.check_disk(block, scratch) and good
-                finally:
-                    self.store.unpin([block])
                 checked += 1
-                corrupt += not good
+                corrupt += not await self.scrubber.check(block, scratch)
                 await asyncio.sleep(0)
         return Verified(checked, corrupt)
 

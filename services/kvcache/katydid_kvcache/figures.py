@@ -38,7 +38,9 @@ class Figures:
                 ("broken_lanes", "Bulk lanes that broke before their receipt"),
             )
         }
-        self._read_speed = metrics.gauge("read_speed_bytes", "Measured speed of reads, a second", ["tier", "up_to_bytes"])
+        self._read_speed = metrics.gauge(
+            "read_speed_bytes", "Measured speed of reads, a second", ["tier", "up_to_bytes"]
+        )
         self._pinned = metrics.gauge("pinned_blocks", "Blocks that an operator keeps")
         self._counters = {
             field: metrics.counter(name, help_text, ["tier"]) for field, (name, help_text) in _COUNTED.items()
@@ -50,6 +52,8 @@ class Figures:
         self._leased = metrics.gauge("held_leases", "Leases held now")
         self._attached = metrics.gauge("attached_clients", "Clients attached now")
         self._quarantined = metrics.gauge("quarantined_blocks", "Slots taken out of use because of wrong bytes")
+        self._scrubbed = metrics.counter("scrubbed_bytes", "Bytes read again in the background to find wrong ones")
+        self._scrubbed_blocks = metrics.counter("scrubbed_blocks", "Blocks read again in the background")
         self._queued = metrics.gauge("disk_queue_bytes", "Bytes on their way to disk")
         self._seen: dict[tuple[str, str], int] = {}
 
@@ -74,6 +78,8 @@ class Figures:
         self._leased.set(len(cache.leases))
         self._attached.set(len(cache.attachments))
         self._quarantined.set(cache.quarantined)
+        self._follow(self._scrubbed, ("scrubbed", ""), cache.scrubber.bytes)
+        self._follow(self._scrubbed_blocks, ("scrubbed_blocks", ""), cache.scrubber.blocks)
         self._queued.set(cache.writer.bytes_in_flight)
 
     def _follow(self, counter: Any, name: tuple[str, str], value: int) -> None:

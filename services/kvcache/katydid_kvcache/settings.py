@@ -49,6 +49,9 @@ class KvCacheSettings(DialingSettings):
         16 * _MIB, ge=_MIB, description="payload bytes a Put stream may have on the way before they are stored"
     )
     stream_stall_timeout_s: float = Field(30.0, gt=0, description="a stream whose client does nothing so long is ended")
+    scrub_bytes_per_s: int = Field(
+        16 * _MIB, ge=0, description="how fast blocks nobody asks for are read again to find wrong bytes; 0: never"
+    )
     fault_delays: Annotated[dict[str, float], NoDecode, BeforeValidator(delays_at("lookup", "get"))] = Field(
         {}, description="for tests: delays, point:milliseconds,... at lookup, get"
     )

@@ -1,0 +1,78 @@
+"""Looks for wrong bytes before anyone asks for them: every copy of every block is read again, a little at a time.
+
+What is read by clients is checked on the way. The scrubber finds what rots unread, while the block may still be good in
+another tier; a bad slot is quarantined like one found by a reader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+
+from katydid_kvcache.blocks import Block, Namespace
+from katydid_kvcache.memory import MemoryTier
+from katydid_kvcache.reading import Reader
+from katydid_kvcache.store import Store
+
+__all__ = ["Scrubber"]
+
+_IDLE_S = 1.0
+_RETRY_S = 60.0
+
+logger = logging.getLogger(__name__)
+
+
+class Scrubber:
+    """Checks blocks in memory and on disk. `blocks`, `bytes` and `corrupt` count copies checked since the start."""
+
+    def __init__(self, store: Store, memory: MemoryTier, reader: Reader) -> None:
+        self._store = store
+        self._memory = memory
+        self._reader = reader
+        self.blocks = 0
+        self.bytes = 0
+        self.corrupt = 0
+        self.passes = 0
+
+    async def run(self, bytes_per_s: float) -> None:
+        """Go round for ever at this rate; 0 never begins."""
+        while bytes_per_s:
+            try:
+                for namespace in [*self._store.namespaces.values()]:
+                    await self._go_through(namespace, bytes_per_s)
+                self.passes += 1
+            except Exception:
+                logger.exception("scrubbing failed")  # the cache must go on being looked at, and served
+                await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(_IDLE_S)
+
+    async def check(self, block: Block, scratch: memoryview) -> bool:
+        """Read all copies of a complete block; False when one was wrong, which is quarantined now.
+
+        `scratch` is page-aligned and holds a slot.
+        """
+        store = self._store
+        store.pin([block])
+        try:
+            good = block.memory is None or self._memory.intact(block, block.namespace.all_heads)
+            self.bytes += len(scratch) * ((block.memory is not None) + (block.disk is not None))
+            if not good:
+                store.leave(store.memory, block, corrupt=True)
+            good = await self._reader.check_disk(block, scratch) and good
+        finally:
+            store.unpin([block])
+        self.blocks += 1
+        self.corrupt += not good
+        return good
+
+    async def _go_through(self, namespace: Namespace, bytes_per_s: float) -> None:
+        scratch = memoryview(mmap.mmap(-1, namespace.slot_bytes))
+        for block_hash in [*namespace.blocks]:
+            block = namespace.blocks.get(block_hash)
+            if block is None or not block.complete:
+                continue
+            before = self.bytes
+            if not await self.check(block, scratch):
+                logger.error("wrong bytes found by scrubbing", extra={"block": block_hash.hex()[:16]})
+            await asyncio.sleep((self.bytes - before) / bytes_per_s)
