@@ -11,6 +11,7 @@ from katydid_cache.layout import Span
 from katydid_cache.records import BlockMissReason, PutOutcome, PutStatus
 from katydid_kvcache.blocks import Namespace
 from katydid_kvcache.cache import Cache
+from katydid_kvcache.policy.lifetimes import Keep, Lifetime
 from katydid_kvcache.settings import KvCacheSettings
 from katydid_kvcache.store import Refusal
 from xxhash import xxh3_128_digest
@@ -31,7 +32,8 @@ def key(name: int) -> bytes:
 @asynccontextmanager
 async def opened(folder: Path | None = None, **options: object) -> AsyncIterator[tuple[Cache, Namespace]]:
     disk = {"disk_path": str(folder), "disk_bytes": 8 * MIB, "index_map_bytes": 16 * MIB} if folder else {}
-    cache = await Cache.open(KvCacheSettings(**({"memory_bytes": 2 * MIB, "slab_bytes": MIB} | disk | options)))
+    given = {"memory_bytes": 2 * MIB, "slab_bytes": MIB} | disk | options
+    cache = await Cache.open(KvCacheSettings(**{name: value for name, value in given.items() if value is not None}))
     try:
         yield cache, cache.store.namespace(IDENTITY, LAYOUT)
         cache.store.check_integrity()
@@ -40,10 +42,17 @@ async def opened(folder: Path | None = None, **options: object) -> AsyncIterator
 
 
 def put(
-    cache: Cache, space: Namespace, name: int, *, heads: Span = Span(0, 2), ttl_s: float | None = None
+    cache: Cache,
+    space: Namespace,
+    name: int,
+    *,
+    heads: Span = Span(0, 2),
+    ttl_s: float | None = None,
+    sliding: bool = False,
+    tenant: bytes = b"",
 ) -> PutOutcome:
     """Write block `name` the way the service does it, in this process."""
-    begun = cache.store.begin_write(space, key(name), b"", heads)
+    begun = cache.store.begin_write(space, key(name), b"", heads, tenant)
     if isinstance(begun, Refusal):
         return PutOutcome(PutStatus.PRESENT if begun.present else PutStatus.REFUSED, begun.refusal)
     view, data = cache.memory.view(begun.block), payload(name)
@@ -51,7 +60,7 @@ def put(
     for run in LAYOUT.runs(heads):
         view[run.start : run.stop] = data[run.start : run.stop]
         sent += data[run.start : run.stop]
-    return cache.writer.finish(begun, xxh3_128_digest(sent), ttl_s)
+    return cache.writer.finish(begun, xxh3_128_digest(sent), Keep(None if ttl_s is None else Lifetime(ttl_s, sliding)))
 
 
 async def durably(cache: Cache, space: Namespace, name: int) -> PutOutcome:

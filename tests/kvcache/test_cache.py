@@ -7,7 +7,9 @@ import random
 from pathlib import Path
 
 from katydid_cache.layout import Span
-from katydid_cache.records import BlockMissReason, PutOutcome, PutRefusal, PutStatus
+from katydid_cache.records import BlockMissReason, PutOutcome, PutRefusal, PutStatus, Tier
+from katydid_kvcache.policy.lifetimes import Keep, Lifetime, SessionTerms
+from katydid_kvcache.policy.sharing import Asker
 from katydid_kvcache.reading import Reading
 from katydid_kvcache.store import Write
 from xxhash import xxh3_128_digest
@@ -118,7 +120,7 @@ def test_wrong_checksum_is_refused_and_leaves_nothing() -> None:
         async with opened() as (cache, space):
             begun = cache.store.begin_write(space, key(1), b"", Span(0, 2))
             assert isinstance(begun, Write)
-            assert cache.writer.finish(begun, bytes(16), None) == PutOutcome(PutStatus.REFUSED, PutRefusal.CHECKSUM)
+            assert cache.writer.finish(begun, bytes(16), Keep()) == PutOutcome(PutStatus.REFUSED, PutRefusal.CHECKSUM)
             assert not space.blocks
 
     run(scenario)
@@ -150,5 +152,89 @@ def test_prefetch_brings_blocks_up(tmp_path: Path) -> None:
             assert eta_s > 0
             while any(space.blocks[key(name)].memory is None for name in range(8)):
                 await asyncio.sleep(0.005)
+
+    run(scenario)
+
+
+def test_a_sliding_block_lives_on_with_every_use_and_over_a_restart(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(tmp_path) as (cache, space):
+            attachment = cache.attachments.join(space, arena=False)
+            for name, sliding in ((1, True), (2, False)):
+                put(cache, space, name, ttl_s=0.6, sliding=sliding)
+            await cache.flush()
+            for _ in range(5):
+                await asyncio.sleep(0.2)
+                cache.lookup(attachment, [key(1)], Span(0, 2), None)
+                await asyncio.sleep(0)
+            cache.store.expire()
+            assert await get(cache, space, 1) == payload(1)
+            assert await get(cache, space, 2) == BlockMissReason.ABSENT
+        async with opened(tmp_path) as (cache, space):
+            assert await get(cache, space, 1) == payload(1)
+            await asyncio.sleep(0.7)
+            assert await get(cache, space, 1) == BlockMissReason.ABSENT
+
+    run(scenario)
+
+
+def test_blocks_found_by_a_session_live_as_long_as_it_does(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(tmp_path) as (cache, space):
+            attachment = cache.attachments.join(space, arena=False)
+            put(cache, space, 1, ttl_s=0.2)
+            put(cache, space, 2, ttl_s=0.2)
+            session = SessionTerms(b"s" * 16, Lifetime(30))
+            cache.lookup(attachment, [key(1)], Span(0, 2), None, session=session)
+            await asyncio.sleep(0.25)
+            cache.store.expire()
+            assert await get(cache, space, 1) == payload(1)
+            assert await get(cache, space, 2) == BlockMissReason.ABSENT
+
+    run(scenario)
+
+
+def test_a_full_disk_takes_at_the_second_use_what_it_did_not_admit_at_the_first(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        policy = tmp_path / "policy.yaml"
+        policy.write_text("tiers: {disk: {bytes: 1048576, admission: second_touch}}\n")
+        async with opened(tmp_path / "disk", disk_bytes=None, policy_file=str(policy)) as (cache, space):
+            attachment = cache.attachments.join(space, arena=False)
+            working = asyncio.create_task(cache.aftermath.run())
+            for name in range(60):
+                put(cache, space, name)
+                await asyncio.sleep(0)
+            while cache.writer.bytes_in_flight:
+                await asyncio.sleep(0.01)
+            last = space.blocks[key(59)]
+            assert last.disk is None, "the disk was full, and the block new"
+            for _ in range(2):
+                cache.lookup(attachment, [key(59)], Span(0, 2), None)
+            while last.disk is None:
+                await asyncio.sleep(0.01)
+            working.cancel()
+
+    run(scenario)
+
+
+def test_figures_by_tenant() -> None:
+    async def scenario() -> None:
+        alice, bob = Asker(b"a" * 16), Asker(b"b" * 16)
+        async with opened() as (cache, space):
+            attachment = cache.attachments.join(space, arena=False)
+            working = asyncio.create_task(cache.aftermath.run())
+            put(cache, space, 1, tenant=alice.tenant)
+            for asker in (alice, bob):
+                cache.lookup(attachment, [key(1), key(2)], Span(0, 2), None, asker)
+            while not cache.tenants.of(bob.tenant).missed_tokens:
+                await asyncio.sleep(0.001)
+            for asker, shared in ((alice, 0), (bob, 1)):
+                figures = cache.tenants.of(asker.tenant)
+                assert figures.hit_tokens == {Tier.MEMORY: 64}
+                assert figures.hit_bytes == {Tier.MEMORY: BLOCK}
+                assert (figures.missed_tokens, figures.shared_hits) == (64, shared)
+                assert cache.tenants.saved_prefill_s(figures) == 64 / cache.settings.prefill_tokens_per_s
+            assert cache.store.memory.pools.held == {alice.tenant: space.slot_bytes}
+            working.cancel()
 
     run(scenario)

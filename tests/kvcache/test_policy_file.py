@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from katydid_kvcache.policy.policy_file import CachePolicy, Lifetime, SharedPolicy, parse_policy, read_policy
+from katydid_kvcache.policy.lifetimes import Lifetime
+from katydid_kvcache.policy.policy_file import CachePolicy, SharedPolicy, parse_policy, read_policy
 from katydid_kvcache.policy.pools import Quota
 from katydid_runtime.errors import SettingsError
 
@@ -26,6 +27,7 @@ tenants:
   00112233445566778899aabbccddeeff: {memory: {guaranteed: 4GiB, limit: 16GiB}, disk: {limit: 200GiB}}
 """
 GIB = 1 << 30
+ID = "0" * 32
 TENANT = bytes.fromhex("00112233445566778899aabbccddeeff")
 
 
@@ -63,7 +65,7 @@ def test_everything_may_be_left_out(text: str) -> None:
         ("sharing: everyone\n", 1, "sharing", "everyone", "public_prefix, tenant, none"),
         ("tenants:\n\n  alice: {}\n", 3, "tenants.alice", "alice", "32 hexadecimal digits"),
         ("tenants: {each: {disk: {guaranteed: 1}}}\n", 1, "tenants.each.disk.guaranteed", "guaranteed", "limit"),
-        (f"tenants:\n  {'0' * 32}: {{disk: {{guaranteed: 2, limit: 1}}}}\n", 2, f"tenants.{'0' * 32}.disk.limit", "1", ""),
+        (f"tenants:\n  {ID}: {{disk: {{guaranteed: 2, limit: 1}}}}\n", 2, f"tenants.{ID}.disk.limit", "1", ""),
         (
             f"tiers: {{memory: {{bytes: 10}}}}\ntenants:\n  {'0' * 32}: {{memory: {{guaranteed: 6}}}}\n"
             f"  {'1' * 32}: {{memory: {{guaranteed: 5}}}}\n",

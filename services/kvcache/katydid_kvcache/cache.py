@@ -19,9 +19,11 @@ from katydid_cache.layout import Span
 from katydid_cache.records import PutRefusal, Tier, TierRun
 from katydid_runtime.errors import NotFoundError, OverloadedError
 
+from katydid_kvcache.aftermath import Aftermath
 from katydid_kvcache.arena import Arena
 from katydid_kvcache.attachments import Attachment, Attachments
 from katydid_kvcache.blocks import Block, Namespace
+from katydid_kvcache.disk.catalog import Row
 from katydid_kvcache.disk.recovery import GENERATION_BITS, DiskFolder, lock_folder, open_folder
 from katydid_kvcache.disk.slot_header import HEADER_BYTES
 from katydid_kvcache.disk.tier import DiskTier
@@ -29,6 +31,9 @@ from katydid_kvcache.events import EventHub
 from katydid_kvcache.leases import LeaseTable
 from katydid_kvcache.memory import MemoryTier
 from katydid_kvcache.pins import OperatorPins
+from katydid_kvcache.policy.lifetimes import Lifetime, Lifetimes, SessionTerms
+from katydid_kvcache.policy.policy_file import CachePolicy
+from katydid_kvcache.policy.sharing import Asker, stored_names
 from katydid_kvcache.read_speeds import ReadSpeeds
 from katydid_kvcache.reading import Reader
 from katydid_kvcache.reservations import Reservations
@@ -36,6 +41,7 @@ from katydid_kvcache.scrubbing import Scrubber
 from katydid_kvcache.settings import KvCacheSettings
 from katydid_kvcache.slabs import SlabAllocator
 from katydid_kvcache.store import Change, Refusal, Store, Write
+from katydid_kvcache.tenants import Tenants
 from katydid_kvcache.traffic import Traffic
 from katydid_kvcache.writing import Writer
 
@@ -75,8 +81,11 @@ class Verified:
 class Cache:
     """All state of one service; made by `Cache.open`, ended by `close`. Belongs to one event loop."""
 
-    def __init__(self, settings: KvCacheSettings, folder: DiskFolder | None, lock: int | None) -> None:
+    def __init__(
+        self, settings: KvCacheSettings, policy: CachePolicy, folder: DiskFolder | None, lock: int | None
+    ) -> None:
         self.settings = settings
+        self.policy = policy
         self.boot_epoch = time.time_ns()
         self.attachments = Attachments()
         self.speeds = ReadSpeeds()
@@ -103,8 +112,16 @@ class Cache:
                 speeds=self.speeds,
             )
         self.store = Store(
-            memory_slots, disk_slots, disk_header_bytes=HEADER_BYTES, changed=self._changed, now=time.time
+            memory_slots,
+            disk_slots,
+            disk_header_bytes=HEADER_BYTES,
+            memory_policy=policy.memory,
+            disk_policy=policy.disk,
+            changed=self._changed,
+            renewed=self._renewed,
+            now=time.time,
         )
+        self._lifetimes = Lifetimes(policy.blocks or Lifetime(settings.block_ttl_s), policy.sessions, time.time)
         self.events = EventHub(self.store, self.boot_epoch)
         self.memory = MemoryTier(self.arena, memory_slots)
         self.reader = Reader(self.store, self.memory, self._disk)
@@ -114,9 +131,10 @@ class Cache:
             self.memory,
             self._disk,
             queue_bytes=settings.disk_queue_bytes,
-            block_ttl_s=settings.block_ttl_s,
-            now=time.time,
+            lifetimes=self._lifetimes,
         )
+        self.tenants = Tenants(settings.prefill_tokens_per_s)
+        self.aftermath = Aftermath(self.store, self.writer, self.tenants)
         self.leases: LeaseTable[Block] = LeaseTable()
         self.reservations = Reservations()
         self.pins = OperatorPins(self.store)
@@ -131,6 +149,8 @@ class Cache:
 
         A disk that fails beyond that leaves the service without a disk tier, which is logged.
         """
+        policy = settings.policy()
+        settings = settings.with_sizes_of(policy)
         lock, folder = None, None
         if settings.disk_path and settings.disk_bytes:
             path = Path(settings.disk_path)
@@ -147,7 +167,7 @@ class Cache:
                 )
             except (OSError, lmdb.Error) as error:
                 logger.error("no disk tier: %s", error, extra={"disk_path": settings.disk_path})
-        cache = cls(settings, folder, lock)
+        cache = cls(settings, policy, folder, lock)
         cache._prefault.start()
         return cache
 
@@ -184,36 +204,75 @@ class Cache:
         for write in self.reservations.drop_owner(attachment.id):
             self.store.abort_write(write)
 
-    def lookup(self, attachment: Attachment, hashes: Sequence[bytes], heads: Span, lease_ttl_s: float | None) -> Found:
+    def names(self, asker: Asker, hashes: Sequence[bytes]) -> Sequence[bytes]:
+        """The names under which `asker`'s blocks of these hashes are kept."""
+        return stored_names(self.policy.sharing, asker, hashes)
+
+    def lookup(
+        self,
+        attachment: Attachment,
+        hashes: Sequence[bytes],
+        heads: Span,
+        lease_ttl_s: float | None,
+        asker: Asker = Asker(),
+        session: SessionTerms | None = None,
+    ) -> Found:
         """The longest prefix of a chain that is present, leased for `lease_ttl_s` unless that is None."""
-        namespace = attachment.namespace
-        found = self.store.prefix(namespace, hashes, namespace.mask(heads))
+        namespace, names = attachment.namespace, self.names(asker, hashes)
+        found = self.store.prefix(namespace, names, namespace.mask(heads))
         lease = 0
         if found and lease_ttl_s is not None:
             self.store.pin(found)
             lease = self.leases.grant(attachment.id, found, time.monotonic() + lease_ttl_s)
-        asyncio.get_running_loop().call_soon(self.store.touch, found)
-        return Found(found, tuple(self._runs(namespace, found)), lease)
+        asyncio.get_running_loop().call_soon(self.store.touch, found, self._lifetimes.use(session))
+        runs = tuple(self._runs(namespace, found))
+        self.aftermath.of_lookup(namespace, names, asker.tenant, runs, found)
+        return Found(found, runs, lease)
+
+    def begin_write(
+        self,
+        namespace: Namespace,
+        name: bytes,
+        parent: bytes,
+        heads: Span,
+        tenant: bytes = b"",
+        session: SessionTerms | None = None,
+    ) -> Write | Refusal:
+        """`Store.begin_write` for a tenant and a session; a block that is there lives on as long as the session."""
+        begun = self.store.begin_write(namespace, name, parent, heads, tenant)
+        if isinstance(begun, Refusal):
+            if begun.present is not None and begun.present.expires_at:
+                self.store.extend(begun.present, self._lifetimes.use(session))
+            self.tenants.of(tenant).refused += begun.refusal is PutRefusal.QUOTA
+        return begun
 
     def release(self, attachment: Attachment, lease: int) -> None:
         self.store.unpin(self.leases.release(attachment.id, lease))
 
     def reserve(
-        self, attachment: Attachment, hashes: Sequence[bytes], parents: Sequence[bytes], heads: Span, hold_s: float
+        self,
+        attachment: Attachment,
+        names: Sequence[bytes],
+        parents: Sequence[bytes],
+        heads: Span,
+        hold_s: float,
+        *,
+        tenant: bytes = b"",
+        session: SessionTerms | None = None,
     ) -> tuple[int, list[Write | Refusal]]:
         """Take slots to write in place: the reservation (0 when there is no slot), and for each hash leave to write.
 
         Blocks are kept for `hold_s` once they are there: from the commit on, or from now.
         """
         begun = [
-            self.store.begin_write(attachment.namespace, block_hash, parent, heads)
-            for block_hash, parent in zip(hashes, parents, strict=True)
+            self.begin_write(attachment.namespace, name, parent, heads, tenant, session)
+            for name, parent in zip(names, parents, strict=True)
         ]
         for refusal in begun:
             if hold_s and isinstance(refusal, Refusal) and refusal.present is not None:
                 self.hold(refusal.present, hold_s)
         taken = [write for write in begun if isinstance(write, Write)]
-        return (self.reservations.add(attachment.id, taken, hold_s) if taken else 0), begun
+        return (self.reservations.add(attachment.id, taken, hold_s, session) if taken else 0), begun
 
     def hold(self, block: Block, hold_s: float) -> None:
         """Keep a block for a hand-off, whoever comes for it."""
@@ -305,6 +364,10 @@ class Cache:
         if change.tier is Tier.DISK and not change.stored and self._disk is not None:
             self._disk.delete(change.block.namespace.identity, change.block.hash)
         self.events.publish(change)
+
+    def _renewed(self, block: Block) -> None:
+        if self._disk is not None and block.disk is not None:
+            self._disk.renew(Row.of_block(block, block.disk))
 
     def _runs(self, namespace: Namespace, blocks: Sequence[Block]) -> list[TierRun]:
         runs: list[TierRun] = []

@@ -136,7 +136,8 @@ class GetStream:
 
     def _terms(self, start: pb.GetStart) -> _Terms:
         namespace = self._cache.attachments.find(start.attachment).namespace
-        hashes = requests.hash_list(start.hashes)
+        asker = requests.asker(start.tenant, start.session)
+        hashes = self._cache.names(asker, requests.hash_list(start.hashes))
         heads, layers = requests.span(start.heads), Span(start.first_layer, start.layers)
         runs = namespace.layout.runs(heads, layers)
         size = sum(len(run) for run in runs)

@@ -15,6 +15,7 @@ from katydid_kvcache.attachments import Attachment
 from katydid_kvcache.blocks import Block
 from katydid_kvcache.cache import Cache
 from katydid_kvcache.memory import MemoryTier
+from katydid_kvcache.policy.lifetimes import Keep
 from katydid_kvcache.store import Refusal, Write
 from katydid_kvcache.writing import Claim, commit
 
@@ -57,10 +58,18 @@ def reserve_in_place(cache: Cache, request: pb.ReserveRequest) -> pb.ReserveResp
             value=len(parents),
             allowed="one a hash, 32 zero bytes for a first block",
         )
-    requests.exact_bytes(request.tenant, requests.TENANT_SIZES, "tenant")
+    asker = requests.asker(request.tenant, request.session.id)
     parents = [b"" if parent == bytes(len(parent)) else parent for parent in parents]
     hold_s = requests.hold(request.hold) if request.HasField("hold") else 0.0
-    reservation, begun = cache.reserve(attachment, hashes, parents, requests.span(request.heads), hold_s)
+    reservation, begun = cache.reserve(
+        attachment,
+        cache.names(asker, hashes),
+        cache.names(asker, parents),
+        requests.span(request.heads),
+        hold_s,
+        tenant=asker.tenant,
+        session=requests.session(request.session),
+    )
     slots = b"".join(_slot(cache.memory, write) for write in begun)
     declined = [_declined(index, refusal) for index, refusal in enumerate(begun) if isinstance(refusal, Refusal)]
     return pb.ReserveResponse(reservation=reservation, slots=slots, declined=declined)
@@ -71,10 +80,13 @@ async def commit_in_place(cache: Cache, request: pb.CommitRequest) -> pb.CommitR
     attachment = with_arena(cache, request.attachment)
     reservation = cache.reservations.find(attachment.id, request.reservation)
     claims = _claims(request, reservation.writes)
-    ttl_s = requests.ttl(request.ttl) if request.HasField("ttl") else None
+    keep = Keep(requests.lifetime(request), reservation.session)
     durable = requests.durability(request.durability) is Durability.DISK
     cache.reservations.remove(request.reservation)
-    outcomes = await commit(cache.writer, reservation.writes, claims, ttl_s, durable=durable)
+    outcomes = await commit(cache.writer, reservation.writes, claims, keep, durable=durable)
+    if reservation.writes:
+        last = reservation.writes[-1].block
+        cache.aftermath.of_write(last.namespace, last.hash)
     if reservation.hold_s:
         for write, outcome in zip(reservation.writes, outcomes, strict=True):
             if outcome.status is PutStatus.STORED and write.block.present:

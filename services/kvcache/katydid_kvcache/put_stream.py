@@ -17,6 +17,8 @@ from katydid_kvcache import requests
 from katydid_kvcache.blocks import Namespace
 from katydid_kvcache.cache import Cache
 from katydid_kvcache.checksums import CHECKSUM_BYTES
+from katydid_kvcache.policy.lifetimes import Keep
+from katydid_kvcache.policy.sharing import Asker
 from katydid_kvcache.store import Write
 
 __all__ = ["PutStream"]
@@ -44,7 +46,8 @@ class _Terms:
     namespace: Namespace
     durability: Durability
     heads: Span
-    ttl_s: float | None
+    asker: Asker
+    keep: Keep
     hold_s: float | None
     runs: list[range]
     size: int
@@ -62,6 +65,7 @@ class PutStream:
         self._credit = 0
         self._consumed = 0
         self._current: _Incoming | None = None
+        self._last = b""
         self._pending: dict[asyncio.Task[None], asyncio.Task[PutOutcome]] = {}
         self.stored = 0
         self.bytes = 0
@@ -87,6 +91,7 @@ class PutStream:
             await self._give_up_current()
             if self._pending:
                 await asyncio.gather(*self._pending)
+            self._cache.aftermath.of_write(terms.namespace, self._last)
         finally:
             for answering, reaching in self._pending.items():
                 answering.cancel()
@@ -98,7 +103,6 @@ class PutStream:
         if not isinstance(message, pb.PutRequest) or message.WhichOneof("message") != "start":
             raise InvalidRequestError("a Put begins with PutStart", field="message", allowed="start")
         start = message.start
-        requests.exact_bytes(start.tenant, requests.TENANT_SIZES, "tenant")
         namespace = self._cache.attachments.find(start.attachment).namespace
         heads = requests.span(start.heads)
         wanted = heads.resolve(namespace.layout.kv_heads, "heads")
@@ -107,7 +111,8 @@ class PutStream:
             namespace,
             requests.durability(start.durability),
             Span(wanted.start, len(wanted)),
-            requests.ttl(start.ttl) if start.HasField("ttl") else None,
+            requests.asker(start.tenant, start.session.id),
+            Keep(requests.lifetime(start), requests.session(start.session)),
             requests.hold(start.hold) if start.HasField("hold") else None,
             runs,
             sum(len(run) for run in runs),
@@ -134,8 +139,12 @@ class PutStream:
         block_hash = requests.exact_bytes(block.hash, (HASH_BYTES,), "hash")
         parent = requests.exact_bytes(block.parent, (0, HASH_BYTES), "parent")
         checksum = requests.exact_bytes(block.checksum, (CHECKSUM_BYTES,), "checksum")
+        name, parent_name = self._cache.names(terms.asker, [block_hash, parent])
+        self._last = name
         while True:
-            begun = self._cache.store.begin_write(terms.namespace, block_hash, parent, terms.heads)
+            begun = self._cache.begin_write(
+                terms.namespace, name, parent_name, terms.heads, terms.asker.tenant, terms.keep.session
+            )
             if isinstance(begun, Write) or begun.refusal is not PutRefusal.NO_ROOM or not self._pending:
                 break
             # Slots of this stream's own blocks are held until they are on disk; one of them will come free.
@@ -185,7 +194,7 @@ class PutStream:
             await self._finish(terms, current, write)
 
     async def _finish(self, terms: _Terms, current: _Incoming, write: Write) -> None:
-        outcome = self._cache.writer.finish(write, current.checksum, terms.ttl_s)
+        outcome = self._cache.writer.finish(write, current.checksum, terms.keep)
         if terms.hold_s and outcome.status is PutStatus.STORED:
             self._cache.hold(write.block, terms.hold_s)
         if terms.durability is Durability.DISK and outcome.status is PutStatus.STORED:

@@ -10,25 +10,30 @@ from katydid_runtime.block_hash import HASH_BYTES, split_hashes
 from katydid_runtime.duration import to_seconds
 from katydid_runtime.errors import InvalidRequestError
 
+from katydid_kvcache.policy.lifetimes import Lifetime, SessionTerms
+from katydid_kvcache.policy.sharing import Asker
+
 __all__ = [
     "FRAME_BYTES",
     "HASH_LIMIT",
-    "TENANT_SIZES",
+    "asker",
     "durability",
     "exact_bytes",
     "hash_list",
     "hold",
     "layout",
+    "lifetime",
     "seconds",
+    "session",
     "span",
     "ttl",
 ]
 
 FRAME_BYTES = 1024 * 1024
 HASH_LIMIT = 4096
-TENANT_SIZES = (0, 16)
 
 _DAY_S = 86_400.0
+_ID_SIZES = (0, 16)
 _YEAR_S = 365 * _DAY_S
 
 
@@ -42,6 +47,26 @@ def exact_bytes(value: bytes, sizes: tuple[int, ...], field: str) -> bytes:
             allowed=" or ".join(f"{size} bytes" for size in sizes),
         )
     return value
+
+
+def asker(tenant: bytes, session: bytes) -> Asker:
+    """Who asks, by two ids of 16 bytes each, or empty."""
+    return Asker(exact_bytes(tenant, _ID_SIZES, "tenant"), exact_bytes(session, _ID_SIZES, "session.id"))
+
+
+def session(message: pb.Session) -> SessionTerms | None:
+    """The session a call belongs to; None without one."""
+    if not exact_bytes(message.id, _ID_SIZES, "session.id"):
+        return None
+    lifetime = None
+    if message.HasField("ttl"):
+        lifetime = Lifetime(seconds(message.ttl, "session.ttl", limit=_YEAR_S), message.sliding)
+    return SessionTerms(message.id, lifetime)
+
+
+def lifetime(message: pb.PutStart | pb.CommitRequest) -> Lifetime | None:
+    """How long a write's blocks are to live; None when it does not say."""
+    return Lifetime(ttl(message.ttl), message.sliding) if message.HasField("ttl") else None
 
 
 def hash_list(packed: bytes, *, limit: int = HASH_LIMIT) -> list[bytes]:

@@ -7,17 +7,19 @@ from typing import NamedTuple
 
 from katydid_runtime.errors import ConflictError
 
+from katydid_kvcache.policy.lifetimes import SessionTerms
 from katydid_kvcache.store import Write
 
 __all__ = ["Reservation", "Reservations"]
 
 
 class Reservation(NamedTuple):
-    """Writes of `owner`, an attachment; their blocks are to be kept for `hold_s` from the commit on."""
+    """Writes of `owner`, an attachment, in a session; their blocks are kept for `hold_s` from the commit on."""
 
     owner: int
     writes: Sequence[Write]
     hold_s: float
+    session: SessionTerms | None = None
 
 
 class Reservations:
@@ -30,11 +32,11 @@ class Reservations:
     def __len__(self) -> int:
         return len(self._reservations)
 
-    def add(self, owner: int, writes: Sequence[Write], hold_s: float = 0.0) -> int:
+    def add(self, owner: int, writes: Sequence[Write], hold_s: float = 0.0, session: SessionTerms | None = None) -> int:
         """A new reservation of `owner`."""
         reservation = self._next
         self._next += 1
-        self._reservations[reservation] = Reservation(owner, writes, hold_s)
+        self._reservations[reservation] = Reservation(owner, writes, hold_s, session)
         return reservation
 
     def find(self, owner: int, reservation: int) -> Reservation:

@@ -108,7 +108,12 @@ class KvCacheService:
                 ttl_s = requests.seconds(request.lease_ttl, "lease_ttl", limit=longest_s)
             await self._delay("lookup")
             found = self._cache.lookup(
-                attachment, hashes, requests.span(request.heads), ttl_s if request.lease else None
+                attachment,
+                hashes,
+                requests.span(request.heads),
+                ttl_s if request.lease else None,
+                requests.asker(request.tenant, request.session.id),
+                requests.session(request.session),
             )
             span.set_all({"kvcache.blocks.asked": len(hashes), "kvcache.blocks.found": len(found.blocks)})
         # In place only what is leased and whole: a slot without a lease may be another block's a moment later.
@@ -174,7 +179,8 @@ class KvCacheService:
     async def Prefetch(self, request: pb.PrefetchRequest, _context: Context) -> pb.PrefetchResponse:
         attachment = self._cache.attachments.find(request.attachment)
         deadline_s = requests.seconds(request.deadline, "deadline", limit=_PREFETCH_LIMIT_S)
-        hashes = requests.hash_list(request.hashes)
+        asker = requests.asker(request.tenant, request.session)
+        hashes = self._cache.names(asker, requests.hash_list(request.hashes))
         if not request.wait:
             blocks, eta_s = self._cache.prefetch(attachment.namespace, hashes, deadline_s)
             return pb.PrefetchResponse(blocks=blocks, eta=to_duration(eta_s))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Self
 
+from katydid_runtime.errors import SettingsError
 from katydid_runtime.fault_delays import delays_at
 from katydid_runtime.settings import DialingSettings
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
+
+from katydid_kvcache.policy.policy_file import CachePolicy, read_policy
 
 __all__ = ["KvCacheSettings"]
 
@@ -45,6 +49,12 @@ class KvCacheSettings(DialingSettings):
     index_map_bytes: int = Field(4 * 1024 * _MIB, ge=16 * _MIB, description="most the disk index may grow to (sparse)")
     lease_ttl_s: float = Field(60.0, gt=0, le=3600, description="longest and default time to live of a lease")
     block_ttl_s: float = Field(0.0, ge=0, description="time to live of blocks written without one; 0: for ever")
+    policy_file: str | None = Field(
+        None, description="YAML file of tiers, times to live, sharing and quotas; see docs/kvcache.md; unset: defaults"
+    )
+    prefill_tokens_per_s: float = Field(
+        10_000.0, gt=0, description="prefill speed of the engines, for figures of the time that hits saved"
+    )
     stream_window_bytes: int = Field(
         16 * _MIB, ge=_MIB, description="payload bytes a Put stream may have on the way before they are stored"
     )
@@ -65,3 +75,34 @@ class KvCacheSettings(DialingSettings):
         if self.disk_path and 0 < self.disk_bytes < self.slab_bytes:
             raise ValueError(f"disk_bytes is {self.disk_bytes}; it must hold a slab of {self.slab_bytes} bytes or be 0")
         return self
+
+    def policy(self) -> CachePolicy:
+        """What the policy file says. Raises SettingsError."""
+        return read_policy(Path(self.policy_file)) if self.policy_file else CachePolicy()
+
+    def with_sizes_of(self, policy: CachePolicy) -> Self:
+        """These settings with the sizes and times that `policy` names.
+
+        Raises SettingsError for one that is told in both places, or that does not fit.
+        """
+        told = {
+            "memory_bytes": policy.memory_bytes,
+            "disk_bytes": policy.disk_bytes,
+            "block_ttl_s": policy.blocks.ttl_s if policy.blocks else None,
+        }
+        told = {name: value for name, value in told.items() if value is not None}
+        for name in told:
+            if name in self.model_fields_set:
+                raise SettingsError(
+                    f"{name} is set, and {self.policy_file} tells it too",
+                    field=name,
+                    value=getattr(self, name),
+                    allowed="one of the two",
+                )
+        if not told:
+            return self
+        try:
+            return type(self)(**(self.model_dump() | told))
+        except ValidationError as error:
+            message = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+            raise SettingsError(f"{self.policy_file}: {message}", field="policy_file", value=self.policy_file) from None

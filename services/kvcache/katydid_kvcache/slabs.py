@@ -70,6 +70,10 @@ class SlabAllocator(Generic[Owner]):
         slab.owners[index] = (slot.generation, owner)
         return slot
 
+    def has_room(self, slot_bytes: int) -> bool:
+        """Whether `allocate` would find a free slot."""
+        return bool(self._open.get(slot_bytes) or (self._unused and slot_bytes <= self.slab_bytes))
+
     def free(self, slot: Slot) -> None:
         """Give a slot back. Raises KeyError for a slot that is not taken in that generation."""
         slab = self._take_out(slot)

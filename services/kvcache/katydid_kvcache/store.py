@@ -23,6 +23,7 @@ from katydid_kvcache.tier_books import TierBooks
 __all__ = ["Change", "Refusal", "Store", "Write"]
 
 _CHAIN_LIMIT = 4096
+_RECORDED_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,10 @@ class Refusal:
 
 
 class Store:
-    """The index over all namespaces and tiers. `changed` is told of every complete block that enters or leaves a tier.
+    """The index over all namespaces and tiers. Not thread-safe: one loop owns it.
 
-    `now` gives Unix seconds and is asked for times to live only. Not thread-safe: one loop owns it.
+    `changed` is told of every complete block that enters or leaves a tier, `renewed` of blocks on disk whose time has
+    moved on. `now` gives Unix seconds and is asked for times to live only.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Store:
         memory_policy: TierPolicy = TierPolicy(),
         disk_policy: TierPolicy = TierPolicy(),
         changed: Callable[[Change], None],
+        renewed: Callable[[Block], None] = lambda _: None,
         now: Callable[[], float],
     ) -> None:
         self.namespaces: dict[bytes, Namespace] = {}
@@ -75,6 +78,7 @@ class Store:
         if disk is not None:
             self.disk = TierBooks(Tier.DISK, disk, header_bytes=disk_header_bytes, policy=disk_policy)
         self._changed = changed
+        self._renewed = renewed
         self._now = now
         self._deadlines: list[tuple[float, int, Block]] = []
         self._tie = itertools.count()
@@ -137,18 +141,35 @@ class Store:
             self.disk.counters.misses += missed
         return found
 
-    def touch(self, blocks: Sequence[Block]) -> None:
-        """Mark a prefix, of one namespace, as just used; its deep end becomes the colder, so that suffixes go first."""
+    def touch(self, blocks: Sequence[Block], until: float = 0.0) -> None:
+        """Mark a prefix, of one namespace, as just used; its deep end becomes the colder, so that suffixes go first.
+
+        Blocks that are to end before `until` (Unix seconds) go on until then.
+        """
         now = next(self._uses)
         # Blocks of one tenant share a queue in each tier; a prefix is of few tenants and may be thousands of blocks.
         touches: dict[bytes, list[Callable[[Block], None]]] = {}
         for block in reversed(blocks):
             block.used_at, block.guest = now, False
+            if block.expires_at:
+                self.extend(block, until)
             of_tenant = touches.get(block.tenant)
             if of_tenant is None:
                 of_tenant = touches[block.tenant] = [books.order(block).touch for books in self.tiers]
             for touch in of_tenant:
                 touch(block)
+
+    def extend(self, block: Block, until: float) -> None:
+        """A block that is to end is used: it goes on until then, and at least as long as it slides."""
+        now = self._now()
+        until = max(until, now + block.sliding_s)
+        if until <= block.expires_at:
+            return
+        block.expires_at = until
+        # The lower tiers need not know it to the second.
+        if block.disk is not None and until - block.recorded_until > _RECORDED_SHARE * (until - now):
+            block.recorded_until = until
+            self._renewed(block)
 
     def settle(self, namespace: Namespace, last: bytes) -> None:
         """A chain was written up to the block `last`: blocks before it are to stay longer than those behind."""
@@ -211,12 +232,12 @@ class Store:
         block.parts[write.heads] = checksum
         return block.complete
 
-    def complete(self, write: Write, checksum: bytes, expires_at: float) -> None:
+    def complete(self, write: Write, checksum: bytes, expires_at: float, sliding_s: float = 0.0) -> None:
         """All heads are in place and `checksum` is that of the whole object: the block is visible."""
         block = write.block
         block.checksum = checksum
         block.parts = {}
-        block.expires_at = expires_at
+        block.expires_at, block.sliding_s = expires_at, sliding_s
         self._remember_deadline(block)
         self.memory.counters.writes += 1
         self._entered(self.memory, block)
@@ -248,6 +269,7 @@ class Store:
             block.memory = slot
         else:
             block.disk = slot
+            block.recorded_until = block.expires_at
         books.counters.writes += 1
         books.enqueue(block)
         self._entered(books, block)
@@ -257,6 +279,7 @@ class Store:
         assert self.disk is not None
         block.heads = block.namespace.all_heads
         block.disk = slot
+        block.recorded_until = block.expires_at
         block.namespace.blocks[block.hash] = block
         self._remember_deadline(block)
         self.disk.pools.charge(block.tenant, self.disk.slot_bytes(block))
@@ -297,14 +320,14 @@ class Store:
 
     def expire(self) -> None:
         """Drop blocks whose time is up; pinned ones when they are no longer."""
-        pinned = []
+        later = []
         while self._deadlines and self._deadlines[0][0] <= self._now():
             block = heapq.heappop(self._deadlines)[2]
-            if block.present and block.pins:
-                pinned.append(block)
-            elif block.present and self._expired(block):
+            if block.present and (block.pins or not self._expired(block)):
+                later.append(block)
+            elif block.present:
                 self.drop(block)
-        for block in pinned:
+        for block in later:
             self._remember_deadline(block)
 
     def check_integrity(self) -> None:

@@ -67,6 +67,10 @@ class TierBooks:
         """Whether the block may displace others."""
         return self._admits(block.hash)
 
+    def wants(self, block: Block) -> bool:
+        """Whether there is room for the block, or it may displace others."""
+        return self.slots.has_room(self.slot_bytes(block)) or self.admits(block)
+
     def order(self, block: Block) -> Eviction[Block]:
         """The eviction queue the block belongs to."""
         return self._queue(self.slot_bytes(block), self.pools.pool(block.tenant))

@@ -7,8 +7,7 @@ in memory alone until there is room in the queue; if it is evicted before, it is
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from katydid_cache.records import PutOutcome, PutRefusal, PutStatus
@@ -18,6 +17,7 @@ from katydid_kvcache.checksums import linear_checksum, payload_checksum
 from katydid_kvcache.disk.slot_header import SlotHeader
 from katydid_kvcache.disk.tier import FULL, DiskTier
 from katydid_kvcache.memory import MemoryTier
+from katydid_kvcache.policy.lifetimes import Keep, Lifetimes
 from katydid_kvcache.slabs import Slot
 from katydid_kvcache.store import Store, Write
 
@@ -44,19 +44,17 @@ class Writer:
         disk: DiskTier | None,
         *,
         queue_bytes: int,
-        block_ttl_s: float,
-        now: Callable[[], float],
+        lifetimes: Lifetimes,
     ) -> None:
         self._store = store
         self._memory = memory
         self._disk = disk
         self._queue_bytes = queue_bytes
-        self._block_ttl_s = block_ttl_s
-        self._now = now
+        self._lifetimes = lifetimes
         self._in_flight: dict[Block, asyncio.Future[PutRefusal | None]] = {}
         self._bytes_in_flight = 0
         self._room_made = asyncio.Event()
-        self._backlog: deque[Block] = deque()
+        self._backlog: dict[Block, None] = {}  # in order of arrival
         self._completions: dict[Block, set[asyncio.Future[None]]] = {}
 
     @property
@@ -64,7 +62,7 @@ class Writer:
         """Bytes on their way to disk."""
         return self._bytes_in_flight
 
-    def finish(self, write: Write, claimed: Claim, ttl_s: float | None) -> PutOutcome:
+    def finish(self, write: Write, claimed: Claim, keep: Keep) -> PutOutcome:
         """All bytes of `write` are in its slot; `claimed` is the checksum the client sent for them.
 
         A block that has all its heads now is visible, and on its way to disk if the disk keeps up.
@@ -87,7 +85,7 @@ class Writer:
                 if checksum is None:
                     store.leave(store.memory, block, corrupt=True)
                     return _refused(PutRefusal.CORRUPT)
-                self._complete(write, checksum, ttl_s)
+                self._complete(write, checksum, keep)
             return PutOutcome(PutStatus.STORED)
         finally:
             store.unpin([block])
@@ -95,7 +93,7 @@ class Writer:
     def finish_checked(self, write: Write, checksum: bytes) -> None:
         """`finish` for a whole block that was received and hashed by a process of this service's own."""
         if self._store.finish_write(write, checksum):
-            self._complete(write, checksum, None)
+            self._complete(write, checksum, Keep())
         self._store.unpin([write.block])
 
     def abort(self, write: Write) -> None:
@@ -121,10 +119,9 @@ class Writer:
         refusal = await asyncio.shield(self.write_through(block))
         return outcome if refusal is None else _refused(refusal)
 
-    def _complete(self, write: Write, checksum: bytes, ttl_s: float | None) -> None:
+    def _complete(self, write: Write, checksum: bytes, keep: Keep) -> None:
         """All heads are there: make the block visible, send it on its way to disk, and tell who waits for it."""
-        ttl_s = self._block_ttl_s if ttl_s is None else ttl_s
-        self._store.complete(write, checksum, self._now() + ttl_s if ttl_s else 0.0)
+        self._store.complete(write, checksum, *self._lifetimes.of_write(keep))
         self.follow(write.block)
         for waiting in self._completions.pop(write.block, ()):
             if not waiting.done():
@@ -142,14 +139,17 @@ class Writer:
                     del self._completions[block]
 
     def follow(self, block: Block) -> None:
-        """Send a complete block to disk when the disk gets to it."""
+        """Send a complete block to disk when the disk gets to it, if it is worth what it would displace there."""
+        disk = self._store.disk
+        if block in self._in_flight or block in self._backlog or (disk is not None and not disk.wants(block)):
+            return
         if self._bytes_in_flight + block.namespace.slot_bytes <= self._queue_bytes:
             self.write_through(block)
             return
-        self._backlog.append(block)
+        self._backlog[block] = None
         if len(self._backlog) > self._store.memory.blocks:
             # The longest waiting have been evicted, or soon will be.
-            self._shed(self._backlog.popleft(), "queue_full")
+            self._shed(self._next_waiting(), "queue_full")
 
     def write_through(self, block: Block) -> asyncio.Future[PutRefusal | None]:
         """Send a complete block to disk now, if it isn't there. The result is None once it is durable."""
@@ -175,10 +175,15 @@ class Writer:
         if self._store.disk is not None and block.disk is None:
             self._store.disk.counters.sheds[reason] += 1
 
+    def _next_waiting(self) -> Block:
+        block = next(iter(self._backlog))
+        del self._backlog[block]
+        return block
+
     def _catch_up(self) -> None:
         """Send what has waited, as far as the queue has room."""
-        while self._backlog and self._bytes_in_flight + self._backlog[0].namespace.slot_bytes <= self._queue_bytes:
-            block = self._backlog.popleft()
+        while self._backlog and self._bytes_in_flight < self._queue_bytes:
+            block = self._next_waiting()
             if block.memory is not None:
                 self.write_through(block)
             else:
@@ -239,7 +244,7 @@ class Writer:
 
 
 async def commit(
-    writer: Writer, writes: Sequence[Write], claims: Sequence[Claim], ttl_s: float | None, *, durable: bool
+    writer: Writer, writes: Sequence[Write], claims: Sequence[Claim], keep: Keep, *, durable: bool
 ) -> list[PutOutcome]:
     """Finish `writes` whose slots were written in place, one claim each; other work goes on in between."""
     outcomes: list[PutOutcome] = []
@@ -248,7 +253,7 @@ async def commit(
     try:
         while left:
             write = left.pop(0)
-            outcome = writer.finish(write, claims[len(outcomes)], ttl_s)
+            outcome = writer.finish(write, claims[len(outcomes)], keep)
             outcomes.append(outcome)
             if durable and outcome.status is PutStatus.STORED:
                 reaching.append((len(outcomes) - 1, writer.reach_disk(write.block, outcome)))

@@ -17,6 +17,7 @@ from katydid_cache.layout import BlockLayout
 from katydid_runtime.errors import InvalidRequestError
 from xxhash import xxh3_64_intdigest
 
+from katydid_kvcache.blocks import Block
 from katydid_kvcache.disk.slot_header import SlotHeader
 from katydid_kvcache.slabs import Slot
 
@@ -56,6 +57,21 @@ class Row:
             header.tenant,
             header.sliding_s,
             header.linear,
+        )
+
+    @classmethod
+    def of_block(cls, block: Block, slot: Slot) -> Row:
+        """The row of a complete block in `slot`."""
+        return cls(
+            block.namespace.identity,
+            block.hash,
+            block.parent,
+            slot,
+            block.checksum,
+            block.expires_at,
+            block.tenant,
+            block.sliding_s,
+            block.linear,
         )
 
     @property

@@ -58,6 +58,11 @@ class _Delete:
 
 
 @dataclass(frozen=True, slots=True)
+class _Renew:
+    row: Row
+
+
+@dataclass(frozen=True, slots=True)
 class _Erase:
     slot: Slot
     slot_bytes: int
@@ -68,7 +73,7 @@ class _Barrier:
     done: Callable[[], None]
 
 
-_Operation = _Write | _Delete | _Erase | _Barrier
+_Operation = _Write | _Delete | _Renew | _Erase | _Barrier
 
 
 class DiskTier:
@@ -120,6 +125,10 @@ class DiskTier:
     def delete(self, identity: bytes, block_hash: bytes) -> None:
         """Forget where a block was; its slot may be written again at once."""
         self._queue.put(_Delete(identity + block_hash))
+
+    def renew(self, row: Row) -> None:
+        """Write a row anew, because its block's time has moved on. The slot's header keeps the time it began with."""
+        self._queue.put(_Renew(row))
 
     def erase(self, slot: Slot, slot_bytes: int) -> None:
         """Make a slot's header unreadable, so that no scan brings its block back."""
@@ -192,6 +201,8 @@ class DiskTier:
         for operation in group:
             if isinstance(operation, _Delete):
                 changes.append((operation.key, None))
+            elif isinstance(operation, _Renew):
+                changes.append((operation.row.key, operation.row.encode()))
             elif isinstance(operation, _Write) and errors[id(operation)] is None:
                 header = operation.header
                 row = Row.of(header, operation.slot)

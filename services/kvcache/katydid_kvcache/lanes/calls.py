@@ -38,7 +38,9 @@ class LaneCalls:
         if self._desk is None:
             raise UnsupportedError("this service has no bulk lanes", field="lane_listen", allowed="Get, by stream")
         started = time.monotonic()
-        offer = await self._desk.open(attachment.namespace, requests.hash_list(request.hashes))
+        asker = requests.asker(request.tenant, request.session)
+        names = self._cache.names(asker, requests.hash_list(request.hashes))
+        offer = await self._desk.open(attachment.namespace, names)
         self._figures.lane_seconds.observe(time.monotonic() - started)
         return pb.OpenLaneResponse(
             token=offer.token,

@@ -8,7 +8,7 @@ Full key caches are needed for that: caches of sampled requests were wrong by 15
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from katydid_kvcache.policy.reuse_stack import ReuseStack
@@ -18,6 +18,7 @@ __all__ = ["Ghosts", "HitRate"]
 _FACTORS = (0.5, 1, 2, 4)
 _OWN = _FACTORS.index(1)
 _WINDOW_LOOKUPS = 200
+_STEP_KEYS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +42,23 @@ class Ghosts:
 
     def observe(self, chain: Sequence[Hashable], weight: int) -> None:
         """A chain of keys, each of `weight` bytes, was looked up: count what would have been found, then use them."""
-        self.count(chain)
-        self.use(chain, weight)
+        for _ in self.observe_steps(chain, weight):
+            pass
 
-    def count(self, chain: Sequence[Hashable]) -> None:
-        """First half of `observe`: for each size, the longest prefix that would have been found."""
+    def observe_steps(self, chain: Sequence[Hashable], weight: int) -> Iterator[None]:
+        """`observe` in steps of a fraction of a millisecond, so that other work can go on between them."""
         fade = 1 - 1 / _WINDOW_LOOKUPS
         self._asked = self._asked * fade + len(chain)
         for stack in (self._all, self._returned):
+            yield
             found = _prefixes(stack, chain)
             hits = self._hits[id(stack)]
             hits[:] = [before * fade + blocks for before, blocks in zip(hits, found, strict=True)]
-
-    def use(self, chain: Sequence[Hashable], weight: int) -> None:
-        """Second half of `observe`: the keys are used, the last one first, so that it is the first to be forgotten."""
+        # The last key is used first, so that it is the first to be forgotten.
         forgotten = len(self._all.sizes)
-        for key in reversed(chain):
+        for number, key in enumerate(reversed(chain)):
+            if number % _STEP_KEYS == 0:
+                yield
             if self._all.depth(key) < forgotten or self._returned.depth(key) < forgotten:
                 self._returned.touch(key, weight)
             self._all.touch(key, weight)

@@ -28,10 +28,11 @@ from katydid_runtime.errors import SettingsError
 
 from katydid_kvcache.policy.admission import ADMISSIONS
 from katydid_kvcache.policy.eviction import EVICTIONS
+from katydid_kvcache.policy.lifetimes import Lifetime
 from katydid_kvcache.policy.pools import Quota, TierPolicy
 from katydid_kvcache.policy.sharing import SHARINGS
 
-__all__ = ["CachePolicy", "Lifetime", "SharedPolicy", "parse_policy", "read_policy"]
+__all__ = ["CachePolicy", "SharedPolicy", "parse_policy", "read_policy"]
 
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -40,14 +41,6 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?) ?(|s|m|h|d)")
 _TENANT = re.compile(r"[0-9a-f]{32}")
 _EACH = "each"
 _QUOTA_TIERS = ("memory", "disk")
-
-
-@dataclass(frozen=True, slots=True)
-class Lifetime:
-    """`ttl_s` seconds from the write, or with `sliding` from the last use; 0 is for ever."""
-
-    ttl_s: float = 0.0
-    sliding: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +61,7 @@ class CachePolicy:
     memory_bytes: int | None = None
     disk_bytes: int | None = None
     blocks: Lifetime | None = None
-    sessions: Lifetime = Lifetime()
+    sessions: Lifetime = field(default_factory=Lifetime)
     sharing: str = "public_prefix"
 
 

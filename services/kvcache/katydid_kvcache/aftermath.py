@@ -1,0 +1,84 @@
+"""What calls leave to be done after their answer: ghosts, order of eviction, lower tiers, figures.
+
+A lookup of thousands of blocks must not wait for its own bookkeeping, nor must the next one: the work is cut into
+slices of a fraction of a millisecond, and other work of the loop goes on in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from katydid_cache.records import TierRun
+
+from katydid_kvcache.blocks import Block, Namespace
+from katydid_kvcache.store import Store
+from katydid_kvcache.tenants import Tenants
+from katydid_kvcache.writing import Writer
+
+__all__ = ["Aftermath"]
+
+_SLICE = 256
+_BACKLOG = 1024
+
+
+class Aftermath:
+    """Work in order of the calls that left it; `run` is a task. Of more than 1,024 calls the oldest are let go."""
+
+    def __init__(self, store: Store, writer: Writer, tenants: Tenants) -> None:
+        self._store = store
+        self._writer = writer
+        self._tenants = tenants
+        self._work: deque[Iterator[None]] = deque(maxlen=_BACKLOG)
+        self._more = asyncio.Event()
+
+    def of_lookup(
+        self,
+        namespace: Namespace,
+        names: Sequence[bytes],
+        tenant: bytes,
+        runs: Sequence[TierRun],
+        found: Sequence[Block],
+    ) -> None:
+        """A lookup of `names` found `found`."""
+        self._add(self._lookup_steps(namespace, names, tenant, runs, found))
+
+    def of_write(self, namespace: Namespace, last: bytes) -> None:
+        """A chain was written that ends with the block `last`."""
+        self._add(self._write_steps(namespace, last))
+
+    async def run(self) -> None:
+        """Do what there is to do, for ever."""
+        while True:
+            await self._more.wait()
+            self._more.clear()
+            while self._work:
+                for _ in self._work.popleft():
+                    await asyncio.sleep(0)
+
+    def _add(self, steps: Iterator[None]) -> None:
+        self._work.append(steps)
+        self._more.set()
+
+    def _lookup_steps(
+        self,
+        namespace: Namespace,
+        names: Sequence[bytes],
+        tenant: bytes,
+        runs: Sequence[TierRun],
+        found: Sequence[Block],
+    ) -> Iterator[None]:
+        for books in self._store.tiers:
+            yield from books.ghosts.observe_steps(names, namespace.slot_bytes + books.header_bytes)
+        for start in range(0, len(found), _SLICE):
+            yield
+            for block in found[start : start + _SLICE]:
+                # What was not worth a place below at its first use may be at its second.
+                if block.disk is None and block.memory is not None and block.complete:
+                    self._writer.follow(block)
+        self._tenants.count_lookup(namespace, tenant, len(names), runs, found)
+
+    def _write_steps(self, namespace: Namespace, last: bytes) -> Iterator[None]:
+        yield
+        self._store.settle(namespace, last)
