@@ -40,9 +40,10 @@ class Block:
     each head being written; a block is complete when all heads are committed. `checksum` is xxh3-128 of the whole
     object of a complete block; until then `parts` holds one checksum for each range of heads committed. `pins` counts
     the leases, reads and writes that need the block to stay. `expires_at` is in Unix seconds, 0 for never; every use
-    moves it to `sliding_s` from then if that is not 0. `recorded_until` is what the lower tiers know of it. `tenant` is who wrote it, 16 bytes or empty. `linear` is the
-    64-bit linear checksum that a GPU made of a whole block, 0 when none did. `used_at` is the number of its last use
-    among the uses of all blocks; `guest` is True until the next use of a block that was not admitted when written.
+    moves it to `sliding_s` from then if that is not 0; `recorded_until` is what the lower tiers know of it. `tenant` is
+    who wrote it, 16 bytes or empty. `linear` is the 64-bit linear checksum that a GPU made of a whole block, 0 when
+    none did. `used_at` is the number of its last use among the uses of all blocks; `guest` is True until the next use
+    of a block that was not admitted when written.
     """
 
     __slots__ = (
