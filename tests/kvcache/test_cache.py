@@ -200,7 +200,6 @@ def test_a_full_disk_takes_at_the_second_use_what_it_did_not_admit_at_the_first(
         policy.write_text("tiers: {disk: {bytes: 1048576, admission: second_touch}}\n")
         async with opened(tmp_path / "disk", disk_bytes=None, policy_file=str(policy)) as (cache, space):
             attachment = cache.attachments.join(space, arena=False)
-            working = asyncio.create_task(cache.aftermath.run())
             for name in range(60):
                 put(cache, space, name)
                 await asyncio.sleep(0)
@@ -212,7 +211,6 @@ def test_a_full_disk_takes_at_the_second_use_what_it_did_not_admit_at_the_first(
                 cache.lookup(attachment, [key(59)], Span(0, 2), None)
             while last.disk is None:
                 await asyncio.sleep(0.01)
-            working.cancel()
 
     run(scenario)
 
@@ -222,12 +220,10 @@ def test_figures_by_tenant() -> None:
         alice, bob = Asker(b"a" * 16), Asker(b"b" * 16)
         async with opened() as (cache, space):
             attachment = cache.attachments.join(space, arena=False)
-            working = asyncio.create_task(cache.aftermath.run())
             put(cache, space, 1, tenant=alice.tenant)
             for asker in (alice, bob):
                 cache.lookup(attachment, [key(1), key(2)], Span(0, 2), None, asker)
-            while not cache.tenants.of(bob.tenant).missed_tokens:
-                await asyncio.sleep(0.001)
+            await cache.aftermath.done()
             for asker, shared in ((alice, 0), (bob, 1)):
                 figures = cache.tenants.of(asker.tenant)
                 assert figures.hit_tokens == {Tier.MEMORY: 64}
@@ -235,6 +231,5 @@ def test_figures_by_tenant() -> None:
                 assert (figures.missed_tokens, figures.shared_hits) == (64, shared)
                 assert cache.tenants.saved_prefill_s(figures) == 64 / cache.settings.prefill_tokens_per_s
             assert cache.store.memory.pools.held == {alice.tenant: space.slot_bytes}
-            working.cancel()
 
     run(scenario)

@@ -73,7 +73,7 @@ async def serve(settings: KvCacheSettings, telemetry: Telemetry) -> None:
             await exposition.start(settings.http_listen)
             stack.push_async_callback(exposition.stop)
         scrubbing = cache.scrubber.run(settings.scrub_bytes_per_s)
-        for work in (cache.maintain(), cache.aftermath.run(), scrubbing, _keep_figures(figures, cache)):
+        for work in (cache.maintain(), scrubbing, _keep_figures(figures, cache)):
             task = asyncio.create_task(work)
             stack.callback(task.cancel)
         await server.start()

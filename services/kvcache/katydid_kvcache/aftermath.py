@@ -7,6 +7,7 @@ slices of a fraction of a millisecond, and other work of the loop goes on in bet
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -19,19 +20,21 @@ from katydid_kvcache.writing import Writer
 
 __all__ = ["Aftermath"]
 
+logger = logging.getLogger(__name__)
+
 _SLICE = 256
 _BACKLOG = 1024
 
 
 class Aftermath:
-    """Work in order of the calls that left it; `run` is a task. Of more than 1,024 calls the oldest are let go."""
+    """Work in order of the calls that left it, done by a task of its own. Beyond 1,024 calls the oldest are let go."""
 
     def __init__(self, store: Store, writer: Writer, tenants: Tenants) -> None:
         self._store = store
         self._writer = writer
         self._tenants = tenants
         self._work: deque[Iterator[None]] = deque(maxlen=_BACKLOG)
-        self._more = asyncio.Event()
+        self._doing: asyncio.Task[None] | None = None
 
     def of_lookup(
         self,
@@ -48,18 +51,31 @@ class Aftermath:
         """A chain was written that ends with the block `last`."""
         self._add(self._write_steps(namespace, last))
 
-    async def run(self) -> None:
-        """Do what there is to do, for ever."""
-        while True:
-            await self._more.wait()
-            self._more.clear()
-            while self._work:
-                for _ in self._work.popleft():
-                    await asyncio.sleep(0)
+    async def done(self) -> None:
+        """Wait until nothing is left."""
+        if self._doing is not None:
+            await asyncio.shield(self._doing)
+
+    def close(self) -> None:
+        """Leave undone what is left."""
+        self._work.clear()
+        if self._doing is not None:
+            self._doing.cancel()
 
     def _add(self, steps: Iterator[None]) -> None:
         self._work.append(steps)
-        self._more.set()
+        if self._doing is None:
+            self._doing = asyncio.create_task(self._do())
+
+    async def _do(self) -> None:
+        try:
+            while self._work:
+                for _ in self._work.popleft():
+                    await asyncio.sleep(0)
+        except Exception:
+            logger.exception("bookkeeping failed")  # what is left is done at the next call
+        finally:
+            self._doing = None
 
     def _lookup_steps(
         self,

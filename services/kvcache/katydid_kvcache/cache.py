@@ -173,6 +173,7 @@ class Cache:
 
     async def close(self) -> None:
         """Write down what is on its way to disk and give everything back."""
+        self.aftermath.close()
         for task in self._prefetches:
             task.cancel()
         if self._disk is not None:
