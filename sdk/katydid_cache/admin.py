@@ -9,12 +9,12 @@ from typing import Any
 import grpc
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
+from katydid_runtime.bearer import interceptors
 from katydid_runtime.channel import open_channel
 from katydid_runtime.duration import to_duration
 from katydid_runtime.rpc_errors import from_rpc_error
 from katydid_runtime.tls import Tls
 
-from katydid_cache.bearer import interceptors
 from katydid_cache.client import CHANNEL
 from katydid_cache.layout import BlockLayout
 from katydid_cache.records import Tier

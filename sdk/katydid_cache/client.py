@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import grpc
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
+from katydid_runtime.bearer import headers, interceptors
 from katydid_runtime.channel import CHANNEL_OPTIONS, open_channel
 from katydid_runtime.duration import to_duration, to_seconds
 from katydid_runtime.errors import (
@@ -33,7 +34,6 @@ from katydid_cache.arena import ArenaMapping
 from katydid_cache.arena_copies import ArenaCopies, PutTerms
 from katydid_cache.arena_slots import ArenaSlots
 from katydid_cache.attachment import Attachment, attach_request
-from katydid_cache.bearer import headers, interceptors
 from katydid_cache.get_call import GetCall, byte_buffers
 from katydid_cache.in_place import InPlace
 from katydid_cache.lane_reads import LaneReads, dialled_host

@@ -10,6 +10,7 @@ telemetry         spans, exported to a file or over OTLP            (OpenTelemet
 metrics           Prometheus names and bounds
 fault_delays      delays that tests inject                          (no third-party import)
 settings          one frozen settings class a service
+bearer            a bearer token on every call of a channel
 channel           options of the gRPC channels between processes
 interceptors      one context manager around every RPC
 rpc_errors        errors across gRPC, both ways

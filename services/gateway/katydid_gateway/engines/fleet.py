@@ -10,6 +10,7 @@ from functools import reduce
 
 import grpc
 from katydid.engine.v1 import engine_pb2 as pb
+from katydid_runtime.bearer import interceptors
 from katydid_runtime.channel import open_channel
 from katydid_runtime.errors import IdentityMismatchError, UnavailableError
 
@@ -32,6 +33,7 @@ class Fleet:
     ) -> None:
         self.router = router
         self._kvcache_address = settings.kvcache_address
+        self._kvcache_token = settings.kvcache_token()
         self._tls = settings.client_tls()
         self._identity = b""
         self._limits: ModelLimits | None = None
@@ -116,7 +118,8 @@ class Fleet:
         if self._kvcache_address is None:
             return
         if self._cache_channel is None:
-            self._cache_channel = open_channel(self._kvcache_address, self._tls)
+            shown = interceptors(self._kvcache_token)
+            self._cache_channel = open_channel(self._kvcache_address, self._tls, interceptors=shown)
         if self._cache_task is not None:
             self._cache_task.cancel()
         self._cache_task = asyncio.create_task(follow_cache(self._identity, self._cache_channel, self.router.tiers))

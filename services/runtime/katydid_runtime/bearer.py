@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
+
 from katydid_runtime.trace_context import TraceContext
 
 __all__ = ["headers", "interceptors"]

@@ -1,0 +1,1 @@
+"""`katydid cache`: what operators see and do of running KV-cache services."""
