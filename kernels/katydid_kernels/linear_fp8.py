@@ -1,8 +1,9 @@
 """y = (x W^T) * x_scale * weight_scale + bias + residual in e4m3: the projections of a quantised model.
 
 Fused projections (q, k, v; gate, up) come from checkpoints with a scale each; `segment_scale` spreads them over the
-rows of the fused weight, so each keeps its own instead of being quantised again to the largest. Products are summed in
-fp32 every 128 of K: with the tensor cores' own accumulator the error grows with K, to 3e-3 at 12288.
+rows of the fused weight, so each keeps its own instead of being quantised again to the largest. Scales may be of blocks
+too, as DeepSeek and Qwen3 store them: 128 x 128 of the weight, 128 columns of a token. Products are summed in fp32
+every 128 of K: with the tensor cores' own accumulator the error grows with K, to 3e-3 at 12288.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def linear_fp8(
 
     Args:
         x, weight: e4m3, rows contiguous.
-        x_scale: fp32 of one element, or ``[T]``.
-        weight_scale: fp32 of one element, or ``[out]``.
+        x_scale: fp32 of one element, or ``[T]``; or, one for 128 columns, ``[T, in / 128]``.
+        weight_scale: fp32 of one element, or ``[out]``; or, one for a block, ``[ceil(out / 128), in / 128]``.
         bias: ``[out]``.
         residual: ``[T, out]``, added in fp32 before rounding.
 
@@ -39,9 +40,7 @@ def linear_fp8(
     for name, operand in (("x", x), ("weight", weight)):
         if operand.dtype != torch.float8_e4m3fn:
             raise ValueError(f"{name} must be float8_e4m3fn, got {operand.dtype}")
-    return gemm(
-        x, weight, row_scale=x_scale, col_scale=weight_scale, bias=bias, residual=residual, out_dtype=out_dtype
-    )
+    return gemm(x, weight, row_scale=x_scale, col_scale=weight_scale, bias=bias, residual=residual, out_dtype=out_dtype)
 
 
 def segment_scale(scales: Tensor, sizes: list[int]) -> Tensor:

@@ -103,3 +103,66 @@ def test_swiglu_of_a_row_does_not_depend_on_its_batch(width: int) -> None:
     whole = swiglu(x)
     for row in range(40):
         assert torch.equal(swiglu(x[row : row + 1])[0], whole[row])
+
+
+def test_scales_of_blocks() -> None:
+    """Against the dequantised product in fp64; h is quantised by the largest of its 128 columns."""
+    torch.manual_seed(1)
+    experts, hidden, width, tokens = 3, 256, 128, 5
+    x, w13, w2 = (
+        torch.randn(*shape).to(torch.float8_e4m3fn)
+        for shape in ((tokens, hidden), (experts, 2 * width, hidden), (experts, hidden, width))
+    )
+    scales = ExpertScales(
+        (torch.rand(experts, 2, 2) + 0.5) / 16,
+        torch.rand(experts, 2, 1) + 0.5,
+        torch.ones(1),
+        torch.rand(tokens, 2) + 0.5,
+    )
+    assert scales.token is not None
+    routed = {"topk_weights": torch.rand(tokens, 2), "topk_ids": torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [2, 0]])}
+    found = fused_moe(x, w13, w2, routed["topk_weights"], routed["topk_ids"].int(), scales=scales)
+    wide = {
+        "x": x.float() * scales.token.repeat_interleave(128, 1),
+        "w13": w13.float() * scales.up.repeat_interleave(128, 1).repeat_interleave(128, 2),
+        "w2": w2.float() * scales.down.repeat_interleave(128, 1).repeat_interleave(128, 2),
+    }
+    out = torch.zeros(tokens, hidden, dtype=torch.float64)
+    for token in range(tokens):
+        for weight, expert in zip(routed["topk_weights"][token], routed["topk_ids"][token].tolist(), strict=True):
+            gate, up = (wide["w13"][expert].double() @ wide["x"][token].double()).chunk(2)
+            out[token] += weight.double() * (wide["w2"][expert].double() @ (F.silu(gate) * up))
+    # One rounding of h to 4 bits, averaged over 128 terms.
+    assert 1e-3 < (found.double() - out).norm() / out.norm() < 0.04
+
+
+@pytest.mark.parametrize(("ids", "total", "message"), [(-1, None, r"got -1"), (6, 6, r"\[0, 6\), got 6")])
+def test_ids_out_of_range_on_the_host(case: dict[str, Tensor], ids: int, total: int | None, message: str) -> None:
+    wrong = case["topk_ids"].clone()
+    wrong[3, 1] = ids
+    with pytest.raises(ValueError, match=message):
+        fused_moe(**case | {"topk_ids": wrong}, num_experts=total)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(13, 7)}, r"x must be \[T, 24\]"),
+        ({"w13": torch.zeros(6, 7, 24)}, r"w13 must be \[6, 40, 24\]"),
+        ({"topk_weights": torch.zeros(12, 3)}, r"must be \[13, top_k\]"),
+    ],
+)
+def test_shapes_that_do_not_fit(case: dict[str, Tensor], change: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fused_moe(**case | change)
+
+
+def test_block_scales_that_do_not_fit() -> None:
+    x, w13, w2 = torch.zeros(2, 128), torch.zeros(1, 256, 128), torch.zeros(1, 128, 128)
+    routed = (torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32))
+    up, down, token = torch.ones(1, 2, 1), torch.ones(1, 1, 1), torch.ones(2, 1)
+    with pytest.raises(ValueError, match=r"scales.down must be fp32 \[1, 1, 1\]"):
+        fused_moe(x, w13, w2, *routed, scales=ExpertScales(up, torch.ones(1), torch.ones(1), token))
+    narrow = ExpertScales(up, down, torch.ones(1), token)
+    with pytest.raises(ValueError, match="multiples of 128"):
+        fused_moe(x, w13[:, :128], w2[:, :, :64], *routed, scales=narrow)

@@ -10,7 +10,14 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from katydid_kernels import fused_moe  # noqa: E402
-from katydid_kernels.gemm.checking import E4M3, check_experts, check_gemm, relative_error  # noqa: E402
+from katydid_kernels.gemm.checking import (  # noqa: E402
+    E4M3,
+    block_operands,
+    check_block_experts,
+    check_experts,
+    check_gemm,
+    relative_error,
+)
 from katydid_kernels.gemm.dense import gemm, gemm_reference  # noqa: E402
 from katydid_kernels.gemm.tuning import DecodeTile, FewTile, NarrowTile, UpTile, WideTile, wide_tile  # noqa: E402
 
@@ -38,6 +45,14 @@ def test_wide(tile: WideTile, dtype: torch.dtype, promote: bool) -> None:
     for shape in SHAPES:
         assert check_gemm(shape, dtype, tile, promote=promote, hooks=False) < bound, shape
     assert check_gemm((333, 520, 1024), dtype, tile, promote=promote, hooks=True) < bound
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 128, 128), (300, 520, 1024), (37, 96, 4096), (2049, 4104, 512), (513, 392, 12288)]
+)
+def test_scales_of_blocks(shape: tuple[int, int, int]) -> None:
+    tile = wide_tile(*shape[:2], promote=True, blocks=True)
+    assert check_gemm(shape, E4M3, tile, promote=True, hooks=False, blocks=True) < ROUNDING
 
 
 @pytest.mark.parametrize("tokens", [8, 16, 32, 64])
@@ -72,6 +87,7 @@ EXPERT_CASES = [
     ((128, 64, 9, 1, 0), 128),
     ((24, 192, 3, 8, 4), 4096),
     ((257, 192, 64, 1, 0), 1024),
+    ((5, 320, 23, 3, 0), 384),
 ]
 
 
@@ -102,13 +118,34 @@ def test_experts_prefill(case: tuple[int, int, int, int, int], hidden: int, dtyp
         assert check_experts(case, hidden, dtype, tile=tile) < 2e-2
 
 
+@pytest.mark.parametrize(
+    ("case", "hidden"),
+    [
+        ((24, 1536, 301, 8, 8), 4096),
+        ((5, 256, 37, 2, 0), 512),
+        ((128, 128, 1, 8, 0), 1024),
+        ((128, 768, 64, 8, 0), 2048),
+    ],
+)
+def test_experts_with_scales_of_blocks(case: tuple[int, int, int, int, int], hidden: int) -> None:
+    assert check_block_experts(case, hidden) < 1.5e-2
+
+
+def test_block_scales_through_the_op() -> None:
+    from katydid_kernels.fused_moe import fused_moe_reference
+
+    x, w13, w2, weights, ids, scales = block_operands((16, 256, 50, 4, 0), 512)
+    expected = fused_moe_reference(x, w13, w2, weights, ids, first_expert=0, shared_output=None, scales=scales)
+    assert relative_error(fused_moe(x, w13, w2, weights, ids, scales=scales), expected.double()) < 1.5e-2
+
+
 def test_every_token_to_one_expert() -> None:
     assert check_experts((192, 192, 1000, 8, 0), 4096, E4M3, crowd=True) < 1.5e-2
     assert check_experts((192, 192, 60, 8, 0), 4096, E4M3, crowd=True) < 1.5e-2
 
 
 def test_tuned_tiles_over_sizes() -> None:
-    for tokens in (1, 2, 7, 33, 130, 300, 511, 1025):
+    for tokens in (1, 2, 7, 33, 130, 300, 511, 1025, 20000):
         assert check_experts((192, 192, tokens, 8, 0), 4096, E4M3) < 1.5e-2, tokens
     assert wide_tile(64, 128, promote=True).block_n == 128
 

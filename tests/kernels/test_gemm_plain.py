@@ -79,3 +79,19 @@ def test_combine_leaves_out_rows_nobody_wrote(tokens: int, n: int, top_k: int, w
     out = combine(y, slots, weights, poisoned(tokens, n, dtype=torch.float32), shared=shared)
     expected = combine_reference(y, slots, weights, shared=shared)
     torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_scales_of_blocks(grouped: bool) -> None:
+    torch.manual_seed(0)
+    m, n, k = 20, 150, 256
+    a, b = torch.randn(m, k, device=DEVICE), torch.randn(1, n, k, device=DEVICE)
+    rows, cols = torch.rand(m, 2, device=DEVICE) + 0.5, torch.rand(1, 2, 2, device=DEVICE) + 0.5
+    out = poisoned(m, n, dtype=torch.float32)
+    if grouped:
+        tiles = torch.tensor([[0, start, m, 0] for start in range(0, m, BLOCK[0])], dtype=torch.int32, device=DEVICE)
+        plain_grouped_gemm(a, b, out, tiles, row_scale=rows, col_scale=cols, block=BLOCK)
+    else:
+        plain_gemm(a, b[0], out, row_scale=rows, col_scale=cols[0], block=BLOCK)
+    wide_b = b[0].double() * cols[0].double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)
+    assert relative_error(out, (a.double() * rows.double().repeat_interleave(128, 1)) @ wide_b.T) < 1e-6

@@ -47,3 +47,27 @@ def test_errors_name_the_field() -> None:
         linear_fp8(x, x, torch.ones(3, device=DEVICE), one)
     with pytest.raises(ValueError, match="one element for each of 2 parts"):
         segment_scale(one, [1, 2])
+
+
+@pytest.mark.parametrize(("tokens", "out"), [(1, 128), (7, 200), (130, 384)])
+def test_scales_of_blocks(tokens: int, out: int) -> None:
+    x, weight = torch.randn(tokens, 256, device=DEVICE).to(E4M3), torch.randn(out, 256, device=DEVICE).to(E4M3)
+    x_scale = torch.rand(tokens, 2, device=DEVICE) + 0.5
+    weight_scale = torch.rand(-(-out // 128), 2, device=DEVICE) + 0.5
+    y = linear_fp8(x, weight, x_scale, weight_scale)
+    expected = torch.zeros(tokens, out, dtype=torch.float64, device=DEVICE)
+    for k in range(2):
+        part = x[:, 128 * k :][:, :128].double() @ weight[:, 128 * k :][:, :128].double().T
+        blocks = weight_scale[:, k].double().repeat_interleave(128)[:out]
+        expected += part * x_scale[:, k, None].double() * blocks
+    assert (y.double() - expected).norm() / expected.norm() < 3e-3
+
+
+def test_block_scales_that_do_not_fit() -> None:
+    x, one = torch.zeros(2, 256, device=DEVICE).to(E4M3), torch.ones(1, 1, device=DEVICE)
+    with pytest.raises(ValueError, match=r"row_scale must be fp32 \[2, 2\]"):
+        linear_fp8(x, x, one, torch.ones(1, 2, device=DEVICE))
+    with pytest.raises(ValueError, match=r"col_scale must be fp32 \[1, 2\]"):
+        linear_fp8(x, x, torch.ones(2, 2, device=DEVICE), one)
+    with pytest.raises(ValueError, match="K a multiple of 128"):
+        linear_fp8(x[:, :96], x[:, :96], one, one)

@@ -160,6 +160,8 @@ def check_experts(
     shared = torch.randn(tokens, hidden, device="cuda").bfloat16()
     workspace = ExpertWorkspace.allocate(tokens + 5, top_k, w2.shape, dtype, w2.device)
     workspace.y.fill_(float("nan"))
+    # Rows of h that no pair owns are fetched too; the columns that pad a row must stay zero.
+    workspace.h[:, :width].view(torch.uint8).fill_(0x7F)
     out = torch.empty(tokens, hidden, device="cuda", dtype=torch.bfloat16)
     for _ in range(2):
         out.fill_(float("nan"))
