@@ -155,7 +155,7 @@ def to_int4(weight: Tensor, clip: Literal["none", "mse"]) -> Int4Matrix:
     """Quantises ``[out, in]`` as ``quantize_int4`` does; on a CPU some rows at a time, whose forty candidates for a
     scale then stay in its cache (a matrix of 1536 x 576 takes 0.03 s instead of 0.5)."""
     rows = max(1, _CACHED_WEIGHTS // weight.shape[1]) if weight.device.type == "cpu" else len(weight)
-    parts = [quantize_int4(part, clip) for part in weight.split(rows)]
+    parts = [quantize_int4(part, clip) for part in torch.split(weight, rows)]
     return Int4Matrix(torch.cat([codes for codes, _ in parts]), torch.cat([scales for _, scales in parts]))
 
 
