@@ -17,6 +17,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from katydid_kernels.gemm.dense import runs_gluon
 
 __all__ = [
     "FP8_MAX",
@@ -56,7 +59,7 @@ def add_rms_norm_quantize(
     if tokens:
         _add_rms_norm_quantize_kernel[(tokens,)](
             x, residual, weight, scales, total, q, n, x.stride(0), residual.stride(0), eps,
-            STATIC=scale is not None, GROUP=group, BLOCK=triton.next_power_of_2(n), num_warps=4,
+            STATIC=scale is not None, GROUP=group, BLOCK=triton.next_power_of_2(n), num_warps=4, **_early(x),
         )  # fmt: skip
     return q, scales, total
 
@@ -80,7 +83,7 @@ def swiglu_quantize(gate_up: Tensor, *, scale: Tensor | None = None, group: int 
         rows = 1 if block >= 2048 else 4096 // block
         _swiglu_quantize_kernel[(triton.cdiv(tokens, rows),)](
             gate_up, scales, q, tokens, n, gate_up.stride(0),
-            STATIC=scale is not None, GROUP=group, ROWS=rows, BLOCK=block, num_warps=4,
+            STATIC=scale is not None, GROUP=group, ROWS=rows, BLOCK=block, num_warps=4, **_early(gate_up),
         )  # fmt: skip
     return q, scales
 
@@ -106,18 +109,9 @@ def quantize_fp8(
         block = triton.next_power_of_2(n)
         rows = max(1, 4096 // block)
         _quantize_fp8_kernel[(triton.cdiv(tokens, rows),)](
-            x,
-            scales,
-            q,
-            tokens,
-            n,
-            x.stride(0),
-            STATIC=scale is not None,
-            GROUP=group,
-            ROWS=rows,
-            BLOCK=block,
-            num_warps=4,
-        )
+            x, scales, q, tokens, n, x.stride(0),
+            STATIC=scale is not None, GROUP=group, ROWS=rows, BLOCK=block, num_warps=4, **_early(x),
+        )  # fmt: skip
     return q, scales
 
 
@@ -135,8 +129,21 @@ def _scales(tokens: int, n: int, group: int | None, device: torch.device) -> Ten
     return torch.empty(shape, dtype=torch.float32, device=device)
 
 
+def _early(tensor: Tensor) -> dict[str, bool]:
+    """Launch before the kernel ahead has ended (PDL): a kernel of 20 us would spend one on starting."""
+    early = runs_gluon(tensor.device)
+    return {"EARLY": early, "launch_pdl": early}
+
+
 def _has_kernels(tensor: Tensor) -> bool:
     return tensor.is_cuda
+
+
+@triton.jit
+def _start(EARLY: tl.constexpr):
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit
@@ -165,8 +172,9 @@ def _store_quantized(y, scale_ptr, q_ptr, row, valid, n, col, STATIC: tl.constex
 @triton.jit
 def _add_rms_norm_quantize_kernel(
     x_ptr, residual_ptr, weight_ptr, scale_ptr, total_ptr, q_ptr, n, x_row_stride, residual_row_stride, eps,
-    STATIC: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    STATIC: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    _start(EARLY)
     row = tl.program_id(0)
     col = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row.to(tl.int64) * x_row_stride + col, mask=col < n, other=0.0).to(tl.float32)
@@ -183,8 +191,9 @@ def _add_rms_norm_quantize_kernel(
 @triton.jit
 def _swiglu_quantize_kernel(
     gate_up_ptr, scale_ptr, q_ptr, tokens, n, row_stride,
-    STATIC: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STATIC: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    _start(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
     inside = (row < tokens)[:, None] & (col < n)[None, :]
@@ -197,8 +206,9 @@ def _swiglu_quantize_kernel(
 @triton.jit
 def _quantize_fp8_kernel(
     x_ptr, scale_ptr, q_ptr, tokens, n, row_stride,
-    STATIC: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STATIC: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    _start(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, BLOCK)
     inside = (row < tokens)[:, None] & (col < n)[None, :]
