@@ -24,7 +24,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ from katydid_engine.forward_batch import ForwardBatch, TokenRun
 from katydid_engine.loader import build_model, load_model
 from katydid_engine.model_config import read_model_config
 from katydid_engine.models.decoder_lm import DecoderLM
+from katydid_engine.quantization import Scheme as QuantizationScheme
+from katydid_engine.quantization import StoredQuantization
 from katydid_engine.request import Request, Sampling
 from katydid_engine.runner import Runner
 from katydid_engine.scheduler import Scheduler, SchedulerConfig
@@ -108,13 +110,14 @@ SCHEMES = {
     "fp32": Scheme(torch.float32),
     "bf16": Scheme(),
     "fp8": Scheme(quantization="fp8"),
+    "fp8-blocks": Scheme(),
     "fp8-kv8": Scheme(quantization="fp8", kv_cache_dtype="fp8"),
     "w4a8": Scheme(quantization="w4a8"),
 }
 CASES = {
     "tiny": ("hy3-tiny", ("fp32", "bf16", "fp8", "fp8-kv8", "w4a8")),
     "smollm2": ("SmolLM2-135M's shape, random weights", ("fp32", "bf16", "fp8", "w4a8")),
-    "full": ("Hy3, 2 layers at full width", ("fp32", "bf16", "fp8")),
+    "full": ("Hy3, 2 layers at full width", ("fp32", "bf16", "fp8", "fp8-blocks")),
 }
 
 
@@ -139,7 +142,37 @@ class _KeptSource(RandomSource):
         return self._kept[key]
 
 
-def model_and_ids(kind: str, device: str) -> tuple[BuildModel, list[int]]:
+class _BlockSource(_KeptSource):
+    """The same with projections in e4m3 and a scale every 128 x 128, as Qwen3's fp8 checkpoints store theirs."""
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
+        self._scales: dict[str, Tensor] = {}
+
+    def has(self, name: str) -> bool:
+        return name in self._scales
+
+    def stored(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+        if name.endswith("_proj.weight"):
+            return "F8_E4M3", ()
+        return ("F32", tuple(self._scales[name].shape)) if name in self._scales else None
+
+    def read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...], *dtypes: tuple[str, ...]) -> Tensor:
+        """A projection comes before its scales and is read whole: the plan has one rank."""
+        if name in self._scales:
+            return self._scales[name]
+        weight = super().read(name, shape, part, *dtypes)
+        if not name.endswith("_proj.weight"):
+            return weight
+        if f"{name} e4m3" not in self._kept:
+            blocks = weight.float().unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+            scale = blocks.abs().amax((1, 3)) / 448
+            self._scales[f"{name}_scale_inv"] = scale
+            self._kept[f"{name} e4m3"] = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn).reshape(shape)
+        return self._kept[f"{name} e4m3"]
+
+
+def model_and_ids(kind: str, device: str, *, blocks: bool) -> tuple[BuildModel, list[int]]:
     """What builds the model, and the ids it is run on."""
     if kind == "tiny":
         folder = ROOT / "models" / "hy3-tiny"
@@ -151,7 +184,9 @@ def model_and_ids(kind: str, device: str) -> tuple[BuildModel, list[int]]:
     with tempfile.TemporaryDirectory() as folder_name:
         (Path(folder_name) / "config.json").write_text(json.dumps(HY3 if kind == "full" else SMOLLM2))
         config = read_model_config(Path(folder_name))
-    source = _KeptSource(device, torch.bfloat16)
+    source = (_BlockSource if blocks else _KeptSource)(device, torch.bfloat16)
+    if blocks:
+        config = replace(config, quantization=StoredQuantization(QuantizationScheme.FP8, blocks=True))
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(0, config.vocab_size, (PROMPT_TOKENS + DECODES,), generator=generator).tolist()
     return lambda **options: build_model(config, source, **options), ids
@@ -160,7 +195,7 @@ def model_and_ids(kind: str, device: str) -> tuple[BuildModel, list[int]]:
 def check(kind: str, scheme_name: str, device: str) -> list[dict[str, Any]]:
     """The rows of one model in one scheme."""
     name, scheme = CASES[kind][0], SCHEMES[scheme_name]
-    model, ids = model_and_ids(kind, device)
+    model, ids = model_and_ids(kind, device, blocks=scheme_name == "fp8-blocks")
     start = time.perf_counter()
     oracle = chunked_logits(scheme.build(model, "cpu", torch.float32), ids)
     if scheme.dtype == torch.float32:
