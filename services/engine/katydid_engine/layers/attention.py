@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import torch
-from katydid_kernels import decode_attention, prefill_attention, qkv_post, quantize_fp8
+from katydid_kernels import QkNorm, decode_attention, prefill_attention, qkv_post, qkv_post_fp8
 from katydid_runtime.errors import ModelFolderError
 from torch import Tensor
 
@@ -14,6 +16,13 @@ from katydid_engine.model_config import ModelConfig
 from katydid_engine.weights import Weights
 
 __all__ = ["Attention"]
+
+
+class _Norms(TypedDict):
+    q_norm_weight: Tensor | None
+    k_norm_weight: Tensor | None
+    qk_norm: QkNorm
+    eps: float
 
 
 class Attention:
@@ -40,6 +49,7 @@ class Attention:
         quantised = kv_dtype.itemsize == 1
         self._k_scale, self._v_scale = (scale if quantised else None for scale in scales)
         self.input = self._qkv.input
+        self._dtype = weights.dtype
         self._eps = config.rms_norm_eps
         self._scale = config.head_dim**-0.5
 
@@ -50,31 +60,26 @@ class Attention:
             table: the model's rotary table.
             k_pages, v_pages: this layer's pages.
         """
-        q = qkv_post(
-            self._qkv(x),
-            table,
-            batch.positions,
-            batch.slot_mapping,
-            k_pages,
-            v_pages,
-            q_norm_weight=self._q_norm,
-            k_norm_weight=self._k_norm,
-            qk_norm="none" if self._q_norm is None else "before_rope",
-            eps=self._eps,
-            k_scale=self._k_scale,
-            v_scale=self._v_scale,
-        )
-        return self._output(self._attend(q, batch, k_pages, v_pages).flatten(1))
+        operands = (self._qkv(x), table, batch.positions, batch.slot_mapping, k_pages, v_pages)
+        norms: _Norms = {
+            "q_norm_weight": self._q_norm,
+            "k_norm_weight": self._k_norm,
+            "qk_norm": "none" if self._q_norm is None else "before_rope",
+            "eps": self._eps,
+        }
+        if self._k_scale is None:
+            q, q_scale = qkv_post(*operands, **norms), None
+        else:
+            q, q_scale = qkv_post_fp8(*operands, **norms, k_scale=self._k_scale, v_scale=self._v_scale)
+        return self._output(self._attend(q, q_scale, batch, k_pages, v_pages).flatten(1))
 
-    def _attend(self, q: Tensor, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor) -> Tensor:
+    def _attend(
+        self, q: Tensor, q_scale: Tensor | None, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor
+    ) -> Tensor:
         """Decodes and prefill chunks take the kernel made for each; ``[T, heads, head_dim]`` both ways."""
         split, split_tokens, plan = batch.num_decodes, batch.num_decode_tokens, batch.attention
         assert plan is not None
-        out = torch.empty_like(q)
-        q_scale = None
-        if self._k_scale is not None:
-            values, scales = quantize_fp8(q.flatten(0, 1))
-            q, q_scale = values.view_as(q), scales.view(q.shape[:2])
+        out = torch.empty_like(q, dtype=self._dtype)
         if split:
             shape = (split, batch.decode_q_len, *q.shape[1:])
             decode_attention(
