@@ -24,7 +24,9 @@ __all__ = ["LEAST_BYTES", "LaneReads", "dialled_host"]
 LEAST_BYTES = 4 * 1024 * 1024
 """Less than this goes by stream as fast."""
 
-_BATCH_BYTES = 16 * 1024 * 1024
+# A lane's share of a read goes in about four batches: the next is prepared while one is on its way.
+_BATCHES = 4
+_BATCH_BYTES = (8 * 1024 * 1024, 64 * 1024 * 1024)
 _STALL_S = 2.0
 _PAUSE_S = 5.0
 
@@ -56,7 +58,9 @@ class LaneReads:
             self.close()
             self._port = port
         found = [False] * len(into)
-        step = max(1, _BATCH_BYTES // len(into[0]))
+        size = len(into[0])
+        share = size * len(wanted) // (_BATCHES * self._count)
+        step = max(1, min(max(share, _BATCH_BYTES[0]), _BATCH_BYTES[1]) // size)
         batches = [wanted[start : start + step] for start in range(0, len(wanted), step)][::-1]
         prepared: list[tuple[Sequence[int], LaneOffer]] = []
 

@@ -30,7 +30,7 @@ from grpc_reflection.v1alpha import reflection
 
 from katydid_runtime import log
 from katydid_runtime.channel import CHANNEL_OPTIONS
-from katydid_runtime.errors import AddressInUseError, DrainingError, SettingsError
+from katydid_runtime.errors import AddressInUseError, DrainingError, KatydidError, SettingsError
 from katydid_runtime.exposition import split_address
 from katydid_runtime.interceptors import AroundInterceptor, Context
 from katydid_runtime.rpc_errors import error_interceptor
@@ -44,6 +44,8 @@ _SERVER_OPTIONS = (
     # Without this a second process binds the same port and silently takes half of the connections.
     ("grpc.so_reuseport", 0),
 )
+
+_REFUSAL_S = 0.1
 
 _INFRASTRUCTURE = ("/grpc.health.", "/grpc.reflection.")
 
@@ -181,7 +183,13 @@ class RpcServer:
         if self._draining:
             raise DrainingError(f"{self.address} is shutting down")
         if self._admit is not None:
-            self._admit(method, context.invocation_metadata() or ())
+            try:
+                self._admit(method, context.invocation_metadata() or ())
+            except KatydidError:
+                # Guessing is slow, and a client that is writing a stream is done with its first messages: were the call
+                # ended under its pen, it would see its write fail and not the reason.
+                await asyncio.sleep(_REFUSAL_S)
+                raise
         if method in self._long_lived:
             yield
             return

@@ -1,9 +1,9 @@
-"""The sending end of bulk lanes: tokens are issued against pinned blocks, and the kernel sends them out of the arena.
+"""The sending end of bulk lanes: tokens are issued against pinned blocks, and a thread sends them out of the arena.
 
-`sendfile` hands the arena's own pages to the connection, so a block is read once, by the receiver. That is also why it
-stays pinned until the receipt: pages on their way must not become another block. The receiver checks every block; one
-that it names is looked at here and quarantined if it is wrong here too. A thread serves a connection only while blocks
-go out; between tokens a connection costs nothing.
+The kernel copies straight from the mapped memory; `sendfile` of the arena's pages saves that copy and is slower all the
+same, because it wakes the receiver for every 64 KiB (2.4 against 3.3 GB/s a lane). The receiver checks every block; one
+that it names in its receipt is looked at here and quarantined if it is wrong here too, so blocks stay pinned until
+then. A thread serves a connection only while blocks go out; between tokens a connection costs nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 import socket
 import time
@@ -53,8 +52,7 @@ class _Parcel:
     """What a token stands for."""
 
     blocks: list[Block]
-    offsets: list[int]
-    size: int
+    views: list[memoryview]
     expiry: asyncio.TimerHandle | None = None
 
 
@@ -80,7 +78,7 @@ class LaneDesk:
             else:
                 found[place] = block
         store.pin(found.values())
-        parcel = _Parcel([], [], namespace.layout.block_bytes)
+        parcel = _Parcel([], [])
         times: dict[Tier, tuple[int, float]] = {}
         try:
             results = await asyncio.gather(*map(self._raise, found.values()))
@@ -91,7 +89,7 @@ class LaneDesk:
                 blocks, total_s = times.get(tier, (0, 0.0))
                 times[tier] = blocks + 1, max(total_s, elapsed_s)
                 parcel.blocks.append(block)
-                parcel.offsets.append(self._cache.memory.arena_offset(block.memory))
+                parcel.views.append(self._cache.memory.view(block))
         finally:
             kept = set(map(id, parcel.blocks))
             store.unpin(block for block in found.values() if id(block) not in kept)
@@ -177,14 +175,14 @@ class LaneDesk:
                     try:
                         end_silence_after(connection, self._stall_s)
                         # Shielded: the blocks may be unpinned only when the thread no longer sends them.
-                        sending = loop.run_in_executor(self._threads, _send, connection, self._cache.arena.fd, parcel)
+                        sending = loop.run_in_executor(self._threads, _send, connection, parcel)
                         self._look_at(await _finish(sending))
                     except OSError:
                         self._cache.traffic.broken_lanes += 1
                         raise
                     finally:
                         self._cache.store.unpin(parcel.blocks)
-                    self._cache.traffic.sent_bytes += parcel.size * len(parcel.blocks)
+                    self._cache.traffic.sent_bytes += sum(map(len, parcel.views))
                     connection.setblocking(False)
             finally:
                 self._connections.discard(connection)
@@ -217,12 +215,10 @@ async def _finish(sending: asyncio.Future[list[Block]]) -> list[Block]:
         raise
 
 
-def _send(connection: socket.socket, arena: int, parcel: _Parcel) -> list[Block]:
+def _send(connection: socket.socket, parcel: _Parcel) -> list[Block]:
     """Send a parcel and read its receipt: the blocks that arrived wrong. Raises OSError."""
-    for offset in parcel.offsets:
-        at, end = offset, offset + parcel.size
-        while at < end:
-            at += os.sendfile(connection.fileno(), arena, at, end - at)
+    for view in parcel.views:
+        connection.sendall(view)
     (count,) = RECEIPT.unpack(_exactly(connection, RECEIPT.size))
     if count > len(parcel.blocks):
         raise ConnectionError(f"a receipt names {count} of {len(parcel.blocks)} blocks")
