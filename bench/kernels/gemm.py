@@ -5,6 +5,9 @@
 Each part is a process of its own, so a part that hangs or fails takes nothing else with it. Parts compile and check
 side by side, then take turns at the GPU; one whose kernels do not match float64 reports no speed. A row a bar goes to
 ``gemm.json`` and ``moe.json``; errors, times of single launches and tiles beside each other to ``gemm_parts.json``.
+
+With ``--peers DIR``, which holds vLLM and FlashInfer in ``vllm`` and ``fi`` and DeepGEMM in ``dg``, they are timed in
+the same run; ``--search`` looks for the configurations of vLLM's Triton experts first and keeps them.
 """
 
 from __future__ import annotations
@@ -25,32 +28,55 @@ import torch
 import triton
 
 Found = dict[str, dict[str, Any]]
+SHARD_NAMES = (
+    "TP8", "EP8", "bf16 TP8", "TP4", "TP2", "TP1", "Qwen3-30B-A3B", "Qwen3-235B-A22B TP2", "blocks EP8",
+    "blocks Qwen3-30B-A3B",
+)  # fmt: skip
 GROUPS = {
-    "gemm": ("bf16", "fp8 promoted", "fp8", "few rows"),
-    "moe": ("TP8", "EP8", "bf16 TP8", "rows", "tiles TP8", "tiles EP8", "odd shapes"),
+    "gemm": ("bf16", "fp8 promoted", "fp8", "fp8 blocks", "few rows"),
+    "moe": (*(f"experts {shard}" for shard in SHARD_NAMES), "layer", "rows", "tiles TP8", "tiles EP8", "odd shapes"),
 }
+PEER_PARTS = ("triton TP8", "triton EP8", "cutlass TP8", "cutlass EP8", "deepgemm")
 
 
 def part(name: str) -> dict[str, Any]:
     """Run one part in this process."""
+    kind, _, rest = name.partition(" ")
+    if name in PEER_PARTS or kind == "search":
+        import moe_peers
+
+        return moe_peers.deepgemm() if kind == "deepgemm" else getattr(moe_peers, kind)(rest)
     from gemm_cases import dense, few_rows
+    from layer_cases import layer
     from moe_cases import experts, odd_shapes, tiles
     from row_cases import rows
 
-    runs: dict[str, Callable[[], dict[str, Any]]] = {"few rows": few_rows, "odd shapes": odd_shapes, "rows": rows}
-    runs |= {kind: lambda kind=kind: dense(kind) for kind in GROUPS["gemm"][:3]}
-    runs |= {shard: lambda shard=shard: experts(shard) for shard in GROUPS["moe"][:3]}
+    runs: dict[str, Callable[[], dict[str, Any]]] = {
+        "few rows": few_rows, "odd shapes": odd_shapes, "rows": rows, "layer": layer,
+    }  # fmt: skip
+    runs |= {kind: lambda kind=kind: dense(kind) for kind in GROUPS["gemm"][:4]}
+    runs |= {f"experts {shard}": lambda shard=shard: experts(shard) for shard in SHARD_NAMES}
     runs |= {f"tiles {shard}": lambda shard=shard: tiles(shard) for shard in ("TP8", "EP8")}
     return runs[name]()
 
 
-def run_parts(limit_s: float, out: Path) -> None:
+def peer_environment(peers: Path) -> dict[str, str]:
+    paths = [str(peers / name) for name in ("vllm", "fi", "dg")] + os.environ.get("PYTHONPATH", "").split(":")
+    quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **quiet, "PYTHONPATH": ":".join(paths)}
+
+
+def run_parts(names: list[str], limit_s: float, out: Path, peers: Path | None) -> None:
     start = time.monotonic()
-    os.environ["GEMM_BENCH_LOCK"] = tempfile.mkstemp()[1]
-    command = [sys.executable, __file__, "--part"]
+    os.environ.setdefault("GEMM_BENCH_LOCK", tempfile.mkstemp()[1])
     running = {
-        name: subprocess.Popen([*command, name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for names in GROUPS.values()
+        name: subprocess.Popen(
+            [sys.executable, __file__, "--part", name],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=peer_environment(peers) if peers and name in PEER_PARTS else None,
+        )
         for name in names
     }
     found: Found = {}
@@ -73,6 +99,8 @@ def run_parts(limit_s: float, out: Path) -> None:
 
 def write(out: Path, found: Found) -> None:
     """Write what there is so far: a run cut short keeps its rows."""
+    from moe_rows import moe_rows
+
     head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     about = {
         "gpu": torch.cuda.get_device_name(),
@@ -82,7 +110,8 @@ def write(out: Path, found: Found) -> None:
     }
     out.mkdir(parents=True, exist_ok=True)
     for group, names in GROUPS.items():
-        rows = [row for name in names for row in found.get(name, {}).get("rows", [])]
+        rows = moe_rows(found) if group == "moe" else []
+        rows += [row for name in names for row in found.get(name, {}).get("rows", [])]
         (out / f"{group}.json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     (out / "gemm_parts.json").write_text(json.dumps(found, indent=1) + "\n")
 
@@ -90,13 +119,28 @@ def write(out: Path, found: Found) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
-    parser.add_argument("--limit-s", type=float, default=120.0)
+    parser.add_argument("--limit-s", type=float, default=180.0)
+    parser.add_argument("--peers", type=Path)
+    parser.add_argument("--search", action="store_true")
+    parser.add_argument("--only", nargs="*", help="these parts alone")
     parser.add_argument("--part")
     arguments = parser.parse_args()
     if arguments.part:
         print("\nRESULT " + json.dumps(part(arguments.part)), flush=True)
-    else:
-        run_parts(arguments.limit_s, arguments.out)
+        return
+    if arguments.search:
+        from moe_peers import CONFIGS
+
+        found = {}
+        for shard in ("TP8", "EP8"):
+            command = [sys.executable, __file__, "--part", f"search {shard}"]
+            environment = peer_environment(arguments.peers)
+            environment.setdefault("GEMM_BENCH_LOCK", tempfile.mkstemp()[1])
+            output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+            found[shard] = json.loads(next(line[7:] for line in output.splitlines() if line.startswith("RESULT ")))
+        CONFIGS.write_text(json.dumps(found, indent=1) + "\n")
+    names = [name for group in GROUPS.values() for name in group] + (list(PEER_PARTS) if arguments.peers else [])
+    run_parts(arguments.only or names, arguments.limit_s, arguments.out, arguments.peers)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,22 @@ ROUNDING, SHORT_ACCUMULATOR = 2.2e-3, 5e-3
 
 
 def dense(kind: str) -> dict[str, Any]:
-    """`kind` is bf16, fp8 (the tensor cores' short accumulator) or fp8 promoted."""
-    dtype, promote = BF16 if kind == "bf16" else E4M3, kind == "fp8 promoted"
+    """`kind` is bf16, fp8 (the tensor cores' short accumulator), fp8 promoted, or fp8 blocks: scales of blocks."""
+    dtype, blocks = BF16 if kind == "bf16" else E4M3, kind == "fp8 blocks"
+    promote = kind in ("fp8 promoted", "fp8 blocks")
+    if blocks:
+        with preparing():
+            shapes = [(128, 256, 128), (37, 264, 1024), (2049, 4104, 512), (513, 392, 12288)]
+            errors = [
+                check_gemm(
+                    s, E4M3, wide_tile(*s[:2], promote=True, blocks=True), promote=True, hooks=False, blocks=True
+                )
+                for s in shapes
+            ]
+        if max(errors) > ROUNDING:
+            return {"errors": errors, "rows": []}
+        with measuring():
+            return {"errors": errors, "rows": [_dense_row(kind, *case, dtype, promote) for case in DENSE.items()]}
     with preparing():
         errors = [
             check_gemm(shape, dtype, wide_tile(*shape[:2], promote=promote), promote=promote, hooks=hooks)
@@ -45,14 +59,21 @@ def _dense_row(kind: str, name: str, shape: tuple[int, int, int], dtype: torch.d
     a, b = torch.randn(m, k, device="cuda").to(dtype), torch.randn(n, k, device="cuda").to(dtype)
     out, one = torch.empty(m, n, device="cuda", dtype=BF16), torch.full((1,), 0.5, device="cuda")
     hooks = {} if dtype == BF16 else {"row_scale": one, "col_scale": one}
-    ours = partial(launch_wide, a, b, out, wide_tile(m, n, promote=promote), promote=promote, **hooks)
+    blocks = kind == "fp8 blocks"
+    if blocks:
+        hooks = {
+            "row_scale": torch.rand(m, k // 128, device="cuda"),
+            "col_scale": torch.rand(n // 128, k // 128, device="cuda"),
+        }
+    tile = wide_tile(m, n, promote=promote, blocks=blocks)
+    ours = partial(launch_wide, a, b, out, tile, promote=promote, **hooks)
     if dtype == BF16:
         peer, theirs = "cuBLAS", partial(torch.matmul, a, b.T, out=out)
     else:
-        peer = "cuBLAS" if promote else "cuBLAS, fast accumulation"
+        peer = ("cuBLAS, per tensor" if blocks else "cuBLAS") if promote else "cuBLAS, fast accumulation"
         theirs = partial(torch._scaled_mm, a, b.T, one[0], one[0], out_dtype=BF16, use_fast_accum=not promote)
     tera = 2e-6 * m * n * k
-    bar = (700.0 if dtype == BF16 else 1200.0) if name == "8192^3" else None
+    bar = (700.0 if dtype == BF16 else 1200.0) if name == "8192^3" and not blocks else None
     ceiling = BF16_TFLOPS if dtype == BF16 else FP8_TFLOPS
     return row(
         f"{kind} {name}", tera / median_us([ours] * 4), "TFLOP/s", ceiling, bar, peer, tera / median_us([theirs] * 4)

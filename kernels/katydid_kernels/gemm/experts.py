@@ -26,10 +26,12 @@ from katydid_kernels.gemm.plan import RoutePlan, plan_routes
 from katydid_kernels.gemm.tuning import (
     BLOCK_DOWN_TILE,
     BLOCK_UP_TILE,
+    Beside,
     DecodeTile,
     FewTile,
     UpTile,
     WideTile,
+    beside,
     decode_tile,
     down_tile,
     few_tokens_tile,
@@ -109,6 +111,7 @@ def run_experts(
     shared: Tensor | None = None,
     tile: FewTile | DecodeTile | UpTile | None = None,
     down: WideTile | None = None,
+    sharing: Beside | None = None,
 ) -> Tensor:
     """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``; arguments as `fused_moe`'s."""
     if scales.of_blocks:
@@ -124,10 +127,11 @@ def run_experts(
         if not summed:
             combine(workspace.y, plan.slots[: len(ids)], weights, out, shared=shared, early=True)
     else:
-        _launch_up(x, w13, scales, workspace, tile)
+        sharing = sharing or beside(ids.numel() / len(w2))
+        _launch_up(x, w13, scales, workspace, tile, sharing)
         launch_wide(
             workspace.h, w2, workspace.y, down or down_tile(w2.shape[1], tile.tokens), col_scale=scales.down,
-            tiles=plan.tiles, tile_count=plan.tile_count,
+            tiles=plan.tiles, tile_count=plan.tile_count, ready=2 * w2.shape[2] // tile.rows, beside=sharing,
         )  # fmt: skip
         combine(workspace.y, plan.slots[: len(ids)], weights, out, shared=shared, early=True)
     return out
@@ -150,7 +154,7 @@ def _run_blocks(
     if h is None or h_scales is None:
         raise ValueError("workspace must be allocated with of_blocks for scales of blocks")
     plan = plan_routes(ids, workspace.plan, len(w2), BLOCK_UP_TILE.tokens, first_expert=first_expert)
-    _launch_up(x, w13, scales, workspace, BLOCK_UP_TILE)
+    _launch_up(x, w13, scales, workspace, BLOCK_UP_TILE, Beside(0, 0))
     rows = ids.numel()
     quantize_fp8(h[:rows], group=BLOCK, out=(workspace.h[:rows], h_scales[:rows]))
     launch_wide(
@@ -176,10 +180,10 @@ def _rows_layout(tokens: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([tokens, _K_BYTES // dtype.itemsize], GLUON_TYPE[dtype])
 
 
-def _launch_up(x: Tensor, w13: Tensor, scales: ExpertScales, workspace: ExpertWorkspace, tile: UpTile) -> None:
+def _launch_up(x: Tensor, w13: Tensor, scales: ExpertScales, workspace: ExpertWorkspace, tile: UpTile, sharing: Beside) -> None:
     plan = workspace.plan
     h = workspace.h if workspace.h_unquantised is None else workspace.h_unquantised
-    experts_up_kernel[(sm_count(x.device),)](
+    experts_up_kernel[(sm_count(x.device) - sharing.early,)](
         x, x.stride(0), _interleaved(w13, tile.rows), h, plan.rows, plan.tiles, plan.tile_count,
         scales.up, scales.inverse_h, scales.token,
         H=w13.shape[2], WIDTH=w13.shape[1] // 2, H_STRIDE=h.stride(0),
@@ -219,7 +223,7 @@ def _launch_decode(
         scales.up, scales.inverse_h, scales.down, scales.token, x.shape[0],
         H=w2.shape[1], WIDTH=w2.shape[2], TOP_K=ids.shape[1], TOKENS=tile.tokens, STAGES=tile.stages,
         WGS=tile.warpgroups, PROMOTE=tile.promote, SUM=summed, X_LAYOUT=_rows_layout(tile.tokens, x.dtype),
-        num_warps=4, maxnreg=128, launch_pdl=True,
+        num_warps=4, maxnreg=128 if tile.warpgroups == 2 else 96, launch_pdl=True,
     )  # fmt: skip
 
 

@@ -145,7 +145,8 @@ def _consume(
             WHO, ring, stage, phase, down_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, False, DOWN_AT_ONCE
         )
         col = (item % down_n * WGS + WHO) * ROWS
-        store_columns(acc * scale, y_ptr, H, row, end, col, y_layout)
+        if WGS == 2 or col < H:
+            store_columns(acc * scale, y_ptr, H, row, end, col, y_layout)
 
     if SUM:
         count(sync_ptr)
@@ -198,7 +199,7 @@ def experts_decode_kernel(
     ``[1, ROWS / 8, 8, BLOCK_K]`` of w2 seen as ``[E, H / 8, 8, WIDTH]``. h: ``[pairs, WIDTH]``, rows padded with zeros
     to a multiple of BLOCK_K, and its boxes ``[TOKENS, BLOCK_K]``; y: ``[pairs, H]``; ready: zeros, an int32 a tile;
     sync: two zeros. Rows, slots and tiles are a `RoutePlan`'s. Scales in fp32: up ``[E, 2]``, down ``[E]``, inverse
-    ``[1]`` (what h is multiplied by), token ``[T]`` or None. WGS is 2. Without SUM the kernel ends with y.
+    ``[1]`` (what h is multiplied by), token ``[T]`` or None. WGS is 2 or 3. Without SUM the kernel ends with y.
     """
     GROUPS: gl.constexpr = w13_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = w13_desc.block_type.shape[4]
@@ -206,7 +207,8 @@ def experts_decode_kernel(
     w_bufs = gl.allocate_shared_memory(w13_desc.dtype, [STAGES * WGS, 1, GROUPS, 2, 8, BLOCK_K], w13_desc.layout)
     full, empty = make_barriers(STAGES, 129, WGS)
     up_n = WIDTH // (GROUPS * 8 * WGS)
-    down_n = H // (GROUPS * 16 * WGS)
+    # With three warpgroups the last down tile of an expert may stand out over H: it reads zeros and is not stored.
+    down_n = (H + GROUPS * 16 * WGS - 1) // (GROUPS * 16 * WGS)
     up_k: gl.constexpr = H // BLOCK_K
     down_k: gl.constexpr = (WIDTH + BLOCK_K - 1) // BLOCK_K
     UP_AT_ONCE: gl.constexpr = 2 if TOKENS <= 32 and up_k % 2 == 0 else 1
@@ -221,15 +223,31 @@ def experts_decode_kernel(
     result = (y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, sync_ptr, tokens)
     ring = (x_bufs, w_bufs, full, empty)
     shape = (tiles, up_n, down_n, up_k, down_k)
-    gl.warp_specialize(
-        [
-            (_consume, (0, plan, hidden, result, scales, ring, shape,
-                        H, TOP_K, STAGES, WGS, PROMOTE, SUM, UP_AT_ONCE, DOWN_AT_ONCE)),
-            (_consume, (1, plan, hidden, result, scales, ring, shape,
-                        H, TOP_K, STAGES, WGS, PROMOTE, SUM, UP_AT_ONCE, DOWN_AT_ONCE)),
-            (_copy_tokens, (x_ptr, x_stride, h_desc, plan, ring, shape, STAGES, WGS)),
-            (_stream_weights, (w13_desc, w2_desc, tiles_ptr, ring, shape, STAGES, WGS)),
-        ],
-        [4, 4, 1],
-        [168, 104, 40],
-    )  # fmt: skip
+    if WGS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (0, plan, hidden, result, scales, ring, shape,
+                            H, TOP_K, STAGES, WGS, PROMOTE, SUM, UP_AT_ONCE, DOWN_AT_ONCE)),
+                (_consume, (1, plan, hidden, result, scales, ring, shape,
+                            H, TOP_K, STAGES, WGS, PROMOTE, SUM, UP_AT_ONCE, DOWN_AT_ONCE)),
+                (_copy_tokens, (x_ptr, x_stride, h_desc, plan, ring, shape, STAGES, WGS)),
+                (_stream_weights, (w13_desc, w2_desc, tiles_ptr, ring, shape, STAGES, WGS)),
+            ],
+            [4, 4, 1],
+            [168, 104, 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (0, plan, hidden, result, scales, ring, shape,
+                            H, TOP_K, STAGES, WGS, PROMOTE, SUM, UP_AT_ONCE, DOWN_AT_ONCE)),
+                (_consume, (1, plan, hidden, result, scales, ring, shape,
+                            H, TOP_K, STAGES, WGS, PROMOTE, SUM, UP_AT_ONCE, DOWN_AT_ONCE)),
+                (_consume, (2, plan, hidden, result, scales, ring, shape,
+                            H, TOP_K, STAGES, WGS, PROMOTE, SUM, UP_AT_ONCE, DOWN_AT_ONCE)),
+                (_copy_tokens, (x_ptr, x_stride, h_desc, plan, ring, shape, STAGES, WGS)),
+                (_stream_weights, (w13_desc, w2_desc, tiles_ptr, ring, shape, STAGES, WGS)),
+            ],
+            [4, 4, 4, 1],
+            [120, 120, 80, 40],
+        )  # fmt: skip

@@ -9,11 +9,13 @@ import torch
 __all__ = [
     "BLOCK_DOWN_TILE",
     "BLOCK_UP_TILE",
+    "Beside",
     "DecodeTile",
     "FewTile",
     "NarrowTile",
     "UpTile",
     "WideTile",
+    "beside",
     "decode_tile",
     "down_tile",
     "few_tokens_tile",
@@ -90,6 +92,18 @@ class UpTile:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """How gate-up and the down product of many tokens share the SMs: one computes while the other writes.
+
+    early: SMs that gate-up leaves to the down product, which takes the others as gate-up ends.
+    part: how many of 256 down tiles those take.
+    """
+
+    early: int
+    part: int
+
+
+@dataclass(frozen=True)
 class DecodeTile:
     """One configuration of the single-launch decode kernel; fields as `UpTile`'s."""
 
@@ -127,6 +141,12 @@ def up_tile(intermediate: int, hidden: int, dtype: torch.dtype) -> UpTile:
 # With scales of blocks, which leave fewer registers.
 BLOCK_UP_TILE = UpTile(128, 64, 2, 6, True, 216, 56)
 BLOCK_DOWN_TILE = WideTile(64, 128, 64, 2, 6, 1)
+
+
+def beside(rows: float) -> Beside:
+    """For this many rows an expert."""
+    del rows
+    return Beside(0, 0)
 
 
 def down_tile(hidden: int, tokens: int) -> WideTile:
