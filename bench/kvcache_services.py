@@ -143,6 +143,7 @@ class LmCache:
     def __init__(self, tools: Path, folder: str) -> None:
         self._tools = tools
         self._folder = folder
+        self._first = 0
 
     @classmethod
     def start(cls, stack: ExitStack, peers: Path) -> LmCache | None:
@@ -166,8 +167,9 @@ class LmCache:
         words = (
             f"bench server --rpc-url grpc://127.0.0.1:{rpc} --url http://127.0.0.1:{http} --mode cpu "
             "--transfer-mode lmcache_driven --num-tokens 2048 --kvcache-shape-spec (2,512,16,2,64):float16:16 "
-            "--num-blocks 512 --start 0 --end 6 --interval 0.05"
+            f"--num-blocks 512 --start {self._first} --end {self._first + 6} --interval 0.05"
         )
+        self._first += 6  # what is there already would not be stored again
         ran: Any = subprocess.run(
             [str(self._tools / "lmcache"), *words.split()],
             cwd=self._folder,

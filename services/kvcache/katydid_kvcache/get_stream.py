@@ -108,9 +108,10 @@ class GetStream:
             remaining = iter(terms.wanted)
             while self._open_ahead(ahead, remaining, terms):
                 started = time.monotonic()
-                group = await self._next_group(ahead, terms.window)
-                self._open_ahead(ahead, remaining, terms)
+                group: list[_Opened] = []
                 try:
+                    await self._fill(group, ahead, terms.window)
+                    self._open_ahead(ahead, remaining, terms)
                     await self._group(group, terms)
                 finally:
                     for opened in group:
@@ -170,13 +171,11 @@ class GetStream:
             return await reader.open(terms.namespace, wanted.hash, terms.mask)
         async with self._checking:
             # Blocks in memory are checked one a turn of the loop: others are not to wait for a whole window.
-            opened = await reader.open(terms.namespace, wanted.hash, terms.mask)
             await asyncio.sleep(0)
-            return opened
+            return await reader.open(terms.namespace, wanted.hash, terms.mask)
 
-    async def _next_group(self, ahead: deque[_Opening], limit: int) -> list[_Opened]:
-        """The next blocks to be sent together; misses before them are answered. Empty when only misses were left."""
-        group: list[_Opened] = []
+    async def _fill(self, group: list[_Opened], ahead: deque[_Opening], limit: int) -> None:
+        """Take the next blocks to be sent together; misses before them are answered. None when only misses are left."""
         while ahead and len(group) < limit:
             opening = ahead[0]
             if group and (opening.wanted.have != group[0].wanted.have or not (opening.near or opening.task.done())):
@@ -189,7 +188,6 @@ class GetStream:
             else:
                 await self._miss(opening.wanted.place, opened)
             ahead.popleft()
-        return group
 
     async def _collect_credit(self) -> None:
         """Add up what the client allows; leaves in `_no_more` why nothing will come after."""
