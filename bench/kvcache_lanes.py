@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 
 import uvloop
@@ -88,22 +88,20 @@ async def rows(
     get_blocks: int = 64,
     pull_blocks: int = 128,
     rounds: int = 5,
-) -> list[dict[str, object]]:
+) -> AsyncIterator[dict[str, object]]:
     """One row a case, in the form of bench/results."""
     memory = ["--memory-bytes", str(1 << 30)]
-    result: list[dict[str, object]] = []
+    cores = os.cpu_count() or 1
     with service(*memory) as source:
         for lanes in get_lanes:
             speed = await gets(source, lanes, get_blocks, rounds)
-            result.append(
-                _row(f"get, {lanes} bulk lanes" if lanes else "get, stream", speed, GET_BAR if lanes else None)
-            )
+            figure = f"get, {lanes} bulk lanes" if lanes else "get, stream"
+            yield _row(figure, speed, GET_BAR if lanes else None)
         for lanes in pull_lanes:
             with service(*memory, "--pull-from", source, "--lanes", str(lanes)) as target:
                 speed = await pulls(source, target, pull_blocks, rounds)
-            bar = PULL_BAR if lanes == 8 and (os.cpu_count() or 1) >= 16 else None
-            result.append(_row(f"instance to instance, {lanes} lanes, {os.cpu_count()} cores", speed, bar))
-    return result
+            figure = f"instance to instance, {lanes} lanes, {cores} cores"
+            yield _row(figure, speed, PULL_BAR if lanes == 8 and cores >= 16 else None)
 
 
 def _row(figure: str, speed: float, bar: float | None) -> dict[str, object]:
@@ -119,7 +117,7 @@ async def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, block {LAYOUT.block_bytes >> 20} MiB", flush=True)
-    for row in await rows(
+    async for row in rows(
         options.get_lanes, options.pull_lanes, pull_blocks=options.pull_blocks, rounds=options.rounds
     ):
         print(json.dumps(row), flush=True)
