@@ -147,7 +147,7 @@ def test_prefetch_brings_blocks_up(tmp_path: Path) -> None:
             for name in range(8):
                 await durably(cache, space, name)
                 cache.store.leave(cache.store.memory, space.blocks[key(name)])
-            blocks, eta_s = cache.prefetch(space, [key(name) for name in range(9)], 10.0)
+            blocks, eta_s = cache.prefetching.start(1, space, [key(name) for name in range(9)], 10.0)
             assert blocks == 8
             assert eta_s > 0
             while any(space.blocks[key(name)].memory is None for name in range(8)):

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from katydid_cache.records import TierRun
 
 from katydid_kvcache.blocks import Block, Namespace
 from katydid_kvcache.store import Store
 from katydid_kvcache.tenants import Tenants
-from katydid_kvcache.writing import Writer
 
 __all__ = ["Aftermath"]
 
@@ -27,11 +26,14 @@ _BACKLOG = 1024
 
 
 class Aftermath:
-    """Work in order of the calls that left it, done by a task of its own. Beyond 1,024 calls the oldest are let go."""
+    """Work in order of the calls that left it, done by a task of its own. Beyond 1,024 calls the oldest are let go.
 
-    def __init__(self, store: Store, writer: Writer, tenants: Tenants) -> None:
+    `sink` is called with every block found: it may go to a lower tier now.
+    """
+
+    def __init__(self, store: Store, sink: Callable[[Block], None], tenants: Tenants) -> None:
         self._store = store
-        self._writer = writer
+        self._sink = sink
         self._tenants = tenants
         self._work: deque[Iterator[None]] = deque(maxlen=_BACKLOG)
         self._doing: asyncio.Task[None] | None = None
@@ -90,9 +92,7 @@ class Aftermath:
         for start in range(0, len(found), _SLICE):
             yield
             for block in found[start : start + _SLICE]:
-                # What was not worth a place below at its first use may be at its second.
-                if block.disk is None and block.memory is not None and block.complete:
-                    self._writer.follow(block)
+                self._sink(block)
         self._tenants.count_lookup(namespace, tenant, len(names), runs, found)
 
     def _write_steps(self, namespace: Namespace, last: bytes) -> Iterator[None]:

@@ -53,5 +53,9 @@ class Attachments:
             )
         return attachment
 
+    def namespaces(self) -> list[Namespace]:
+        """Namespaces that somebody is attached to."""
+        return list({attachment.namespace: None for attachment in self._attachments.values()})
+
     def count(self, namespace: Namespace) -> int:
         return sum(attachment.namespace is namespace for attachment in self._attachments.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from katydid_cache.layout import BlockLayout, Span
 
+from katydid_kvcache.shared.manifest import Location
 from katydid_kvcache.slabs import Slot
 
 __all__ = ["PAGE_BYTES", "Block", "Namespace"]
@@ -36,14 +37,14 @@ class Namespace:
 class Block:
     """What is known of one block.
 
-    `memory` and `disk` are its slots, None where it isn't. `heads` has a bit for each committed head, `writing` for
-    each head being written; a block is complete when all heads are committed. `checksum` is xxh3-128 of the whole
-    object of a complete block; until then `parts` holds one checksum for each range of heads committed. `pins` counts
-    the leases, reads and writes that need the block to stay. `expires_at` is in Unix seconds, 0 for never; every use
-    moves it to `sliding_s` from then if that is not 0; `recorded_until` is what the lower tiers know of it. `tenant` is
-    who wrote it, 16 bytes or empty. `linear` is the 64-bit linear checksum that a GPU made of a whole block, 0 when
-    none did. `used_at` is the number of its last use among the uses of all blocks; `guest` is True until the next use
-    of a block that was not admitted when written.
+    `memory`, `disk` and `shared` are where it is, None where it isn't. `heads` has a bit for each committed head,
+    `writing` for each head being written; a block is complete when all heads are committed. `checksum` is xxh3-128 of
+    the whole object of a complete block; until then `parts` holds one checksum for each range of heads committed.
+    `pins` counts the leases, reads and writes that need the block to stay. `expires_at` is in Unix seconds, 0 for
+    never; every use moves it to `sliding_s` from then if that is not 0; `recorded_until` is what the lower tiers know
+    of it. `tenant` is who wrote it, 16 bytes or empty. `linear` is the 64-bit linear checksum that a GPU made of a
+    whole block, 0 when none did. `used_at` is the number of its last use among the uses of all blocks; `guest` is True
+    until the next use of a block that was not admitted when written.
     """
 
     __slots__ = (
@@ -63,6 +64,7 @@ class Block:
         "parts",
         "pins",
         "recorded_until",
+        "shared",
         "sliding_s",
         "tenant",
         "used_at",
@@ -75,6 +77,7 @@ class Block:
         self.parent = parent
         self.memory: Slot | None = None
         self.disk: Slot | None = None
+        self.shared: Location | None = None
         self.heads = 0
         self.writing = 0
         self.checksum = b""
@@ -100,4 +103,9 @@ class Block:
     @property
     def present(self) -> bool:
         """Whether the block is still anywhere; a record kept beyond that belongs to no index."""
-        return self.memory is not None or self.disk is not None
+        return self.memory is not None or self.disk is not None or self.shared is not None
+
+    @property
+    def only_shared(self) -> bool:
+        """Whether the block is in the shared store alone."""
+        return self.memory is None and self.disk is None and self.shared is not None

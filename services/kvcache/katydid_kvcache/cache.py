@@ -8,16 +8,14 @@ import mmap
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, takewhile
 from pathlib import Path
 
 import lmdb
 from katydid_cache.layout import Span
 from katydid_cache.records import PutRefusal, Tier, TierRun
-from katydid_runtime.errors import NotFoundError, OverloadedError
+from katydid_runtime.errors import NotFoundError
 
 from katydid_kvcache.aftermath import Aftermath
 from katydid_kvcache.arena import Arena
@@ -25,6 +23,7 @@ from katydid_kvcache.attachments import Attachment, Attachments
 from katydid_kvcache.blocks import Block, Namespace
 from katydid_kvcache.disk.catalog import Row
 from katydid_kvcache.disk.recovery import GENERATION_BITS, DiskFolder, lock_folder, open_folder
+from katydid_kvcache.disk.restoring import restore
 from katydid_kvcache.disk.slot_header import HEADER_BYTES
 from katydid_kvcache.disk.tier import DiskTier
 from katydid_kvcache.events import EventHub
@@ -34,14 +33,19 @@ from katydid_kvcache.pins import OperatorPins
 from katydid_kvcache.policy.lifetimes import Lifetime, Lifetimes, SessionTerms
 from katydid_kvcache.policy.policy_file import CachePolicy
 from katydid_kvcache.policy.sharing import Asker, stored_names
+from katydid_kvcache.prefetching import Prefetching
 from katydid_kvcache.read_speeds import ReadSpeeds
 from katydid_kvcache.reading import Reader
 from katydid_kvcache.reservations import Reservations
 from katydid_kvcache.scrubbing import Scrubber
 from katydid_kvcache.settings import KvCacheSettings
+from katydid_kvcache.shared.backend import Backend, open_backend
+from katydid_kvcache.shared.manifest import Entry
+from katydid_kvcache.shared.tier import SharedTier
 from katydid_kvcache.slabs import SlabAllocator
 from katydid_kvcache.store import Change, Refusal, Store, Write
 from katydid_kvcache.tenants import Tenants
+from katydid_kvcache.tier_runs import tier_runs
 from katydid_kvcache.traffic import Traffic
 from katydid_kvcache.writing import Writer
 
@@ -49,8 +53,6 @@ __all__ = ["Cache", "Found", "Verified"]
 
 _MAINTENANCE_S = 1.0
 _REGROW_S = 60.0
-_FLUSH_BLOCKS = 64
-_PROMOTIONS = 4
 _SERVICE_OWNER = 0
 
 logger = logging.getLogger(__name__)
@@ -82,7 +84,12 @@ class Cache:
     """All state of one service; made by `Cache.open`, ended by `close`. Belongs to one event loop."""
 
     def __init__(
-        self, settings: KvCacheSettings, policy: CachePolicy, folder: DiskFolder | None, lock: int | None
+        self,
+        settings: KvCacheSettings,
+        policy: CachePolicy,
+        folder: DiskFolder | None,
+        lock: int | None,
+        backend: Backend | None = None,
     ) -> None:
         self.settings = settings
         self.policy = policy
@@ -115,6 +122,7 @@ class Cache:
             memory_slots,
             disk_slots,
             disk_header_bytes=HEADER_BYTES,
+            shared_blocks=settings.shared_index_blocks if backend is not None else 0,
             memory_policy=policy.memory,
             disk_policy=policy.disk,
             changed=self._changed,
@@ -124,7 +132,21 @@ class Cache:
         self._lifetimes = Lifetimes(policy.blocks or Lifetime(settings.block_ttl_s), policy.sessions, time.time)
         self.events = EventHub(self.store, self.boot_epoch)
         self.memory = MemoryTier(self.arena, memory_slots)
-        self.reader = Reader(self.store, self.memory, self._disk)
+        self.shared: SharedTier | None = None
+        if backend is not None:
+            self.shared = SharedTier(
+                backend,
+                self.store,
+                self.memory,
+                self.speeds,
+                policy.shared,
+                self.attachments.namespaces,
+                pack_bytes=settings.shared_pack_bytes,
+                queue_bytes=settings.shared_queue_bytes,
+                timeout_s=settings.shared_timeout_s,
+                refresh_s=settings.shared_refresh_s,
+            )
+        self.reader = Reader(self.store, self.memory, self._disk, self.shared, self._sink)
         self.scrubber = Scrubber(self.store, self.memory, self.reader)
         self.writer = Writer(
             self.store,
@@ -132,16 +154,17 @@ class Cache:
             self._disk,
             queue_bytes=settings.disk_queue_bytes,
             lifetimes=self._lifetimes,
+            completed=self._completed,
         )
         self.tenants = Tenants(settings.prefill_tokens_per_s)
-        self.aftermath = Aftermath(self.store, self.writer, self.tenants)
+        self.aftermath = Aftermath(self.store, self._sink, self.tenants)
         self.leases: LeaseTable[Block] = LeaseTable()
         self.reservations = Reservations()
         self.pins = OperatorPins(self.store)
-        self._prefetches: set[asyncio.Task[None]] = set()
+        self.prefetching = Prefetching(self.store, self.reader, self.speeds)
         self._prefault = threading.Thread(target=self.arena.prefault, name="prefault", daemon=True)
         if folder is not None:
-            self._restore(folder)
+            restore(self.store, folder)
 
     @classmethod
     async def open(cls, settings: KvCacheSettings) -> Cache:
@@ -167,15 +190,21 @@ class Cache:
                 )
             except (OSError, lmdb.Error) as error:
                 logger.error("no disk tier: %s", error, extra={"disk_path": settings.disk_path})
-        cache = cls(settings, policy, folder, lock)
+        backend = None
+        if settings.shared_url is not None:
+            backend = open_backend(settings.shared_url.get_secret_value(), timeout_s=settings.shared_timeout_s)
+        cache = cls(settings, policy, folder, lock, backend)
         cache._prefault.start()
+        if cache.shared is not None:
+            cache.shared.start()
         return cache
 
     async def close(self) -> None:
         """Write down what is on its way to disk and give everything back."""
         self.aftermath.close()
-        for task in self._prefetches:
-            task.cancel()
+        self.prefetching.close()
+        if self.shared is not None:
+            await self.shared.close()
         if self._disk is not None:
             await self._disk.flush()
             await asyncio.to_thread(self._disk.close)
@@ -201,6 +230,7 @@ class Cache:
     def detach(self, attachment: Attachment) -> None:
         """A client has gone: its leases and reservations go too. Streams end by themselves."""
         self.attachments.leave(attachment)
+        self.prefetching.drop_owner(attachment.id)
         self.store.unpin(self.leases.drop_owner(attachment.id))
         for write in self.reservations.drop_owner(attachment.id):
             self.store.abort_write(write)
@@ -226,7 +256,7 @@ class Cache:
             self.store.pin(found)
             lease = self.leases.grant(attachment.id, found, time.monotonic() + lease_ttl_s)
         asyncio.get_running_loop().call_soon(self.store.touch, found, self._lifetimes.use(session))
-        runs = tuple(self._runs(namespace, found))
+        runs = tier_runs(self.speeds, namespace, found)
         self.aftermath.of_lookup(namespace, names, asker.tenant, runs, found)
         return Found(found, runs, lease)
 
@@ -280,24 +310,6 @@ class Cache:
         self.store.pin([block])
         self.leases.grant(_SERVICE_OWNER, [block], time.monotonic() + hold_s)
 
-    def prefetch(self, namespace: Namespace, hashes: Sequence[bytes], deadline_s: float) -> tuple[int, float]:
-        """Start to bring blocks into memory, in order, until `deadline_s` has passed; how many, and by when."""
-        found = [self.store.find(namespace, block_hash, namespace.all_heads) for block_hash in hashes]
-        wanted = [block for block in found if block is not None]
-        below = [block for block in wanted if block.memory is None]
-        if below:
-            task = asyncio.create_task(self._promote_all(below, deadline_s))
-            self._prefetches.add(task)
-            task.add_done_callback(self._prefetches.discard)
-        return len(wanted), self.speeds.seconds(Tier.DISK, len(below), namespace.slot_bytes)
-
-    async def fetch(self, namespace: Namespace, hashes: Sequence[bytes], deadline_s: float) -> list[Block]:
-        """Bring blocks into memory until all are there or the time is up; those there, from the first on, no gap."""
-        found = [self.store.find(namespace, block_hash, namespace.all_heads) for block_hash in hashes]
-        await self._promote_all([block for block in found if block is not None and block.memory is None], deadline_s)
-        there = takewhile(lambda block: block is not None and block.memory is not None, found)
-        return [block for block in there if block is not None]
-
     def namespace(self, identity: bytes) -> Namespace:
         """The namespace of an identity. Raises NotFoundError."""
         namespace = self.store.namespaces.get(identity)
@@ -312,37 +324,28 @@ class Cache:
         namespace = self.namespace(identity)
         named = [namespace.blocks.get(block_hash) for block_hash in hashes] if hashes else [*namespace.blocks.values()]
         dropped = 0
+        withdrawn: list[Entry] = []
         for block in named:
             if block is None or block.pins:
                 continue
             slot = block.disk
+            if block.shared is not None:
+                withdrawn.append(Entry(block.hash, block.parent, block.tenant, block.expires_at, 0.0, block.shared))
             self.store.drop(block)
             if slot is not None and self._disk is not None and self.store.disk is not None:
                 self._disk.erase(slot, self.store.disk.slot_bytes(block))
             dropped += 1
+        if self.shared is not None:
+            self.shared.withdraw(namespace, withdrawn)
         return dropped
 
     async def flush(self) -> int:
-        """Write every complete block in memory through to disk; how many were not there before.
-
-        Raises OverloadedError naming how many could not be written.
-        """
-        blocks = [
-            block
-            for namespace in self.store.namespaces.values()
-            for block in namespace.blocks.values()
-            if block.complete and block.memory is not None and block.disk is None
-        ]
-        refusals: Counter[PutRefusal | None] = Counter()
-        for start in range(0, len(blocks), _FLUSH_BLOCKS):
-            batch = [block for block in blocks[start : start + _FLUSH_BLOCKS] if block.memory is not None]
-            writes = [asyncio.shield(self.writer.write_through(block)) for block in batch]
-            refusals.update(await asyncio.gather(*writes))
-        written = refusals.pop(None, 0)
-        if refusals:
-            told = ", ".join(f"{count} {refusal.name.lower()}" for refusal, count in refusals.items() if refusal)
-            raise OverloadedError(f"{refusals.total()} blocks were not written: {told}")
-        return written
+        """`Writer.flush`, once everything on its way to the shared store has got there or been given up."""
+        if self.shared is not None:
+            await self.shared.flush()
+            if self._disk is None:
+                return 0
+        return await self.writer.flush()
 
     async def verify(self) -> Verified:
         """Read every copy of every block and quarantine those whose checksum is wrong."""
@@ -369,54 +372,20 @@ class Cache:
     def _renewed(self, block: Block) -> None:
         if self._disk is not None and block.disk is not None:
             self._disk.renew(Row.of_block(block, block.disk))
+        if self.shared is not None:
+            self.shared.renew(block)
 
-    def _runs(self, namespace: Namespace, blocks: Sequence[Block]) -> list[TierRun]:
-        runs: list[TierRun] = []
-        below = 0
-        for in_memory, group in groupby([block.memory is not None for block in blocks]):
-            count = len([*group])
-            if in_memory:
-                runs.append(TierRun(Tier.MEMORY, count, 0.0))
-            else:
-                below += count
-                eta_s = self.speeds.seconds(Tier.DISK, below, namespace.slot_bytes)
-                runs.append(TierRun(Tier.DISK, count, eta_s))
-        return runs
+    def _completed(self, block: Block) -> None:
+        """A block was written: it goes down at once where everything does."""
+        self.writer.follow(block)
+        if self.shared is not None and self.policy.shared.admission == "all":
+            self.shared.offer(block)
 
-    async def _promote_all(self, blocks: Sequence[Block], deadline_s: float) -> None:
-        """In order, some at a time; none is begun after the deadline."""
-        deadline = time.monotonic() + deadline_s
-        waiting = iter(blocks)
-
-        async def promote() -> None:
-            for block in waiting:
-                if time.monotonic() >= deadline:
-                    return
-                if block.present:
-                    await self.reader.promote(block)
-
-        await asyncio.gather(*(promote() for _ in range(_PROMOTIONS)))
-
-    def _restore(self, folder: DiskFolder) -> None:
-        """Fill the index with what the folder holds, without telling the disk of it."""
-        store = self.store
-        assert store.disk is not None
-        for identity, layout in folder.namespaces.items():
-            store.namespaces[identity] = Namespace(identity, layout)
-        by_slab: dict[int, dict[int, tuple[int, Block]]] = {}
-        restored: list[Block] = []
-        now = time.time()
-        for row in folder.rows:
-            if row.expires_at and row.expires_at <= now:
-                continue
-            block = Block(store.namespaces[row.identity], row.hash, row.parent, row.tenant)
-            block.checksum, block.expires_at, block.disk = row.checksum, row.expires_at, row.slot
-            block.sliding_s, block.linear = row.sliding_s, row.linear
-            by_slab.setdefault(row.slot.slab, {})[row.slot.index] = (row.slot.generation, block)
-            restored.append(block)
-        for slab, owners in by_slab.items():
-            store.disk.slots.restore(slab, folder.slot_bytes[slab], owners)
-        for block in restored:
-            assert block.disk is not None
-            store.restore(block, block.disk)
-        logger.info("disk tier ready", extra={"blocks": len(restored), "boot": folder.boot})
+    def _sink(self, block: Block) -> None:
+        """A block was used: what was not worth a place below at its first use may be now."""
+        if block.memory is None or not block.complete:
+            return
+        if block.disk is None:
+            self.writer.follow(block)
+        if self.shared is not None:
+            self.shared.offer(block)

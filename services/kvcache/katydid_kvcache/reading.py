@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from katydid_cache.records import BlockMissReason, Tier
@@ -12,6 +13,7 @@ from katydid_kvcache.blocks import Block, Namespace
 from katydid_kvcache.disk.catalog import Row
 from katydid_kvcache.disk.tier import DiskTier
 from katydid_kvcache.memory import MemoryTier
+from katydid_kvcache.shared.tier import SharedTier
 from katydid_kvcache.slabs import Slot
 from katydid_kvcache.store import Store
 
@@ -28,12 +30,24 @@ class Reading:
 
 
 class Reader:
-    """Opens blocks. Concurrent readers of a block on disk share one disk read."""
+    """Opens blocks. Concurrent readers of a block that is not in memory share one read from below.
 
-    def __init__(self, store: Store, memory: MemoryTier, disk: DiskTier | None) -> None:
+    `promoted` is told of every block that has come up into memory.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        memory: MemoryTier,
+        disk: DiskTier | None,
+        shared: SharedTier | None = None,
+        promoted: Callable[[Block], None] = lambda _: None,
+    ) -> None:
         self._store = store
         self._memory = memory
         self._disk = disk
+        self._shared = shared
+        self._promoted = promoted
         self._promotions: dict[Block, asyncio.Task[BlockMissReason | None]] = {}
 
     async def open(self, namespace: Namespace, block_hash: bytes, mask: int) -> Reading | BlockMissReason:
@@ -54,7 +68,7 @@ class Reader:
         self._store.unpin([reading.block])
 
     async def promote(self, block: Block) -> BlockMissReason | None:
-        """Bring a block on disk into memory; None, or why not. Not ended by the caller's cancellation."""
+        """Bring a block from below into memory; None, or why not. Not ended by the caller's cancellation."""
         if block.memory is not None:
             return None
         task = self._promotions.get(block)
@@ -78,10 +92,10 @@ class Reader:
         tier = Tier.MEMORY
         if block.memory is not None and not self._memory.intact(block, mask):
             store.leave(store.memory, block, corrupt=True)
-            if block.disk is None:
+            if not block.present:
                 return BlockMissReason.CORRUPT
         if block.memory is None:
-            tier = Tier.DISK
+            tier = Tier.SHARED if block.disk is None else Tier.DISK
             if (reason := await self.promote(block)) is not None:
                 return reason
         return Reading(block, self._memory.view(block), tier)
@@ -91,16 +105,26 @@ class Reader:
         store.pin([block])
         try:
             slot = store.room(store.memory, block)
-            if slot is None or block.disk is None:
+            if slot is None:
                 return BlockMissReason.STORE_UNAVAILABLE
-            reason = await self._read_disk(block, block.disk, self._memory.pages(block, slot))
+            reason = await self._read_below(block, self._memory.pages(block, slot))
             if reason is not None:
                 store.memory.free(block, slot)
             else:
                 store.place(store.memory, block, slot)
+                self._promoted(block)
             return reason
         finally:
             store.unpin([block])
+
+    async def _read_below(self, block: Block, into: memoryview) -> BlockMissReason | None:
+        """Read a block from disk, or from the shared store when it is not to be had there."""
+        reason: BlockMissReason | None = BlockMissReason.STORE_UNAVAILABLE
+        if block.disk is not None:
+            reason = await self._read_disk(block, block.disk, into)
+        if reason is not None and block.only_shared and self._shared is not None:
+            reason = await self._shared.read(block, into[: block.namespace.layout.block_bytes])
+        return reason
 
     async def _read_disk(self, block: Block, slot: Slot, into: memoryview) -> BlockMissReason | None:
         store, namespace = self._store, block.namespace

@@ -69,6 +69,8 @@ class KvCacheService:
         namespace = cache.store.namespace(identity, requests.layout(request.layout))
         granted = request.want_arena and self._arena is not None and context.peer().startswith("unix")
         attachment = cache.attachments.join(namespace, arena=granted)
+        if cache.shared is not None:
+            cache.shared.refresh()
         who = {"client": request.client, "identity": identity.hex()[:16], "arena": granted}
         logger.info("client attached", extra=who)
         attached = pb.Attached(
@@ -182,9 +184,9 @@ class KvCacheService:
         asker = requests.asker(request.tenant, request.session)
         hashes = self._cache.names(asker, requests.hash_list(request.hashes))
         if not request.wait:
-            blocks, eta_s = self._cache.prefetch(attachment.namespace, hashes, deadline_s)
+            blocks, eta_s = self._cache.prefetching.start(attachment.id, attachment.namespace, hashes, deadline_s)
             return pb.PrefetchResponse(blocks=blocks, eta=to_duration(eta_s))
-        there = await self._cache.fetch(attachment.namespace, hashes, deadline_s)
+        there = await self._cache.prefetching.fetch(attachment.namespace, hashes, deadline_s)
         packed = PackedSlots(self._cache.memory, there if attachment.arena else ())
         return pb.PrefetchResponse(
             blocks=len(there),

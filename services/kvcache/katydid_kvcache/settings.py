@@ -8,7 +8,7 @@ from typing import Annotated, Self
 from katydid_runtime.errors import SettingsError
 from katydid_runtime.fault_delays import delays_at
 from katydid_runtime.settings import DialingSettings
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from katydid_kvcache.policy.policy_file import CachePolicy, read_policy
@@ -49,6 +49,25 @@ class KvCacheSettings(DialingSettings):
     index_map_bytes: int = Field(4 * 1024 * _MIB, ge=16 * _MIB, description="most the disk index may grow to (sparse)")
     lease_ttl_s: float = Field(60.0, gt=0, le=3600, description="longest and default time to live of a lease")
     block_ttl_s: float = Field(0.0, ge=0, description="time to live of blocks written without one; 0: for ever")
+    shared_url: SecretStr | None = Field(
+        None,
+        description="shared store: s3://BUCKET/PREFIX (also gs, az, file) or redis://HOST:PORT/DB; unset: none",
+    )
+    shared_pack_bytes: int = Field(
+        32 * _MIB, ge=_MIB, le=256 * _MIB, description="payload bytes gathered into one object of the shared store"
+    )
+    shared_queue_bytes: int = Field(
+        256 * _MIB, ge=_MIB, description="bytes on their way to the shared store; beyond, blocks are shed"
+    )
+    shared_timeout_s: float = Field(
+        5.0, gt=0, le=300, description="longest wait for one call to the shared store; then its blocks are misses"
+    )
+    shared_refresh_s: float = Field(
+        2.0, gt=0, le=3600, description="time between looks for what other instances put into the shared store"
+    )
+    shared_index_blocks: int = Field(
+        1_000_000, ge=1, description="blocks of the shared store known at a time, at about 600 bytes each"
+    )
     policy_file: str | None = Field(
         None, description="YAML file of tiers, times to live, sharing and quotas; see docs/kvcache.md; unset: defaults"
     )

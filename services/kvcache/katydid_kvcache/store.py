@@ -6,17 +6,20 @@ other may be evicted for room. Who calls this moves the bytes, and only then tel
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from katydid_cache.layout import BlockLayout, Span
 from katydid_cache.records import PutRefusal, Tier
 from katydid_runtime.errors import IdentityMismatchError, InvalidRequestError
 
 from katydid_kvcache.blocks import Block, Namespace
+from katydid_kvcache.changes import Change, Refusal, Write
+from katydid_kvcache.deadlines import Deadlines
+from katydid_kvcache.integrity import check_store
 from katydid_kvcache.policy.pools import TierPolicy
+from katydid_kvcache.shared.books import SharedBooks
+from katydid_kvcache.shared.manifest import Entry
 from katydid_kvcache.slabs import SlabAllocator, Slot
 from katydid_kvcache.tier_books import TierBooks
 
@@ -26,36 +29,10 @@ _CHAIN_LIMIT = 4096
 _RECORDED_SHARE = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A complete block entered (`stored`) or left `tier`, where its slot is or was `slot`."""
-
-    block: Block
-    tier: Tier
-    stored: bool
-    slot: Slot
-
-
-@dataclass(frozen=True, slots=True)
-class Write:
-    """Leave to write `heads` of `block` into its memory slot."""
-
-    block: Block
-    heads: Span
-    mask: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A write that is not to be: `present` when the heads are there already, else BUSY, NO_ROOM or QUOTA."""
-
-    present: Block | None = None
-    refusal: PutRefusal | None = None
-
-
 class Store:
     """The index over all namespaces and tiers. Not thread-safe: one loop owns it.
 
+    With `shared_blocks` it knows so many blocks of a shared store; they look absent while it is not `shared_reachable`.
     `changed` is told of every complete block that enters or leaves a tier, `renewed` of blocks on disk whose time has
     moved on. `now` gives Unix seconds and is asked for times to live only.
     """
@@ -66,6 +43,7 @@ class Store:
         disk: SlabAllocator[Block] | None,
         *,
         disk_header_bytes: int = 0,
+        shared_blocks: int = 0,
         memory_policy: TierPolicy = TierPolicy(),
         disk_policy: TierPolicy = TierPolicy(),
         changed: Callable[[Change], None],
@@ -77,11 +55,16 @@ class Store:
         self.disk: TierBooks | None = None
         if disk is not None:
             self.disk = TierBooks(Tier.DISK, disk, header_bytes=disk_header_bytes, policy=disk_policy)
+        self.shared: SharedBooks | None = None
+        if shared_blocks:
+            self.shared = SharedBooks(
+                shared_blocks, lambda block, stored: changed(Change(block, Tier.SHARED, stored=stored))
+            )
+        self.shared_reachable = True
         self._changed = changed
         self._renewed = renewed
         self._now = now
-        self._deadlines: list[tuple[float, int, Block]] = []
-        self._tie = itertools.count()
+        self._deadlines = Deadlines()
         self._uses = itertools.count(1)
 
     @property
@@ -119,26 +102,33 @@ class Store:
         block = namespace.blocks.get(block_hash)
         if block is None or block.heads & mask != mask or self._expired(block):
             return None
-        return block
+        return None if block.only_shared and not self.shared_reachable else block
 
     def prefix(self, namespace: Namespace, hashes: Sequence[bytes], mask: int) -> list[Block]:
         """The longest prefix of the chain that is present, counted as hits and the first miss."""
         found: list[Block] = []
-        in_memory = 0
+        in_memory = in_shared = 0
         blocks, now = namespace.blocks, self._now()
         for block_hash in hashes:
             block = blocks.get(block_hash)
             if block is None or block.heads & mask != mask or 0 < block.expires_at <= now:
                 break
-            found.append(block)
             if block.memory is not None:
                 in_memory += 1
+            elif block.disk is None:
+                if not self.shared_reachable:
+                    break
+                in_shared += 1
+            found.append(block)
         missed = len(hashes) - len(found)
         self.memory.counters.hits += in_memory
         self.memory.counters.misses += len(hashes) - in_memory
         if self.disk is not None:
-            self.disk.counters.hits += len(found) - in_memory
-            self.disk.counters.misses += missed
+            self.disk.counters.hits += len(found) - in_memory - in_shared
+            self.disk.counters.misses += in_shared + missed
+        if self.shared is not None:
+            self.shared.counters.hits += in_shared
+            self.shared.counters.misses += missed
         return found
 
     def touch(self, blocks: Sequence[Block], until: float = 0.0) -> None:
@@ -204,6 +194,8 @@ class Store:
         if block is not None and self._expired(block) and not block.pins:
             self.drop(block)
             block = None
+        if block is not None and block.only_shared and not block.pins:
+            return self._begin_over_shared(block, mask, heads, tenant)
         if block is not None and block.heads & mask == mask:
             return Refusal(present=block)
         if block is not None and block.heads & mask and not block.pins:
@@ -217,12 +209,28 @@ class Store:
             block.memory = self.room(self.memory, block)
             if block.memory is None:
                 return Refusal(refusal=self._no_room(block))
-            block.guest, block.used_at = not self.memory.admits(block), next(self._uses)
             namespace.blocks[block_hash] = block
-            self.memory.enqueue(block)
+            self._enter_memory(block)
         block.writing |= mask
         block.pins += 1
         return Write(block, heads, mask)
+
+    def _begin_over_shared(self, block: Block, mask: int, heads: Span, tenant: bytes) -> Write | Refusal:
+        """Write a block anew that is in the shared store alone: whoever sends it could not wait for it."""
+        block.tenant = tenant
+        block.memory = self.room(self.memory, block)
+        if block.memory is None:
+            return Refusal(refusal=self._no_room(block))
+        block.heads, block.checksum, block.linear = 0, b"", 0
+        self._enter_memory(block)
+        block.writing = mask
+        block.pins += 1
+        return Write(block, heads, mask)
+
+    def _enter_memory(self, block: Block) -> None:
+        """A block about to be written has its slot."""
+        block.guest, block.used_at = not self.memory.admits(block), next(self._uses)
+        self.memory.enqueue(block)
 
     def finish_write(self, write: Write, checksum: bytes) -> bool:
         """The heads are in place with this checksum. True when the block has all heads: then call `complete`."""
@@ -238,7 +246,7 @@ class Store:
         block.checksum = checksum
         block.parts = {}
         block.expires_at, block.sliding_s = expires_at, sliding_s
-        self._remember_deadline(block)
+        self._deadlines.add(block)
         self.memory.counters.writes += 1
         self._entered(self.memory, block)
 
@@ -248,7 +256,7 @@ class Store:
         block.writing &= ~write.mask
         self.unpin([block])
         if not block.heads and not block.writing:
-            self.drop(block)
+            self.leave(self.memory, block)
 
     def room(self, books: TierBooks, block: Block) -> Slot | None:
         """A slot for `block` in a tier, evicting what is to go first; None when everything that may go is pinned."""
@@ -281,7 +289,7 @@ class Store:
         block.disk = slot
         block.recorded_until = block.expires_at
         block.namespace.blocks[block.hash] = block
-        self._remember_deadline(block)
+        self._deadlines.add(block)
         self.disk.pools.charge(block.tenant, self.disk.slot_bytes(block))
         self.disk.enqueue(block)
         self._entered(self.disk, block)
@@ -309,56 +317,49 @@ class Store:
         if block.complete and block.checksum:
             books.blocks -= 1
             books.bytes -= block.namespace.layout.block_bytes
-            self._changed(Change(block, books.tier, stored=False, slot=slot))
-        if not block.present and block.namespace.blocks.get(block.hash) is block:
+            self._changed(Change(block, books.tier, stored=False))
+        if block.only_shared and block.shared is not None:
+            # What is left of it may have been computed by another instance.
+            block.heads, block.parts = block.namespace.all_heads, {}
+            block.checksum, block.linear = block.shared.checksum, block.shared.linear
+        elif not block.present and block.namespace.blocks.get(block.hash) is block:
             del block.namespace.blocks[block.hash]
 
     def drop(self, block: Block) -> None:
         """Drop a block from all tiers."""
         for books in self.tiers:
             self.leave(books, block)
+        if self.shared is not None:
+            self.shared.leave(block)
+
+    def adopt(self, namespace: Namespace, entry: Entry) -> None:
+        """A block is in the shared store, put there by this instance or another."""
+        if self.shared is None or 0 < entry.expires_at <= self._now():
+            return
+        block = namespace.blocks.get(entry.name)
+        if block is None:
+            block = namespace.blocks[entry.name] = Block(namespace, entry.name, entry.parent, entry.tenant)
+            block.heads = namespace.all_heads
+            block.checksum, block.linear = entry.location.checksum, entry.location.linear
+            block.expires_at, block.sliding_s = entry.expires_at, entry.sliding_s
+            self._deadlines.add(block)
+        if block.shared is None:
+            self.shared.enter(block, entry.location)
 
     def expire(self) -> None:
         """Drop blocks whose time is up; pinned ones when they are no longer."""
         later = []
-        while self._deadlines and self._deadlines[0][0] <= self._now():
-            block = heapq.heappop(self._deadlines)[2]
+        for block in self._deadlines.due(self._now()):
             if block.present and (block.pins or not self._expired(block)):
                 later.append(block)
             elif block.present:
                 self.drop(block)
         for block in later:
-            self._remember_deadline(block)
+            self._deadlines.add(block)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when index, slots, queues and counters disagree."""
-        for books in self.tiers:
-            books.slots.check_integrity()
-            held = sum(len(slab.owners) * slab.slot_bytes for _, slab in books.slots)
-            assert held == books.pools.held.total(), f"{books.tier.name}: {held} bytes taken, others charged"
-            owners = {id(owner): owner for _, slab in books.slots for _, owner in slab.owners.values()}
-            placed = [
-                block
-                for namespace in self.namespaces.values()
-                for block in namespace.blocks.values()
-                if self._slot(books, block) is not None
-            ]
-            assert {id(block) for block in placed} <= set(owners), f"{books.tier.name}: a block's slot is not its own"
-            visible = [block for block in placed if block.complete and block.checksum]
-            assert books.blocks == len(visible), f"{books.tier.name}: {books.blocks} counted, {len(visible)} there"
-            assert books.bytes == sum(block.namespace.layout.block_bytes for block in visible)
-            for block in placed:
-                slot = self._slot(books, block)
-                assert slot is not None
-                assert books.slots.holds(slot), f"{books.tier.name}: a block holds a slot that was given back"
-                assert (block in books.order(block)) or block.parked, f"{books.tier.name}: a block can't be evicted"
-                assert block.pins or not block.parked, "an unpinned block is parked"
-        for namespace in self.namespaces.values():
-            for block_hash, block in namespace.blocks.items():
-                assert block.hash == block_hash
-                assert block.present, "the index holds a block that is nowhere"
-                assert not block.heads & block.writing, "heads are committed and being written"
-                assert block.disk is None or block.complete, "half a block is on disk"
+        check_store(self)
 
     def _no_room(self, block: Block) -> PutRefusal:
         """Why there is no room in memory for a block, counted."""
@@ -371,15 +372,6 @@ class Store:
     def _expired(self, block: Block) -> bool:
         return bool(block.expires_at) and block.expires_at <= self._now()
 
-    def _remember_deadline(self, block: Block) -> None:
-        if not block.expires_at:
-            return
-        heapq.heappush(self._deadlines, (block.expires_at, next(self._tie), block))
-        # Evicted blocks leave their entry behind; sweep when most entries are such.
-        if len(self._deadlines) > 1024 + 4 * sum(books.blocks for books in self.tiers):
-            self._deadlines = [entry for entry in self._deadlines if entry[2].present]
-            heapq.heapify(self._deadlines)
-
     def _slot(self, books: TierBooks, block: Block) -> Slot | None:
         return block.memory if books is self.memory else block.disk
 
@@ -388,8 +380,6 @@ class Store:
         return places if self.disk is None else [*places, (self.disk, block.disk)]
 
     def _entered(self, books: TierBooks, block: Block) -> None:
-        slot = self._slot(books, block)
-        assert slot is not None
         books.blocks += 1
         books.bytes += block.namespace.layout.block_bytes
-        self._changed(Change(block, books.tier, stored=True, slot=slot))
+        self._changed(Change(block, books.tier, stored=True))

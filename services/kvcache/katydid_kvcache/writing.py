@@ -7,10 +7,12 @@ in memory alone until there is room in the queue; if it is evicted before, it is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from katydid_cache.records import PutOutcome, PutRefusal, PutStatus
+from katydid_runtime.errors import OverloadedError
 
 from katydid_kvcache.blocks import Block
 from katydid_kvcache.checksums import linear_checksum, payload_checksum
@@ -23,6 +25,8 @@ from katydid_kvcache.store import Store, Write
 
 __all__ = ["Claim", "Writer", "commit"]
 
+_FLUSH_BLOCKS = 64
+
 Claim: TypeAlias = bytes | int
 """What a client says of the bytes it wrote: xxh3-128 (16 bytes), or of a whole block its 64-bit linear checksum."""
 
@@ -33,6 +37,8 @@ def _refused(refusal: PutRefusal) -> PutOutcome:
 
 class Writer:
     """Finishes writes into `memory` and writes blocks through to `disk`, at most `queue_bytes` at a time.
+
+    `completed` is told of every block that has all its heads, and is to call `follow`.
 
     It refuses with CHECKSUM and CORRUPT, a write that must reach the disk also with NO_DISK, DISK_FAILING, DISK_FULL.
     """
@@ -45,12 +51,14 @@ class Writer:
         *,
         queue_bytes: int,
         lifetimes: Lifetimes,
+        completed: Callable[[Block], None],
     ) -> None:
         self._store = store
         self._memory = memory
         self._disk = disk
         self._queue_bytes = queue_bytes
         self._lifetimes = lifetimes
+        self._completed = completed
         self._in_flight: dict[Block, asyncio.Future[PutRefusal | None]] = {}
         self._bytes_in_flight = 0
         self._room_made = asyncio.Event()
@@ -122,7 +130,7 @@ class Writer:
     def _complete(self, write: Write, checksum: bytes, keep: Keep) -> None:
         """All heads are there: make the block visible, send it on its way to disk, and tell who waits for it."""
         self._store.complete(write, checksum, *self._lifetimes.of_write(keep))
-        self.follow(write.block)
+        self._completed(write.block)
         for waiting in self._completions.pop(write.block, ()):
             if not waiting.done():
                 waiting.set_result(None)
@@ -170,6 +178,28 @@ class Writer:
         else:
             self._start(disk, block, slot, result)
         return result
+
+    async def flush(self) -> int:
+        """Write every complete block in memory through to disk; how many were not there before.
+
+        Raises OverloadedError naming how many could not be written.
+        """
+        blocks = [
+            block
+            for namespace in self._store.namespaces.values()
+            for block in namespace.blocks.values()
+            if block.complete and block.memory is not None and block.disk is None
+        ]
+        refusals: Counter[PutRefusal | None] = Counter()
+        for start in range(0, len(blocks), _FLUSH_BLOCKS):
+            batch = [block for block in blocks[start : start + _FLUSH_BLOCKS] if block.memory is not None]
+            writes = [asyncio.shield(self.write_through(block)) for block in batch]
+            refusals.update(await asyncio.gather(*writes))
+        written = refusals.pop(None, 0)
+        if refusals:
+            told = ", ".join(f"{count} {refusal.name.lower()}" for refusal, count in refusals.items() if refusal)
+            raise OverloadedError(f"{refusals.total()} blocks were not written: {told}")
+        return written
 
     def _shed(self, block: Block, reason: str) -> None:
         if self._store.disk is not None and block.disk is None:

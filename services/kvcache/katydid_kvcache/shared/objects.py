@@ -1,0 +1,158 @@
+"""The shared store in an object store: packs of many blocks, each with its manifest in front.
+
+A pack is one object, `<identity>/<time>-<writer>-<number>-<blocks>.pack`: it is there as a whole or not at all, so the
+manifest never points at what is missing. Names sort by the time of writing, so what is new since the last look is
+what a listing gives after a name; the listing begins some minutes before it, because clocks differ and uploads take
+time. An instance reads the manifest of each new pack once and has the whole index in memory: a lookup never waits for
+the store, and a block costs one ranged read.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import obstore
+from katydid_cache.layout import BlockLayout
+from katydid_runtime.errors import DataCorruptError, SettingsError
+from obstore.exceptions import BaseError
+from obstore.store import from_url
+
+from katydid_kvcache.shared.backend import News, Outgoing
+from katydid_kvcache.shared.manifest import Entry, Location, Manifest, manifest_bytes
+
+__all__ = ["Objects"]
+
+_OVERLAP_S = 600.0
+_PART_BYTES = 8 << 20
+
+
+class Objects:
+    """A `Backend` over obstore: S3 and what speaks like it, Google and Azure, a folder, or this process's memory.
+
+    Credentials, region and endpoint come from the environment that their libraries use (`AWS_ACCESS_KEY_ID` and so on).
+    """
+
+    def __init__(self, url: str, *, timeout_s: float) -> None:
+        options: dict[str, Any] = {}
+        if url.partition("://")[0] in ("s3", "gs", "az"):
+            options = {
+                "client_options": {"timeout": f"{timeout_s:g}s", "connect_timeout": "1s", "allow_http": True},
+                "retry_config": {"max_retries": 1, "retry_timeout": timedelta(seconds=timeout_s)},
+            }
+        elif url.startswith("file:"):
+            options = {"mkdir": True}
+        try:
+            self._store: Any = from_url(url, **options)
+        except (BaseError, ValueError, OSError) as error:
+            raise SettingsError(f"shared_url can't be used: {str(error).splitlines()[0]}", field="shared_url") from None
+        self._writer = secrets.token_hex(4)
+        self._number = 0
+        self._seen: dict[str, dict[str, None]] = {}
+        self._ends: dict[str, float] = {}
+
+    async def publish(self, identity: bytes, layout: BlockLayout, blocks: Sequence[Outgoing]) -> list[Entry]:
+        name = self._new_name(identity, len(blocks), "pack")
+        offset = manifest_bytes(len(blocks))
+        entries = []
+        for block in blocks:
+            at = block.entry.location
+            entries.append(replace(block.entry, location=Location(name, offset, at.checksum, at.linear)))
+            offset += len(block.payload)
+        head = Manifest(identity, layout, entries).encode()
+        await self._put(name, [head, *(block.payload for block in blocks)])
+        self._remember(identity, name, entries)
+        return entries
+
+    async def withdraw(self, identity: bytes, layout: BlockLayout, entries: Sequence[Entry]) -> None:
+        name = self._new_name(identity, len(entries), "gone")
+        await self._put(name, [Manifest(identity, layout, entries).encode()])
+        self._remember(identity, name, entries)
+
+    async def news(self, identity: bytes, layout: BlockLayout) -> News:
+        prefix = identity.hex()
+        seen = self._seen.setdefault(prefix, {})
+        after = f"{prefix}/{_stamp(time.time() - _OVERLAP_S)}" if seen else None
+        published: list[Entry] = []
+        withdrawn: list[bytes] = []
+        try:
+            async for batch in obstore.list(self._store, prefix, offset=after):
+                for name in sorted(meta["path"] for meta in batch):
+                    if name in seen or (manifest := await self._manifest(name)) is None:
+                        continue
+                    self._remember(identity, name, manifest.entries)
+                    if manifest.identity != identity or manifest.layout != layout:
+                        continue
+                    if name.endswith(".gone"):
+                        withdrawn += [entry.name for entry in manifest.entries]
+                    else:
+                        published += manifest.entries
+        except BaseError as error:
+            raise OSError(str(error).splitlines()[0]) from None
+        return News(published, withdrawn)
+
+    async def read(self, location: Location, into: memoryview) -> None:
+        try:
+            data = await obstore.get_range_async(self._store, location.object, start=location.offset, length=len(into))
+        except BaseError as error:
+            raise OSError(str(error).splitlines()[0]) from None
+        view = memoryview(data)
+        if len(view) != len(into):
+            raise OSError(f"pack {location.object} ended at {len(view)} of {len(into)} bytes")
+        into[:] = view
+
+    async def renew(self, identity: bytes, name: bytes, expires_at: float) -> None:
+        """A pack can't be changed: its blocks end when they were to when it was written."""
+
+    async def clean(self, before: float) -> int:
+        ended = [name for name, end in self._ends.items() if end < before]
+        if ended:
+            try:
+                await obstore.delete_async(self._store, ended)
+            except FileNotFoundError:
+                pass  # another instance was first
+            except BaseError as error:
+                raise OSError(str(error).splitlines()[0]) from None
+            for name in ended:
+                del self._ends[name]
+        return len(ended)
+
+    async def close(self) -> None:
+        """Nothing is kept open."""
+
+    async def _put(self, name: str, parts: list[bytes]) -> None:
+        try:
+            await obstore.put_async(self._store, name, parts, chunk_size=_PART_BYTES)
+        except BaseError as error:
+            raise OSError(str(error).splitlines()[0]) from None
+
+    async def _manifest(self, name: str) -> Manifest | None:
+        """The manifest of a pack; None for an object that is no pack, gone again, or damaged."""
+        count = name.rpartition(".")[0].rpartition("-")[2]
+        if not name.endswith((".pack", ".gone")) or not count.isdecimal():
+            return None
+        try:
+            data = await obstore.get_range_async(self._store, name, start=0, length=manifest_bytes(int(count)))
+            return Manifest.decode(bytes(data), name)
+        except (FileNotFoundError, DataCorruptError):
+            return None
+
+    def _new_name(self, identity: bytes, count: int, ending: str) -> str:
+        self._number += 1
+        return f"{identity.hex()}/{_stamp(time.time())}-{self._writer}-{self._number:06d}-{count}.{ending}"
+
+    def _remember(self, identity: bytes, name: str, entries: Sequence[Entry]) -> None:
+        """Note that an object is known, and when all of it has ended."""
+        self._seen.setdefault(identity.hex(), {})[name] = None
+        ends = [entry.expires_at for entry in entries]
+        if ends and all(ends):
+            self._ends[name] = max(ends)
+
+
+def _stamp(unix_s: float) -> str:
+    """A time as it stands in names: milliseconds, as many digits as sort until the year 2286."""
+    return f"{int(unix_s * 1000):013d}"

@@ -1,0 +1,132 @@
+"""The shared store in Valkey or Redis: a key a block, and a stream a namespace that tells what came and went.
+
+Blocks end by the server's own expiry and eviction; a block that has gone is found out at its read, as a miss. The
+stream holds the same rows as a pack's manifest, so every instance has the index in memory and a lookup never waits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from katydid_cache.layout import BlockLayout
+from katydid_runtime.errors import DataCorruptError, SettingsError
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from katydid_kvcache.shared.backend import News, Outgoing
+from katydid_kvcache.shared.manifest import Entry, Location, Manifest
+
+__all__ = ["RedisStore"]
+
+_STREAM_ENTRIES = 1_000_000
+_READ_ENTRIES = 1000
+_PUBLISHED, _WITHDRAWN = b"+", b"-"
+
+
+class RedisStore:
+    """A `Backend` over redis-py; `valkey://` is `redis://`. A password may stand in the URL."""
+
+    def __init__(self, url: str, *, timeout_s: float) -> None:
+        try:
+            self._redis: Any = Redis.from_url(
+                url.replace("valkey", "redis", 1) if url.startswith("valkey") else url,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=min(1.0, timeout_s),
+                retry=Retry(NoBackoff(), 0),
+            )
+        except ValueError as error:
+            raise SettingsError(f"shared_url can't be used: {error}", field="shared_url") from None
+        self._read_up_to: dict[bytes, bytes] = {}
+
+    async def publish(self, identity: bytes, layout: BlockLayout, blocks: Sequence[Outgoing]) -> list[Entry]:
+        entries = []
+        try:
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for block in blocks:
+                    entry = block.entry
+                    key = _key(identity, entry.name)
+                    ttl_ms = max(1, int((entry.expires_at - time.time()) * 1000)) if entry.expires_at else None
+                    pipe.set(key, block.payload, px=ttl_ms)
+                    at = entry.location
+                    entries.append(replace(entry, location=Location(key.hex(), 0, at.checksum, at.linear)))
+                await pipe.execute()
+            # Told only when it is there.
+            await self._tell(identity, _PUBLISHED, Manifest(identity, layout, entries))
+        except RedisError as error:
+            raise OSError(str(error)) from None
+        return entries
+
+    async def withdraw(self, identity: bytes, layout: BlockLayout, entries: Sequence[Entry]) -> None:
+        try:
+            await self._redis.delete(*(_key(identity, entry.name) for entry in entries))
+            await self._tell(identity, _WITHDRAWN, Manifest(identity, layout, entries))
+        except RedisError as error:
+            raise OSError(str(error)) from None
+
+    async def news(self, identity: bytes, layout: BlockLayout) -> News:
+        published: list[Entry] = []
+        withdrawn: list[bytes] = []
+        while True:
+            after = self._read_up_to.get(identity, b"-")
+            try:
+                rows = await self._redis.xrange(_stream(identity), min=after, count=_READ_ENTRIES)
+            except RedisError as error:
+                raise OSError(str(error)) from None
+            for number, fields in rows:
+                self._read_up_to[identity] = b"(" + number
+                try:
+                    manifest = Manifest.decode(fields.get(b"m", b""), "of the stream")
+                except DataCorruptError:
+                    continue
+                if manifest.identity != identity or manifest.layout != layout:
+                    continue
+                if fields.get(b"k") == _WITHDRAWN:
+                    withdrawn += [entry.name for entry in manifest.entries]
+                    continue
+                for entry in manifest.entries:
+                    at = entry.location
+                    place = Location(_key(identity, entry.name).hex(), 0, at.checksum, at.linear)
+                    published.append(replace(entry, location=place))
+            if len(rows) < _READ_ENTRIES:
+                return News(published, withdrawn)
+
+    async def read(self, location: Location, into: memoryview) -> None:
+        try:
+            data = await self._redis.get(bytes.fromhex(location.object))
+        except RedisError as error:
+            raise OSError(str(error)) from None
+        if data is None:
+            raise FileNotFoundError("the block has gone from the store")
+        if len(data) != len(into):
+            raise OSError(f"the store gave {len(data)} of {len(into)} bytes")
+        into[:] = data
+
+    async def renew(self, identity: bytes, name: bytes, expires_at: float) -> None:
+        try:
+            await self._redis.pexpireat(_key(identity, name), int(expires_at * 1000))
+        except RedisError as error:
+            raise OSError(str(error)) from None
+
+    async def clean(self, before: float) -> int:  # noqa: ARG002
+        """The server ends blocks by itself."""
+        return 0
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def _tell(self, identity: bytes, kind: bytes, manifest: Manifest) -> None:
+        fields = {b"k": kind, b"m": manifest.encode()}
+        await self._redis.xadd(_stream(identity), fields, maxlen=_STREAM_ENTRIES, approximate=True)
+
+
+def _key(identity: bytes, name: bytes) -> bytes:
+    return b"katydid:" + identity + name
+
+
+def _stream(identity: bytes) -> bytes:
+    return b"katydid:" + identity + b":news"

@@ -1,0 +1,254 @@
+"""The shared store as a tier: what goes into it, what other instances put there, and reads that never wait for long.
+
+Every call to the store has a deadline, and a breaker stops trying while the store fails: its blocks then look absent,
+lookups cost nothing and writes are shed. The index is in memory, so lookups never ask the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from katydid_cache.records import BlockMissReason, Tier
+from xxhash import xxh3_128_digest
+
+from katydid_kvcache.blocks import Block, Namespace
+from katydid_kvcache.memory import MemoryTier
+from katydid_kvcache.policy.policy_file import SharedPolicy
+from katydid_kvcache.read_speeds import ReadSpeeds
+from katydid_kvcache.shared.backend import Backend, Outgoing
+from katydid_kvcache.shared.breaker import Breaker
+from katydid_kvcache.shared.manifest import Entry, Location
+from katydid_kvcache.shared.packing import Packer
+from katydid_kvcache.store import Store
+
+__all__ = ["SharedTier"]
+
+_FAILURES = 3
+_BACKOFF_S = (1.0, 60.0)
+_CLEAN_S = 300.0
+_GRACE_S = 3600.0
+_READS = 16
+_CLOSE_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class SharedTier:
+    """Keeps `store.shared` in step with `backend`. Belongs to the loop; `start` begins to follow the store's news.
+
+    `followed` gives the namespaces whose news matter now. `timeout_s` bounds every call to the store.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        store: Store,
+        memory: MemoryTier,
+        speeds: ReadSpeeds,
+        policy: SharedPolicy,
+        followed: Callable[[], Sequence[Namespace]],
+        *,
+        pack_bytes: int,
+        queue_bytes: int,
+        timeout_s: float,
+        refresh_s: float,
+    ) -> None:
+        assert store.shared is not None
+        self._backend = backend
+        self._store = store
+        self._books = store.shared
+        self._memory = memory
+        self._speeds = speeds
+        self._policy = policy
+        self._followed = followed
+        self._timeout_s = timeout_s
+        self._refresh_s = refresh_s
+        self._breaker = Breaker(failures=_FAILURES, first_s=_BACKOFF_S[0], longest_s=_BACKOFF_S[1], now=time.monotonic)
+        self._packer = Packer(
+            self._publish,
+            pack_bytes=pack_bytes,
+            queue_bytes=queue_bytes,
+            linger_s=refresh_s,
+            sheds=self._books.counters.sheds,
+        )
+        self._reads = asyncio.Semaphore(_READS)
+        self._look = asyncio.Event()
+        self._following: asyncio.Task[None] | None = None
+        self._small: set[asyncio.Task[None]] = set()
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes on their way to the store."""
+        return self._packer.bytes_in_flight
+
+    def start(self) -> None:
+        self._following = asyncio.create_task(self._follow())
+
+    def refresh(self) -> None:
+        """Look for news now: somebody has joined a namespace."""
+        self._look.set()
+
+    def offer(self, block: Block) -> None:
+        """Send a complete block in memory to the store, if it is worth it and not there yet."""
+        if block.shared is not None or block.memory is None or not block.complete or self._packer.holds(block):
+            return
+        if self._policy.admission == "second_touch" and not self._store.memory.ghosts.returned(block.hash):
+            return
+        if not self._breaker.closed:
+            self._books.counters.sheds["failing"] += 1
+            return
+        view = self._memory.view(block)
+        if xxh3_128_digest(view) != block.checksum:
+            return  # whoever reads it next quarantines it
+        self._packer.take(block, view, self._ends_at(block))
+
+    async def read(self, block: Block, into: memoryview) -> BlockMissReason | None:
+        """Fill `into` with a block that is in the store and check it; None, or why it can't be had."""
+        location = block.shared
+        if location is None:
+            return BlockMissReason.ABSENT
+        if not self._breaker.allow():
+            self._note_reach()
+            return BlockMissReason.STORE_UNAVAILABLE
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(self._timeout_s), self._reads:
+                await self._backend.read(location, into)
+        except FileNotFoundError:
+            self._succeeded()
+            self._gone(block, location)
+            return BlockMissReason.ABSENT
+        except (OSError, TimeoutError) as error:
+            self._failed("read", error)
+            return BlockMissReason.STORE_UNAVAILABLE
+        self._succeeded()
+        self._speeds.note(Tier.SHARED, len(into), time.monotonic() - started)
+        if xxh3_128_digest(into) != location.checksum:
+            if block.shared == location:
+                self._books.leave(block, corrupt=True)
+            return BlockMissReason.CORRUPT
+        return None
+
+    def renew(self, block: Block) -> None:
+        """A block's time has moved on: the store is to know it, where it ends blocks by itself."""
+        if block.shared is not None and self._breaker.closed:
+            ends_at = self._ends_at(block)
+            self._soon(self._backend.renew(block.namespace.identity, block.hash, ends_at), "renew")
+
+    def withdraw(self, namespace: Namespace, entries: Sequence[Entry]) -> None:
+        """These blocks are not to be used any longer, by any instance."""
+        if entries:
+            self._soon(self._backend.withdraw(namespace.identity, namespace.layout, entries), "withdraw")
+
+    async def flush(self) -> None:
+        """Wait until everything on its way has got there or been given up."""
+        await self._packer.flush()
+
+    async def close(self) -> None:
+        """Publish what is on its way, for some seconds at most, and let the store go."""
+        if self._following is not None:
+            self._following.cancel()
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await self._packer.flush()
+                await asyncio.gather(*self._small, return_exceptions=True)
+        except TimeoutError:
+            self._packer.close()
+        await self._backend.close()
+
+    async def _publish(self, namespace: Namespace, pack: list[Outgoing]) -> None:
+        sheds = self._books.counters.sheds
+        if not self._breaker.allow():
+            sheds["failing"] += len(pack)
+            return
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                entries = await self._backend.publish(namespace.identity, namespace.layout, pack)
+        except (OSError, TimeoutError) as error:
+            sheds["too_slow" if isinstance(error, TimeoutError) else "failing"] += len(pack)
+            self._failed("publish", error)
+            return
+        self._succeeded()
+        self._books.counters.writes += len(entries)
+        for entry in entries:
+            self._store.adopt(namespace, entry)
+
+    async def _follow(self) -> None:
+        """Look for news of the namespaces in use, again and again, and remove what has ended."""
+        clean_at = time.monotonic() + _CLEAN_S
+        while True:
+            try:
+                for namespace in self._followed():
+                    if not self._breaker.allow():
+                        break
+                    await self._news(namespace)
+                if time.monotonic() >= clean_at and self._breaker.allow():
+                    clean_at = time.monotonic() + _CLEAN_S
+                    async with asyncio.timeout(self._timeout_s):
+                        await self._backend.clean(time.time() - _GRACE_S)
+                    self._succeeded()
+            except (OSError, TimeoutError) as error:
+                self._failed("news", error)
+            except Exception:
+                logger.exception("following the shared store failed")
+            self._note_reach()
+            self._look.clear()
+            try:
+                async with asyncio.timeout(self._refresh_s):
+                    await self._look.wait()
+            except TimeoutError:
+                pass
+
+    async def _news(self, namespace: Namespace) -> None:
+        # The first look at a large store takes many requests: each of them has the deadline, not all together.
+        news = await self._backend.news(namespace.identity, namespace.layout)
+        self._succeeded()
+        for entry in news.published:
+            self._store.adopt(namespace, entry)
+        for name in news.withdrawn:
+            block = namespace.blocks.get(name)
+            if block is not None and block.shared is not None:
+                self._books.leave(block)
+
+    def _gone(self, block: Block, location: Location) -> None:
+        """A block's object has gone from the store, and with it all blocks of the same object."""
+        for other in list(block.namespace.blocks.values()) if location.offset else [block]:
+            if other.shared is not None and other.shared.object == location.object:
+                self._books.leave(other)
+
+    def _ends_at(self, block: Block) -> float:
+        """When a block is to go from the store; 0: never."""
+        if not self._policy.ttl_s:
+            return block.expires_at
+        ends_at = time.time() + self._policy.ttl_s
+        return min(ends_at, block.expires_at) if block.expires_at else ends_at
+
+    def _soon(self, call: object, what: str) -> None:
+        async def bounded() -> None:
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await call  # type: ignore[misc]
+                self._succeeded()
+            except (OSError, TimeoutError) as error:
+                self._failed(what, error)
+
+        task = asyncio.create_task(bounded())
+        self._small.add(task)
+        task.add_done_callback(self._small.discard)
+
+    def _succeeded(self) -> None:
+        self._breaker.succeeded()
+        self._note_reach()
+
+    def _failed(self, what: str, error: Exception) -> None:
+        was_closed = self._breaker.closed
+        self._breaker.failed()
+        self._note_reach()
+        if was_closed and not self._breaker.closed:
+            logger.error("shared store left alone for a while: %s: %s", what, error or type(error).__name__)
+
+    def _note_reach(self) -> None:
+        self._store.shared_reachable = self._breaker.closed
