@@ -47,6 +47,7 @@ class Attachment:
         self.boot_epoch = 0
         self.frame_bytes = 0
         self.lane_port = 0
+        self.peer_address = ""
         self.arena: ArenaMapping | None = None
         self.local: LocalCalls | None = None
 
@@ -143,6 +144,7 @@ class Attachment:
             self.boot_epoch = response.attached.boot_epoch
             self.frame_bytes = response.attached.frame_bytes
             self.lane_port = response.attached.lane_port
+            self.peer_address = response.attached.peer_address
             self._timeouts, self._suspect_until = 0, 0.0
             self._changed.set()
         elif response.notice.draining:

@@ -122,6 +122,11 @@ class CacheClient:
         return 0 if self._attachment is None else self._attachment.boot_epoch
 
     @property
+    def peer_address(self) -> str:
+        """Where other hosts reach the service; empty: nowhere."""
+        return "" if self._attachment is None else self._attachment.peer_address
+
+    @property
     def lane_port(self) -> int:
         """TCP port of the service's bulk lanes; 0 without any."""
         return 0 if self._attachment is None else self._attachment.lane_port

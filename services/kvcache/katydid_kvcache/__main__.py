@@ -47,6 +47,18 @@ async def serve(settings: KvCacheSettings, telemetry: Telemetry) -> None:
             tls=tls,
             admit=access.check,
         )
+
+        def another(listen: str, name: str) -> RpcServer:
+            """A server of one of the services on an address of its own."""
+            return RpcServer(
+                listen,
+                services=[name],
+                long_lived=LONG_LIVED,
+                drain_timeout_s=settings.drain_timeout_s,
+                tls=tls,
+                admit=access.check,
+            )
+
         arena = None
         if settings.listen.startswith("unix:"):
             arena = ArenaSocket(
@@ -56,17 +68,25 @@ async def serve(settings: KvCacheSettings, telemetry: Telemetry) -> None:
             )
             stack.push_async_callback(arena.stop)
         desk, puller = await _lanes(stack, settings, cache)
-        service = KvCacheService(cache, telemetry, figures, arena, lane_port=desk.port if desk else 0)
-        server.grpc.add_generic_rpc_handlers((rpc_handlers(service, LaneCalls(cache, figures, desk, puller)),))
+        public = settings.peer_address or settings.peer_listen or settings.listen
+        service = KvCacheService(
+            cache,
+            telemetry,
+            figures,
+            arena,
+            lane_port=desk.port if desk else 0,
+            peer_address="" if public.startswith("unix:") or public.endswith(":0") else public,
+        )
+        handlers = rpc_handlers(service, LaneCalls(cache, figures, desk, puller))
+        server.grpc.add_generic_rpc_handlers((handlers,))
+        others = []
+        if settings.peer_listen:
+            others.append(another(settings.peer_listen, SERVICE))
+            others[-1].grpc.add_generic_rpc_handlers((handlers,))
         admin = server
         if settings.admin_listen:
-            admin = RpcServer(
-                settings.admin_listen,
-                services=[ADMIN_SERVICE],
-                drain_timeout_s=settings.drain_timeout_s,
-                tls=tls,
-                admit=access.check,
-            )
+            admin = another(settings.admin_listen, ADMIN_SERVICE)
+            others.append(admin)
         pb_grpc.add_AdminServiceServicer_to_server(AdminService(cache), admin.grpc)
         if settings.http_listen:
             exposition = Exposition(metrics, lambda: server.serving)
@@ -79,13 +99,12 @@ async def serve(settings: KvCacheSettings, telemetry: Telemetry) -> None:
         await server.start()
         if arena is not None:
             arena.start()
-        if admin is not server:
-            await admin.start()
-            stack.push_async_callback(admin.shut_down)
+        for other in others:
+            await other.start()
+            stack.push_async_callback(other.shut_down)
         # The first READY line of the process names the cache's own address.
-        await server.set_serving(True)
-        if admin is not server:
-            await admin.set_serving(True)
+        for each in (server, *others):
+            await each.set_serving(True)
 
         async def drain() -> None:
             cache.attachments.draining.set()

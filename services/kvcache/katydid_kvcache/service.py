@@ -55,12 +55,14 @@ class KvCacheService:
         arena: ArenaSocket | None = None,
         *,
         lane_port: int = 0,
+        peer_address: str = "",
     ) -> None:
         self._cache = cache
         self._telemetry = telemetry
         self._figures = figures
         self._arena = arena
         self._lane_port = lane_port
+        self._peer_address = peer_address
         self._delays = cache.settings.fault_delays
 
     async def Attach(self, request: pb.AttachRequest, context: Context) -> AsyncIterator[pb.AttachResponse]:
@@ -78,6 +80,7 @@ class KvCacheService:
             boot_epoch=cache.boot_epoch,
             frame_bytes=requests.FRAME_BYTES,
             lane_port=self._lane_port,
+            peer_address=self._peer_address,
         )
         try:
             if granted and self._arena is not None:

@@ -27,6 +27,12 @@ class KvCacheSettings(DialingSettings):
     tokens_file: str | None = Field(
         None, description="file of bearer tokens, a line each: NAME SCOPES SHA256-OF-TOKEN-IN-HEX; unset: no check"
     )
+    peer_listen: str | None = Field(
+        None, description="second gRPC address, for other instances and other hosts, when listen is a Unix socket"
+    )
+    peer_address: str | None = Field(
+        None, description="host:port by which other hosts know this instance; unset: peer_listen, or listen"
+    )
     lane_listen: str | None = Field(None, description="TCP address of bulk lanes, host:port; unset: streams alone")
     lanes: int = Field(4, ge=1, le=64, description="bulk lanes of pulls at a time, each in a process of its own")
     pull_from: str | None = Field(

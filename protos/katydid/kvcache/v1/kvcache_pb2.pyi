@@ -309,6 +309,7 @@ class Attached(_message.Message):
     FRAME_BYTES_FIELD_NUMBER: _builtins.int
     ARENA_FIELD_NUMBER: _builtins.int
     LANE_PORT_FIELD_NUMBER: _builtins.int
+    PEER_ADDRESS_FIELD_NUMBER: _builtins.int
     attachment: _builtins.int
     """Handle for all other RPCs; dies with the stream."""
     boot_epoch: _builtins.int
@@ -317,6 +318,8 @@ class Attached(_message.Message):
     """Payload bytes of a frame in Get and Put at most."""
     lane_port: _builtins.int
     """TCP port of the bulk lanes, on the host that this service was reached at; 0: it has none."""
+    peer_address: _builtins.str
+    """gRPC address at which other instances and their clients reach this one; empty: they don't."""
     @_builtins.property
     def arena(self) -> Global___Arena:
         """Set when the arena was granted."""
@@ -329,10 +332,11 @@ class Attached(_message.Message):
         frame_bytes: _builtins.int = ...,
         arena: Global___Arena | None = ...,
         lane_port: _builtins.int = ...,
+        peer_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "attachment", b"attachment", "boot_epoch", b"boot_epoch", "frame_bytes", b"frame_bytes", "lane_port", b"lane_port"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "attachment", b"attachment", "boot_epoch", b"boot_epoch", "frame_bytes", b"frame_bytes", "lane_port", b"lane_port", "peer_address", b"peer_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
