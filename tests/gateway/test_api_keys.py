@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from katydid_gateway.api_keys import ApiKeys, load_api_keys
+from katydid_gateway.flow.budgets import TenantTerms
 from katydid_runtime.errors import SettingsError, UnauthenticatedError
 
 
@@ -31,7 +32,20 @@ def test_without_a_file_everyone_may_call() -> None:
     assert ApiKeys().tenant("Bearer whatever") == ""
 
 
-@pytest.mark.parametrize("text", ["a", "a 12", "# nothing", f"a b {'0' * 64}", "", f"a {'g' * 64}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a",
+        "a 12",
+        "# nothing",
+        f"a b {'0' * 64}",
+        "",
+        f"a {'g' * 64}",
+        f"a {'0' * 64} weight=0",
+        f"a {'0' * 64} tokens_per_minute=1.5",
+        f"a {'0' * 64} colour=1",
+    ],
+)
 def test_files_that_hold_no_keys_stop_the_start(tmp_path: Path, text: str) -> None:
     with pytest.raises(SettingsError):
         load_api_keys(written(tmp_path / "keys", text))
@@ -40,3 +54,10 @@ def test_files_that_hold_no_keys_stop_the_start(tmp_path: Path, text: str) -> No
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="missing"):
         load_api_keys(str(tmp_path / "missing"))
+
+
+def test_terms_of_a_tenant(tmp_path: Path) -> None:
+    line = f"a {'0' * 64} weight=2.5 tokens_per_minute=1000 # the large one"
+    keys = load_api_keys(written(tmp_path / "keys", line))
+    assert keys.terms("a") == TenantTerms(2.5, 1000)
+    assert keys.terms("b") == ApiKeys().terms("a") == TenantTerms()

@@ -28,7 +28,7 @@ def test_every_class_has_its_row_its_reason_and_its_place_in_the_drawing(error_c
 
 def test_only_errors_that_leave_no_output_behind_are_retryable():
     retryable = {error_class.__name__ for error_class, outcome in OUTCOMES.items() if outcome.retryable}
-    assert retryable == {"OverloadedError", "UnavailableError", "DrainingError"}
+    assert retryable == {"OverloadedError", "QuotaExceededError", "UnavailableError", "DrainingError"}
 
 
 @pytest.mark.parametrize("error_class", tree(), ids=lambda c: c.__name__)

@@ -20,6 +20,7 @@ _ORDER = (
     "tokenise",
     "prepare",
     "route",
+    "admission",
     "retry",
     "queue",
     "lookup",

@@ -37,7 +37,7 @@ class Gateway:
         self._settings = settings
         metrics = GatewayMetrics()
         self.fleet = Fleet(settings, Router(), metrics, text.digest)
-        self.generator = Generator(settings, text, self.fleet, telemetry, metrics)
+        self.generator = Generator(settings, text, self.fleet, keys, telemetry, metrics)
         tls = settings.server_tls()
         self._rpc = RpcServer(settings.listen, services=[_SERVICE], drain_timeout_s=settings.drain_timeout_s, tls=tls)
         servicer = InferenceServicer(self.generator, keys, settings.max_body_bytes)

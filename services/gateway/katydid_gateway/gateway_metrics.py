@@ -35,6 +35,8 @@ class GatewayMetrics:
         )
         self.routed = metrics.counter("routed_requests", "Requests sent, by engine", ("engine",))
         self.failed = metrics.counter("failed_requests", "Requests an engine failed or refused", ("engine",))
+        self.queued = metrics.gauge("queued_requests", "Requests that wait here for an engine, by class", ("priority",))
+        self.shed = metrics.counter("shed_requests", "Requests refused before any work, by reason", ("reason",))
         self.resumed = metrics.counter(
             "resumed_choices", "Choices that went on elsewhere in mid-answer, by the engine that was lost", ("engine",)
         )

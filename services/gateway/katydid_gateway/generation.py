@@ -12,7 +12,7 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -31,15 +31,17 @@ from katydid_runtime.errors import (
 from katydid_runtime.telemetry import Telemetry
 
 from katydid_gateway.answer import Answer
+from katydid_gateway.api_keys import ApiKeys
 from katydid_gateway.choice_stream import ChoiceStream
 from katydid_gateway.dispatch import Dispatch, Dispatcher
 from katydid_gateway.engines.fleet import Fleet
 from katydid_gateway.engines.submission import Submission
 from katydid_gateway.flight import Flight, Part
+from katydid_gateway.flow.control import Admission, FlowControl
 from katydid_gateway.gateway_metrics import GatewayMetrics
 from katydid_gateway.request_clock import RequestClock
 from katydid_gateway.requests import Caller, GenerationRequest, Prompt, Sampling, TokenPrompt
-from katydid_gateway.routing.router import Decision, RoutedPrompt
+from katydid_gateway.routing.router import Candidate, Decision, RoutedPrompt
 from katydid_gateway.settings import GatewaySettings
 from katydid_gateway.text.choice_text import ChoiceText
 from katydid_gateway.text.model_text import EncodedPrompt, ModelText
@@ -61,6 +63,8 @@ class _Prepared:
     routed: Callable[[], RoutedPrompt]
     submission: Submission
     deadline_ns: int
+    tenant: str
+    admissions: list[Admission]
 
     @property
     def timeout_s(self) -> float:
@@ -71,7 +75,13 @@ class Generator:
     """Answers requests. `draining` set true refuses new ones; `idle` is set while none is in flight."""
 
     def __init__(
-        self, settings: GatewaySettings, text: ModelText, fleet: Fleet, telemetry: Telemetry, metrics: GatewayMetrics
+        self,
+        settings: GatewaySettings,
+        text: ModelText,
+        fleet: Fleet,
+        keys: ApiKeys,
+        telemetry: Telemetry,
+        metrics: GatewayMetrics,
     ) -> None:
         self.text = text
         self.fleet = fleet
@@ -84,6 +94,14 @@ class Generator:
         self._telemetry = telemetry
         self._metrics = metrics
         self._dispatcher = Dispatcher(fleet, metrics)
+        self._flow = FlowControl(
+            fleet.router,
+            keys.terms,
+            metrics,
+            engine_queue_s=settings.engine_queue_s,
+            max_queued=settings.max_queued,
+            ttft_limit_s=settings.ttft_limit_s,
+        )
         self._in_flight = 0
         self._answers: set[Answer] = set()
 
@@ -109,6 +127,7 @@ class Generator:
         ):
             clock = RequestClock(self._telemetry, span, caller.received_ns)
             answer: Answer | None = None
+            prepared: _Prepared | None = None
             timer: asyncio.TimerHandle | None = None
             try:
                 encoded = await self._tokenise(request, clock)
@@ -134,6 +153,10 @@ class Generator:
                 if timer is not None:
                     timer.cancel()
                 self._finish(answer, clock, api, outcome)
+                if prepared is not None and answer is not None:
+                    used = answer.usage
+                    for admission in prepared.admissions:
+                        self._flow.settle(admission, used.computed_tokens if answer.tokens else 0)
 
     def cut(self) -> None:
         """End every answer in flight with DrainingError: the time to finish them is over."""
@@ -208,6 +231,8 @@ class Generator:
             routed=cache(lambda: self._routed(encoded.ids, options.prompt_cache_key, salt, options.bypass_cache)),
             submission=submission,
             deadline_ns=deadline_ns,
+            tenant=caller.tenant,
+            admissions=[],
         )
 
     def _open(self, prepared: _Prepared, prompt: Prompt, clock: RequestClock) -> Answer:
@@ -231,11 +256,11 @@ class Generator:
         async def send(flight: Flight, failed: set[str]) -> Dispatch:
             if (part := flight.part) is not None:
                 return await self._resume(prepared, flight, part, failed, clock)
-            with clock.phase("route"), self._telemetry.start("gateway.route", clock.span.context) as span:
-                await self._delayed("route")
-                routed = prepared.routed()
-                candidate = self._dispatcher.decide(routed, span, failed)
-                dispatch = self._dispatcher.send(routed, prepared.submission, candidate, flight, prepared.timeout_s)
+            if flight.attempt > 1:
+                candidate = await self._route(prepared, failed, clock)
+                dispatch = self._dispatch(prepared, candidate, flight)
+            else:
+                dispatch = await self._admit(prepared, flight, clock)
             clock.submitted(dispatch.engine)
             return dispatch
 
@@ -252,6 +277,27 @@ class Generator:
             send=send,
             resume=self._settings.resume,
         )
+
+    async def _admit(self, prepared: _Prepared, flight: Flight, clock: RequestClock) -> Dispatch:
+        """Send a request for the first time, when its turn has come."""
+        candidate = await self._route(prepared, (), clock)
+        tenant, priority = prepared.tenant, prepared.submission.options.priority
+        admission = self._flow.admit(tenant, priority, candidate.prediction, prepared.timeout_s)
+        prepared.admissions.append(admission)
+        if self._flow.gate.open:
+            return self._dispatch(prepared, candidate, flight)
+        began = time.monotonic_ns()
+        async with self._flow.turn(admission):
+            clock.add("admission", time.monotonic_ns() - began)
+            return self._dispatch(prepared, await self._route(prepared, (), clock), flight)
+
+    async def _route(self, prepared: _Prepared, failed: Collection[str], clock: RequestClock) -> Candidate:
+        with clock.phase("route"), self._telemetry.start("gateway.route", clock.span.context) as span:
+            await self._delayed("route")
+            return self._dispatcher.decide(prepared.routed(), span, failed)
+
+    def _dispatch(self, prepared: _Prepared, candidate: Candidate, flight: Flight) -> Dispatch:
+        return self._dispatcher.send(prepared.routed(), prepared.submission, candidate, flight, prepared.timeout_s)
 
     async def _resume(
         self, prepared: _Prepared, flight: Flight, part: Part, failed: set[str], clock: RequestClock

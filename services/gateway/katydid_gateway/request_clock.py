@@ -6,6 +6,7 @@ first token is the sum of
     tokenise   template and tokenizer
     prepare    sampling resolved, the message and the answer's text machinery built
     route      hashing and choosing
+    admission  waiting at the gate for an engine with room
     retry      attempts on engines that failed
     transport  round trip to the engine less the time the engine had the request
     queue, lookup, fetch, prefill   the engine's phases

@@ -267,6 +267,11 @@ class Usage:
     cached: CachedTokens = CachedTokens()
     reasoning_tokens: int = 0
 
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that were in no cache, and the output."""
+        return max(0, self.prompt_tokens - self.cached.total) + self.completion_tokens
+
     def __add__(self, other: Usage) -> Usage:
         return Usage(
             self.prompt_tokens + other.prompt_tokens,

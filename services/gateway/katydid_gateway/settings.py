@@ -49,7 +49,11 @@ class GatewaySettings(DialingSettings):
         description="engines, comma separated, each ADDRESS or NAME=ADDRESS"
     )
     kvcache_address: str | None = Field(None, description="KV-cache service whose block events refine routing")
-    api_keys_file: str | None = Field(None, description="file of API keys, a line each: NAME SHA256-OF-KEY-IN-HEX")
+    api_keys_file: str | None = Field(
+        None,
+        description="file of API keys, read again when it changes, a line each: "
+        "NAME SHA256-OF-KEY-IN-HEX [weight=N] [tokens_per_minute=N]",
+    )
     cache_salt_secret: SecretStr | None = Field(None, description="HMAC key that separates tenants' cached blocks")
     public_blocks: int = Field(0, ge=0, description="leading 64-token blocks that tenants share despite the secret")
     tool_format: Literal["auto", "none", "hy3", "hermes", "llama"] = Field(
@@ -57,6 +61,13 @@ class GatewaySettings(DialingSettings):
     )
     max_body_bytes: int = Field(8 * 2**20, gt=0, description="largest HTTP body")
     max_requests: int = Field(4096, gt=0, description="most requests in flight; more are refused with 503")
+    max_queued: int = Field(1024, ge=0, description="most requests that wait here for an engine; more get 503")
+    engine_queue_s: float = Field(
+        2.0, gt=0, description="seconds of prompts that may wait in an engine; beyond, requests wait here, fairly"
+    )
+    ttft_limit_s: float = Field(
+        0.0, ge=0, description="requests whose predicted time to first token is longer get 503 at once; 0: none"
+    )
     max_prompts: int = Field(64, gt=0, description="most prompts in one completions request")
     client_buffer_bytes: int = Field(256 * 1024, gt=0, description="output kept for a slow reader before it is cut off")
     token_cache_bytes: int = Field(256 * 2**20, ge=0, description="memory for ids of text segments seen before")

@@ -12,6 +12,7 @@ KatydidError
 ├── ConflictError                  the named thing is in another state than the caller believes
 │   └── IdentityMismatchError      two processes disagree on model identity, layout or hashing
 ├── OverloadedError                the queue is full; try later
+├── QuotaExceededError             the tenant has used up what it may have for now
 ├── UnavailableError               no process can take the request now
 │   └── DrainingError              this process is shutting down, another may take it
 ├── EngineLostError                the engine died after output had been delivered
@@ -53,6 +54,7 @@ __all__ = [
     "PayloadTooLargeError",
     "PermissionDeniedError",
     "PromptTooLongError",
+    "QuotaExceededError",
     "RequestAbortedError",
     "SettingsError",
     "SlowClientError",
@@ -171,6 +173,10 @@ class OverloadedError(KatydidError):
     reason = "OVERLOADED"
 
 
+class QuotaExceededError(KatydidError):
+    reason = "QUOTA_EXCEEDED"
+
+
 class UnavailableError(KatydidError):
     reason = "UNAVAILABLE"
 
@@ -250,6 +256,7 @@ OUTCOMES: dict[type[KatydidError], Outcome] = {
     ConflictError: Outcome("FAILED_PRECONDITION", 409, False),
     IdentityMismatchError: Outcome("FAILED_PRECONDITION", 409, False),
     OverloadedError: Outcome("RESOURCE_EXHAUSTED", 503, True),
+    QuotaExceededError: Outcome("RESOURCE_EXHAUSTED", 429, True),
     UnavailableError: Outcome("UNAVAILABLE", 503, True),
     DrainingError: Outcome("UNAVAILABLE", 503, True),
     EngineLostError: Outcome("ABORTED", 502, False),

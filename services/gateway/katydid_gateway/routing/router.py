@@ -21,8 +21,8 @@ __all__ = ["Candidate", "Decision", "RoutedPrompt", "Router"]
 # Predictions this close are one: 5 % and 2 ms.
 _NEAR_SHARE = 1.05
 _NEAR_S = 0.002
-# Waiting this share of the work that a warm cache saves is worth it: computing it again would delay others. Between 0.25
-# and 1 a simulated day of agents and one of chats (`katydid simulate`) differ by 2 %, beyond that agents lose.
+# Waiting this share of the work that a warm cache saves is worth it: computing it again would delay others. From 0.25
+# to 1, agents and chats alike differ by 2 % (`katydid simulate`); beyond, agents lose.
 _PATIENCE = 0.5
 # A home may carry a quarter more than the mean.
 _BOUND = 1.25

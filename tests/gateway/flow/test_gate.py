@@ -1,0 +1,99 @@
+"""The gate: one at a time while there is room, in fair order, and whoever leaves the line holds up nobody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+from katydid_gateway.flow.fair_queue import PriorityClass, Ticket
+from katydid_gateway.flow.gate import Gate
+from katydid_runtime.errors import OverloadedError
+
+
+class Line:
+    """A gate before an engine of so many places."""
+
+    def __init__(self, places: int, max_queued: int = 100) -> None:
+        self.places = places
+        self.passed: list[str] = []
+        self.gate = Gate(lambda: self.places > 0, lambda: 100.0, max_queued)
+
+    async def come(self, name: str, cost: int = 10) -> None:
+        async with self.gate.turn(Ticket(name, cost, PriorityClass.NORMAL, 0.0)):
+            await asyncio.sleep(0)
+            assert self.places > 0, "two saw one place"
+            self.places -= 1
+            self.passed.append(name)
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 20))  # type: ignore[arg-type]
+
+
+def test_an_open_gate_is_passed_at_once() -> None:
+    async def scenario() -> None:
+        line = Line(2)
+        assert line.gate.open
+        await line.come("a")
+        await line.come("b")
+        assert not line.gate.open
+
+    run(scenario)
+
+
+def test_places_go_round_tenants() -> None:
+    async def scenario() -> None:
+        line = Line(0)
+        tasks = [asyncio.create_task(line.come("flood")) for _ in range(20)]
+        await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(line.come("other")))
+        await asyncio.sleep(0)
+        assert len(line.gate.queue) == 21
+        line.places = 3
+        while len(line.passed) < 3:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.05)
+        assert line.passed == ["flood", "other", "flood"]
+        line.places = 100
+        await asyncio.gather(*tasks)
+        assert not len(line.gate.queue)
+        assert line.gate.open
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_who_leaves_holds_up_nobody(at: int) -> None:
+    async def scenario() -> None:
+        line = Line(0)
+        tasks = [asyncio.create_task(line.come(f"{number}")) for number in range(6)]
+        await asyncio.sleep(0)
+        line.places = 10
+        # At every moment of the first one's turn: before it, when it was given, when it is taken.
+        line.gate._look()
+        for _ in range(at):
+            await asyncio.sleep(0)
+        tasks[0].cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [result for result in results[1:] if result is not None] == []
+        assert line.gate.open
+        assert len(line.passed) in (5, 6)
+
+    run(scenario)
+
+
+def test_a_full_line_refuses_with_a_time() -> None:
+    async def scenario() -> None:
+        line = Line(0, max_queued=2)
+        tasks = [asyncio.create_task(line.come("a", 100)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="2 requests wait") as caught:
+            await line.come("b")
+        assert caught.value.retry_after_s == pytest.approx(2.0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert not len(line.gate.queue)
+
+    run(scenario)

@@ -1,0 +1,115 @@
+"""Flow control of a whole gateway: budgets, lateness, fair turns, and books that are empty afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from tests.gateway.mock_engine import MockOptions
+from tests.gateway.rig import Rig, rig, until
+
+
+def keys(folder: Path, *lines: str) -> str:
+    """A key file; the key of tenant `a` is `key-a`."""
+    path = folder / "keys"
+    written = []
+    for line in lines:
+        name, _, terms = line.partition(" ")
+        written.append(f"{name} {sha256(f'key-{name}'.encode()).hexdigest()} {terms}")
+    path.write_text("\n".join(written) + "\n")
+    return str(path)
+
+
+async def ask(built: Rig, tenant: str, text: str, **fields: Any) -> Any:
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, **fields}
+    return await built.http.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer key-{tenant}"})
+
+
+def run(folder: Path, scenario: Any, **options: Any) -> None:
+    async def body() -> None:
+        async with rig(folder, **options) as built:
+            await scenario(built)
+            assert built.gateway.generator._flow.budgets.reserved == 0
+            assert len(built.gateway.generator._flow.gate.queue) == 0
+
+    asyncio.run(body())
+
+
+def test_a_tenant_that_used_up_its_tokens_is_told_when_to_come_again(chatml: Path, tmp_path: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        text = "word " * 60
+        assert (await ask(built, "a", text)).status_code == 200
+        await until(lambda: built.gateway.generator.idle.is_set())
+        refused = await ask(built, "a", "another " * 60)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "quota_exceeded")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert (await ask(built, "b", text)).status_code == 200
+        assert 'shed_requests_total{reason="quota"} 1.0' in (await built.http.get("/metrics")).text
+
+    run(chatml, scenario, api_keys_file=keys(tmp_path, "a tokens_per_minute=100", "b weight=2"))
+
+
+def test_who_would_be_late_is_refused_at_once(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        refused = await built.chat("word " * 5000)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        assert "first token would come in" in refused.json()["error"]["message"]
+        assert built.engines[0].submitted == []
+        assert (await built.chat("short")).status_code == 200
+
+    run(chatml, scenario, ttft_limit_s=0.2, options=MockOptions(max_model_tokens=100_000))
+
+
+def test_a_flood_of_one_tenant_delays_itself(chatml: Path, tmp_path: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        built.engines[0].options.prefill_s = 0.1
+        order: list[str] = []
+
+        async def one(tenant: str, number: int) -> None:
+            response = await ask(built, tenant, f"{tenant} {number} " * 40)
+            assert response.status_code == 200
+            order.append(tenant)
+
+        flood = [asyncio.create_task(one("a", number)) for number in range(12)]
+        await until(lambda: len(built.gateway.generator._flow.gate.queue) > 6)
+        other = asyncio.create_task(one("b", 0))
+        await asyncio.gather(*flood, other)
+        assert order.index("b") < 6, order
+        text = (await built.http.get("/metrics")).text
+        assert 'katydid_gateway_queued_requests{priority="normal"} 0.0' in text
+        assert 'ttft_phase_seconds_count{phase="admission"}' in text
+
+    run(chatml, scenario, engine_queue_s=0.01, api_keys_file=keys(tmp_path, "a", "b"))
+
+
+def test_who_leaves_the_line_is_forgotten(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        built.engines[0].options.prefill_s = 0.3
+        tasks = [asyncio.create_task(built.chat(f"number {number} " * 40)) for number in range(8)]
+        await until(lambda: len(built.gateway.generator._flow.gate.queue) >= 4)
+        for task in tasks[::2]:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(response.status_code == 200 for response in results if not isinstance(response, BaseException))
+        assert sum(isinstance(response, BaseException) for response in results) == 4
+
+    run(chatml, scenario, engine_queue_s=0.01)
+
+
+def test_keys_are_read_again_when_their_file_changes(chatml: Path, tmp_path: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        assert (await ask(built, "b", "hello")).status_code == 401
+        keys(tmp_path, "a", "b")
+        for _ in range(40):
+            if (await ask(built, "b", "hello")).status_code == 200:
+                break
+            await asyncio.sleep(0.1)
+        else:
+            raise AssertionError("the new key is not known")
+        (tmp_path / "keys").write_text("not a key\n")
+        await asyncio.sleep(1.1)
+        assert (await ask(built, "a", "hello")).status_code == 200, "a broken file changes nothing"
+
+    run(chatml, scenario, api_keys_file=keys(tmp_path, "a"))
