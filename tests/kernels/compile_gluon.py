@@ -45,7 +45,8 @@ def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 def run_gemm(dtype: torch.dtype, promote: bool, **hooks: torch.Tensor) -> None:
     m, n, k = 512, 1024, 256
     a, b, out = zeros(m, k, dtype=dtype), zeros(n, k, dtype=dtype), zeros(m, n, dtype=BF16)
-    launch.launch_wide(a, b, out, wide_tile(m, n, promote=promote), promote=promote, **hooks)
+    blocks = "row_scale" in hooks and hooks["row_scale"].ndim == 2
+    launch.launch_wide(a, b, out, wide_tile(m, n, promote=promote, blocks=blocks), promote=promote, **hooks)
 
 
 def run_narrow(dtype: torch.dtype, tile: NarrowTile) -> None:
@@ -61,6 +62,18 @@ def run_experts(dtype: torch.dtype, tokens: int, width: int = 192, **scales: tor
     workspace = experts.ExpertWorkspace.allocate(tokens, top_k, w2.shape, dtype, w2.device)
     ones = ExpertScales(torch.ones(count, 2), torch.ones(count), torch.ones(1), **scales)
     experts.run_experts(x, w13, w2, torch.ones(tokens, top_k), ids, out, ones, workspace, shared=out)
+
+
+def run_block_experts(tokens: int) -> None:
+    count, width, hidden, top_k = 8, 256, 4096, 8
+    w13, w2 = zeros(count, 2 * width, hidden, dtype=E4M3), zeros(count, hidden, width, dtype=E4M3)
+    x, out = zeros(tokens, hidden, dtype=E4M3), zeros(tokens, hidden, dtype=BF16)
+    ids = torch.zeros(tokens, top_k, dtype=torch.int32)
+    workspace = experts.ExpertWorkspace.allocate(tokens, top_k, w2.shape, E4M3, w2.device, of_blocks=True)
+    scales = ExpertScales(
+        torch.ones(count, 4, 32), torch.ones(count, 32, 2), torch.ones(1), torch.ones(tokens, hidden // 128)
+    )
+    experts.run_experts(x, w13, w2, torch.ones(tokens, top_k), ids, out, scales, workspace)
 
 
 def main() -> None:
@@ -87,6 +100,11 @@ def main() -> None:
         "experts fp8 prefill": lambda: run_experts(E4M3, 1024),
         "experts fp8 prefill, scale a token": lambda: run_experts(E4M3, 1024, token=torch.ones(1024)),
         "experts fp8 prefill, 256 columns": lambda: run_experts(E4M3, 1024, 256),
+        "experts fp8 decode, scales of blocks": lambda: run_block_experts(16),
+        "experts fp8 prefill, scales of blocks": lambda: run_block_experts(1024),
+        "gemm fp8 scales of blocks": lambda: run_gemm(
+            E4M3, True, row_scale=torch.ones(512, 2), col_scale=torch.ones(8, 2)
+        ),
         "experts bf16 decode": lambda: run_experts(BF16, 16),
         "experts bf16 prefill": lambda: run_experts(BF16, 1024),
     }

@@ -144,15 +144,17 @@ def _multiply_stage(
 
 
 @gluon.jit
-def copy_scales(buffer, source, valid):
-    """Copy a scale of each token row into a stage, for `copy_rows` after it to signal."""
+def copy_scales(buffer, source, valid, barrier):
+    """Copy a scale of each token row into a stage; arrives as `copy_rows` does."""
     async_copy.async_copy_global_to_shared(buffer, source, mask=valid)
+    if barrier is not None:
+        async_copy.mbarrier_arrive(barrier, increment_count=False)
 
 
 @gluon.jit
 def multiply_blocks(
     WHO: gl.constexpr, ring, scale_bufs, weight_scales, stage, phase, steps, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-    STAGES: gl.constexpr, WGS: gl.constexpr,
+    STAGES: gl.constexpr, WGS: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
     """`multiply` with scales of blocks: the tokens' in scale_bufs, ``[STAGES, tokens]``, and the weights' at two
     addresses, of gate rows and up rows, or twice the same."""
@@ -165,7 +167,7 @@ def multiply_blocks(
         # Asked for here, the weights' scales arrive while the stage multiplies.
         gate = gl.load(gate_ptr + k)
         up = gl.load(up_ptr + k)
-        part = _multiply_stage(WHO, ring, stage, phase, ROWS, TOKENS, WGS, True)
+        part = _multiply_stage(WHO, ring, stage, phase, ROWS, TOKENS, WGS, GATHERED)
         tokens = scale_bufs.index(stage).slice(0, TOKENS).load(gl.SliceLayout(0, layout))
         part = warpgroup_mma_wait(0, deps=(part,))
         mbarrier.arrive(empty.index(stage), count=1)

@@ -54,6 +54,7 @@ class ExpertWorkspace:
     h: Tensor
     h_unquantised: Tensor | None
     h_scales: Tensor | None
+    parts: Tensor | None
     y: Tensor
     ready: Tensor
     sync: Tensor
@@ -80,6 +81,9 @@ class ExpertWorkspace:
             torch.zeros(pairs, padded_bytes, dtype=torch.uint8, device=device).view(dtype),
             torch.zeros(pairs, intermediate, dtype=torch.bfloat16, device=device) if of_blocks else None,
             torch.zeros(pairs, intermediate // BLOCK, device=device) if of_blocks else None,
+            torch.zeros(len(plan.tiles) * (intermediate // BLOCK), dtype=torch.int32, device=device)
+            if of_blocks
+            else None,
             torch.empty(pairs, hidden, dtype=torch.bfloat16, device=device),
             torch.zeros(max(len(plan.tiles), tokens), dtype=torch.int32, device=device),
             torch.zeros(2, dtype=torch.int32, device=device),
@@ -87,14 +91,12 @@ class ExpertWorkspace:
 
 
 def choose_tile(
-    pairs: int, experts: int, intermediate: int, hidden: int, dtype: torch.dtype
+    pairs: int, experts: int, intermediate: int, hidden: int, dtype: torch.dtype, *, of_blocks: bool = False
 ) -> FewTile | DecodeTile | UpTile:
     """The tuned tile: decode's as long as an expert sees few rows."""
-    return (
-        few_tokens_tile(pairs, experts, dtype)
-        or decode_tile(pairs, experts, intermediate, dtype)
-        or up_tile(intermediate, hidden, dtype)
-    )
+    few = None if of_blocks else few_tokens_tile(pairs, experts, dtype)
+    many = BLOCK_UP_TILE if of_blocks else up_tile(intermediate, hidden, dtype)
+    return few or decode_tile(pairs, experts, intermediate, dtype) or many
 
 
 def run_experts(
@@ -114,9 +116,11 @@ def run_experts(
     sharing: Beside | None = None,
 ) -> Tensor:
     """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``; arguments as `fused_moe`'s."""
-    if scales.of_blocks:
+    tile = tile or choose_tile(ids.numel(), len(w2), w2.shape[2], w2.shape[1], w2.dtype, of_blocks=scales.of_blocks)
+    if scales.of_blocks and workspace.parts is None:
+        raise ValueError("workspace must be allocated with of_blocks for scales of blocks")
+    if scales.of_blocks and isinstance(tile, UpTile):
         return _run_blocks(x, w13, w2, weights, ids, out, scales, workspace, first_expert, shared)
-    tile = tile or choose_tile(ids.numel(), len(w2), w2.shape[2], w2.shape[1], w2.dtype)
     if isinstance(tile, FewTile):
         _launch_few(x, w13, w2, weights, ids, first_expert, shared, out, scales, workspace, tile)
         return out
@@ -151,8 +155,8 @@ def _run_blocks(
 ) -> Tensor:
     """The grouped GEMMs with scales of blocks; h is quantised between them."""
     h, h_scales = workspace.h_unquantised, workspace.h_scales
-    if h is None or h_scales is None:
-        raise ValueError("workspace must be allocated with of_blocks for scales of blocks")
+    assert h is not None
+    assert h_scales is not None
     plan = plan_routes(ids, workspace.plan, len(w2), BLOCK_UP_TILE.tokens, first_expert=first_expert)
     _launch_up(x, w13, scales, workspace, BLOCK_UP_TILE, Beside(0, 0))
     rows = ids.numel()
@@ -180,7 +184,9 @@ def _rows_layout(tokens: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([tokens, _K_BYTES // dtype.itemsize], GLUON_TYPE[dtype])
 
 
-def _launch_up(x: Tensor, w13: Tensor, scales: ExpertScales, workspace: ExpertWorkspace, tile: UpTile, sharing: Beside) -> None:
+def _launch_up(
+    x: Tensor, w13: Tensor, scales: ExpertScales, workspace: ExpertWorkspace, tile: UpTile, sharing: Beside
+) -> None:
     plan = workspace.plan
     h = workspace.h if workspace.h_unquantised is None else workspace.h_unquantised
     experts_up_kernel[(sm_count(x.device) - sharing.early,)](
@@ -220,9 +226,11 @@ def _launch_decode(
         x, x.stride(0), _interleaved(w13, tile.rows), _down_weights(w2, tile.rows),
         descriptor(h, [tile.tokens, _K_BYTES // h.element_size()]), h, h.stride(0), y, weights, shared, out,
         plan.rows, plan.slots, plan.tiles, plan.tile_count, workspace.ready, workspace.sync,
-        scales.up, scales.inverse_h, scales.down, scales.token, x.shape[0],
+        scales.up, scales.inverse_h, scales.down, scales.token, workspace.h_unquantised, workspace.h_scales,
+        workspace.parts, x.shape[0],
         H=w2.shape[1], WIDTH=w2.shape[2], TOP_K=ids.shape[1], TOKENS=tile.tokens, STAGES=tile.stages,
-        WGS=tile.warpgroups, PROMOTE=tile.promote, SUM=summed, X_LAYOUT=_rows_layout(tile.tokens, x.dtype),
+        WGS=tile.warpgroups, PROMOTE=tile.promote, SUM=summed, BLOCKS=scales.of_blocks,
+        X_LAYOUT=_rows_layout(tile.tokens, x.dtype),
         num_warps=4, maxnreg=128 if tile.warpgroups == 2 else 96, launch_pdl=True,
     )  # fmt: skip
 

@@ -13,13 +13,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from katydid_kernels.gemm.expert_tiles import (
     copy_rows,
+    copy_scales,
     gather,
     multiply,
+    multiply_blocks,
     row_layout,
     scaled_swiglu,
     store_columns,
     tokens_of,
 )
+from katydid_kernels.gemm.experts_blocks import finish_block
 from katydid_kernels.gemm.experts_order import count, down_share, wait_for_count
 from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_for_last
 
@@ -69,84 +72,123 @@ def _stream_weights(w13_desc, w2_desc, tiles_ptr, ring, shape, STAGES: gl.conste
 
 
 @gluon.jit
-def _copy_tokens(x_ptr, x_stride, h_desc, plan, ring, shape, STAGES: gl.constexpr, WGS: gl.constexpr):
+def _copy_tokens(
+    x_ptr, x_stride, h_desc, plan, token_scale_ptr, blocks, ring, shape,
+    STAGES: gl.constexpr, WGS: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
     rows_ptr, tiles_ptr, ready_ptr = plan
-    x_bufs, _, full, empty = ring
+    scale_bufs, _, h_scale_ptr, _ = blocks
+    x_bufs = ring[0]
+    full = ring[2]
+    empty = ring[3]
     tiles, up_n, down_n, up_k, down_k = shape
     TOKENS: gl.constexpr = x_bufs.type.shape[1]
     BLOCK_K: gl.constexpr = x_bufs.type.shape[2]
     layout: gl.constexpr = row_layout(BLOCK_K, x_bufs.dtype.primitive_bitwidth)
     cols = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
     lane = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
+    line = gl.arange(0, TOKENS, gl.BlockedLayout([1], [32], [4], [0]))
     stage = 0
     phase = 1
     for item in range(gl.program_id(0), tiles * up_n, gl.num_programs(0)):
         row, end = _rows_of(item // up_n, tiles_ptr)
         valid = (row + lane < end)[:, None]
         source = gather(x_ptr, tokens_of(row + lane, end, rows_ptr, 1), x_stride, cols)
+        if BLOCKS:
+            scales = token_scale_ptr + tokens_of(row + line, end, rows_ptr, 1) * up_k
         for k in range(up_k):
             mbarrier.wait(empty.index(stage), phase)
+            if BLOCKS:
+                copy_scales(scale_bufs.index(stage), scales + k, row + line < end, None)
+                mbarrier.arrive(full.index(stage), count=1)
             copy_rows(x_bufs.index(stage), source + k * BLOCK_K, valid, full.index(stage))
             stage, phase = advance(stage, phase, STAGES)
     begin, finish = down_share(tiles * up_n, tiles * down_n, up_k // down_k)
+    # How often a tile is counted: by every warpgroup for its columns, or once for a block of them.
+    done = up_n * WGS // 4 if BLOCKS else up_n * WGS
     known = -1
     for item in range(begin, finish):
         tile = item // down_n
         row, end = _rows_of(tile, tiles_ptr)
         if tile != known:
-            wait_for_count(ready_ptr + tile, up_n * WGS)
+            wait_for_count(ready_ptr + tile, done)
             known = tile
         for k in range(down_k):
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
             # One arrival with the bytes to come, and those of the threads that have nothing to copy.
             mbarrier.expect(bar, h_desc.block_type.nbytes)
-            mbarrier.arrive(bar, count=127)
             tma.async_copy_global_to_shared(h_desc, [row, k * BLOCK_K], bar, x_bufs.index(stage))
+            if BLOCKS:
+                copy_scales(scale_bufs.index(stage), h_scale_ptr + (row + line) * down_k + k, row + line < end, bar)
+            else:
+                mbarrier.arrive(bar, count=127)
             stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
 def _consume(
-    WHO: gl.constexpr, plan, hidden, result, scales, ring, shape, H: gl.constexpr, TOP_K: gl.constexpr,
-    STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr, SUM: gl.constexpr,
-    UP_AT_ONCE: gl.constexpr, DOWN_AT_ONCE: gl.constexpr,
+    WHO: gl.constexpr, plan, hidden, result, scales, blocks, ring, shape, H: gl.constexpr, WIDTH: gl.constexpr,
+    TOP_K: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr, SUM: gl.constexpr,
+    BLOCKS: gl.constexpr, UP_AT_ONCE: gl.constexpr, DOWN_AT_ONCE: gl.constexpr,
 ):  # fmt: skip
     rows_ptr, tiles_ptr, ready_ptr = plan
     h_ptr, h_stride = hidden
     y_ptr, _, _, _, _, sync_ptr, _ = result
-    x_bufs, w_bufs, _, _ = ring
+    scale_bufs, h_wide_ptr, h_scale_ptr, parts_ptr = blocks
     tiles, up_n, down_n, up_k, down_k = shape
     up_scale_ptr, inverse_scale, down_scale_ptr, token_scale_ptr = scales
-    TOKENS: gl.constexpr = x_bufs.type.shape[1]
-    ROWS: gl.constexpr = w_bufs.type.shape[2] * 16
+    TOKENS: gl.constexpr = ring[0].type.shape[1]
+    ROWS: gl.constexpr = ring[1].type.shape[2] * 16
     h_layout: gl.constexpr = gl.BlockedLayout([8, 1], [ROWS // 16, 512 // ROWS], [1, 4], [0, 1])
     y_layout: gl.constexpr = gl.BlockedLayout([8, 1], [ROWS // 8, 256 // ROWS], [1, 4], [0, 1])
     stage = 0
     phase = 0
     for item in range(gl.program_id(0), tiles * up_n, gl.num_programs(0)):
         # Loaded here, the tile's numbers arrive while it multiplies.
-        row, end = _rows_of(item // up_n, tiles_ptr)
-        scale = up_scale_ptr + gl.load(tiles_ptr + item // up_n * 4) * 2
-        gate_scale = gl.load(scale)
-        up_scale = gl.load(scale + 1) * inverse_scale
-        acc, stage, phase = multiply(
-            WHO, ring, stage, phase, up_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, True, UP_AT_ONCE
-        )
-        h = scaled_swiglu(acc, gate_scale, up_scale, row, end, token_scale_ptr, rows_ptr, 1)
-        store_columns(h, h_ptr, h_stride, row, end, (item % up_n * WGS + WHO) * (ROWS // 2), h_layout)
-        count(ready_ptr + item // up_n)
+        tile = item // up_n
+        row, end = _rows_of(tile, tiles_ptr)
+        expert = gl.load(tiles_ptr + tile * 4)
+        col = (item % up_n * WGS + WHO) * (ROWS // 2)
+        if BLOCKS:
+            gate = up_scale_ptr + (expert * (2 * WIDTH // 128) + col // 128) * up_k
+            acc, stage, phase = multiply_blocks(
+                WHO, ring, scale_bufs, (gate, gate + WIDTH // 128 * up_k), stage, phase, up_k,
+                ROWS, TOKENS, STAGES, WGS, True,
+            )  # fmt: skip
+            h = scaled_swiglu(acc, 1.0, 1.0, row, end, None, rows_ptr, 1)
+            store_columns(h, h_wide_ptr, WIDTH, row, end, col, h_layout)
+            part = parts_ptr + tile * (WIDTH // 128) + col // 128
+            finish_block(part, ready_ptr + tile, hidden, h_wide_ptr, h_scale_ptr, row, end, col // 128, WIDTH, TOKENS)
+        else:
+            gate_scale = gl.load(up_scale_ptr + expert * 2)
+            up_scale = gl.load(up_scale_ptr + expert * 2 + 1) * inverse_scale
+            acc, stage, phase = multiply(
+                WHO, ring, stage, phase, up_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, True, UP_AT_ONCE
+            )
+            h = scaled_swiglu(acc, gate_scale, up_scale, row, end, token_scale_ptr, rows_ptr, 1)
+            store_columns(h, h_ptr, h_stride, row, end, col, h_layout)
+            count(ready_ptr + tile)
 
     begin, finish = down_share(tiles * up_n, tiles * down_n, up_k // down_k)
     for item in range(begin, finish):
         row, end = _rows_of(item // down_n, tiles_ptr)
-        scale = gl.load(down_scale_ptr + gl.load(tiles_ptr + item // down_n * 4))
-        acc, stage, phase = multiply(
-            WHO, ring, stage, phase, down_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, False, DOWN_AT_ONCE
-        )
+        expert = gl.load(tiles_ptr + item // down_n * 4)
         col = (item % down_n * WGS + WHO) * ROWS
+        if BLOCKS:
+            scale_row = down_scale_ptr + (expert * (H // 128) + gl.minimum(col, H - 1) // 128) * down_k
+            acc, stage, phase = multiply_blocks(
+                WHO, ring, scale_bufs, (scale_row, scale_row), stage, phase, down_k,
+                ROWS, TOKENS, STAGES, WGS, False,
+            )  # fmt: skip
+        else:
+            scale = gl.load(down_scale_ptr + expert)
+            acc, stage, phase = multiply(
+                WHO, ring, stage, phase, down_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, False, DOWN_AT_ONCE
+            )
+            acc *= scale
         if WGS == 2 or col < H:
-            store_columns(acc * scale, y_ptr, H, row, end, col, y_layout)
+            store_columns(acc, y_ptr, H, row, end, col, y_layout)
 
     if SUM:
         count(sync_ptr)
@@ -189,9 +231,9 @@ def _combine(WHO: gl.constexpr, result, H: gl.constexpr, TOP_K: gl.constexpr, WG
 def experts_decode_kernel(
     x_ptr, x_stride, w13_desc, w2_desc, h_desc, h_ptr, h_stride, y_ptr, weights_ptr, shared_ptr, out_ptr,
     rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr, ready_ptr, sync_ptr,
-    up_scale_ptr, inverse_scale_ptr, down_scale_ptr, token_scale_ptr, tokens,
+    up_scale_ptr, inverse_scale_ptr, down_scale_ptr, token_scale_ptr, h_wide_ptr, h_scale_ptr, parts_ptr, tokens,
     H: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-    WGS: gl.constexpr, PROMOTE: gl.constexpr, SUM: gl.constexpr, X_LAYOUT: gl.constexpr,
+    WGS: gl.constexpr, PROMOTE: gl.constexpr, SUM: gl.constexpr, BLOCKS: gl.constexpr, X_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``, e the expert of pair (t, j).
 
@@ -200,12 +242,15 @@ def experts_decode_kernel(
     to a multiple of BLOCK_K, and its boxes ``[TOKENS, BLOCK_K]``; y: ``[pairs, H]``; ready: zeros, an int32 a tile;
     sync: two zeros. Rows, slots and tiles are a `RoutePlan`'s. Scales in fp32: up ``[E, 2]``, down ``[E]``, inverse
     ``[1]`` (what h is multiplied by), token ``[T]`` or None. WGS is 2 or 3. Without SUM the kernel ends with y.
+
+    BLOCKS: scales are of blocks, as `ExpertScales` has them; h_wide: bf16 ``[pairs, WIDTH]``; h_scale: fp32 ``[pairs,
+    WIDTH / 128]``; parts: zeros, an int32 for every 128 columns of a tile. Else those three are None.
     """
     GROUPS: gl.constexpr = w13_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = w13_desc.block_type.shape[4]
     x_bufs = gl.allocate_shared_memory(w13_desc.dtype, [STAGES, TOKENS, BLOCK_K], X_LAYOUT)
     w_bufs = gl.allocate_shared_memory(w13_desc.dtype, [STAGES * WGS, 1, GROUPS, 2, 8, BLOCK_K], w13_desc.layout)
-    full, empty = make_barriers(STAGES, 129, WGS)
+    full, empty = make_barriers(STAGES, 130 if BLOCKS else 129, WGS)
     up_n = WIDTH // (GROUPS * 8 * WGS)
     # With three warpgroups the last down tile of an expert may stand out over H: it reads zeros and is not stored.
     down_n = (H + GROUPS * 16 * WGS - 1) // (GROUPS * 16 * WGS)
@@ -213,6 +258,9 @@ def experts_decode_kernel(
     down_k: gl.constexpr = (WIDTH + BLOCK_K - 1) // BLOCK_K
     UP_AT_ONCE: gl.constexpr = 2 if TOKENS <= 32 and up_k % 2 == 0 else 1
     DOWN_AT_ONCE: gl.constexpr = 2 if TOKENS <= 32 and down_k % 2 == 0 else 1
+    scale_bufs = x_bufs
+    if BLOCKS:
+        scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     launch_next()
     # Launched while the plan is still being made: everything it wrote is read after this.
     wait_for_last()
@@ -221,16 +269,18 @@ def experts_decode_kernel(
     plan = (rows_ptr, tiles_ptr, ready_ptr)
     hidden = (h_ptr, h_stride)
     result = (y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, sync_ptr, tokens)
+    blocks = (scale_bufs, h_wide_ptr, h_scale_ptr, parts_ptr)
     ring = (x_bufs, w_bufs, full, empty)
     shape = (tiles, up_n, down_n, up_k, down_k)
     if WGS == 2:
         gl.warp_specialize(
             [
-                (_consume, (0, plan, hidden, result, scales, ring, shape,
-                            H, TOP_K, STAGES, WGS, PROMOTE, SUM, UP_AT_ONCE, DOWN_AT_ONCE)),
-                (_consume, (1, plan, hidden, result, scales, ring, shape,
-                            H, TOP_K, STAGES, WGS, PROMOTE, SUM, UP_AT_ONCE, DOWN_AT_ONCE)),
-                (_copy_tokens, (x_ptr, x_stride, h_desc, plan, ring, shape, STAGES, WGS)),
+                (_consume, (0, plan, hidden, result, scales, blocks, ring, shape,
+                            H, WIDTH, TOP_K, STAGES, WGS, PROMOTE, SUM, BLOCKS, UP_AT_ONCE, DOWN_AT_ONCE)),
+                (_consume, (1, plan, hidden, result, scales, blocks, ring, shape,
+                            H, WIDTH, TOP_K, STAGES, WGS, PROMOTE, SUM, BLOCKS, UP_AT_ONCE, DOWN_AT_ONCE)),
+                (_copy_tokens, (x_ptr, x_stride, h_desc, plan, token_scale_ptr, blocks, ring, shape,
+                                STAGES, WGS, BLOCKS)),
                 (_stream_weights, (w13_desc, w2_desc, tiles_ptr, ring, shape, STAGES, WGS)),
             ],
             [4, 4, 1],
@@ -239,13 +289,14 @@ def experts_decode_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, plan, hidden, result, scales, ring, shape,
-                            H, TOP_K, STAGES, WGS, PROMOTE, SUM, UP_AT_ONCE, DOWN_AT_ONCE)),
-                (_consume, (1, plan, hidden, result, scales, ring, shape,
-                            H, TOP_K, STAGES, WGS, PROMOTE, SUM, UP_AT_ONCE, DOWN_AT_ONCE)),
-                (_consume, (2, plan, hidden, result, scales, ring, shape,
-                            H, TOP_K, STAGES, WGS, PROMOTE, SUM, UP_AT_ONCE, DOWN_AT_ONCE)),
-                (_copy_tokens, (x_ptr, x_stride, h_desc, plan, ring, shape, STAGES, WGS)),
+                (_consume, (0, plan, hidden, result, scales, blocks, ring, shape,
+                            H, WIDTH, TOP_K, STAGES, WGS, PROMOTE, SUM, BLOCKS, UP_AT_ONCE, DOWN_AT_ONCE)),
+                (_consume, (1, plan, hidden, result, scales, blocks, ring, shape,
+                            H, WIDTH, TOP_K, STAGES, WGS, PROMOTE, SUM, BLOCKS, UP_AT_ONCE, DOWN_AT_ONCE)),
+                (_consume, (2, plan, hidden, result, scales, blocks, ring, shape,
+                            H, WIDTH, TOP_K, STAGES, WGS, PROMOTE, SUM, BLOCKS, UP_AT_ONCE, DOWN_AT_ONCE)),
+                (_copy_tokens, (x_ptr, x_stride, h_desc, plan, token_scale_ptr, blocks, ring, shape,
+                                STAGES, WGS, BLOCKS)),
                 (_stream_weights, (w13_desc, w2_desc, tiles_ptr, ring, shape, STAGES, WGS)),
             ],
             [4, 4, 4, 1],

@@ -75,7 +75,7 @@ def _produce(
             if EXTRA > 0:
                 copy_rows(extra_ring[0].index(stage), extra_source + k * BLOCK_K, extra_valid, None)
             if BLOCKS:
-                copy_scales(scale_bufs.index(stage), scale_source + k, slot < end)
+                copy_scales(scale_bufs.index(stage), scale_source + k, slot < end, None)
             copy_rows(x_bufs.index(stage), source + k * BLOCK_K, valid, ready)
             stage, phase = advance(stage, phase, STAGES)
 
@@ -116,7 +116,7 @@ def _multiply_part(
         gate = up_scale_ptr + (gl.load(entry) * (2 * WIDTH // 128) + col // 128) * steps
         weight_scales = (gate, gate + WIDTH // 128 * steps)
         acc, stage, phase = multiply_blocks(
-            WHO, ring, scale_bufs, weight_scales, stage, phase, steps, ROWS, TOKENS, STAGES, WGS
+            WHO, ring, scale_bufs, weight_scales, stage, phase, steps, ROWS, TOKENS, STAGES, WGS, True
         )
     else:
         acc, stage, phase = multiply(WHO, ring, stage, phase, steps, ROWS, TOKENS, STAGES, WGS, PROMOTE, True)
@@ -124,13 +124,17 @@ def _multiply_part(
 
 
 @gluon.jit
-def _finish(acc, row, end, col, entry, target, scales, rows_ptr, BITS: gl.constexpr, BLOCKS: gl.constexpr):
-    """SwiGLU of an accumulator, quantised and stored; 64 tokens at a time, to need few registers."""
+def _finish(acc, offset, col, entry, target, scales, rows_ptr, BITS: gl.constexpr, BLOCKS: gl.constexpr):
+    """SwiGLU of an accumulator, quantised and stored from row `offset` of the tile; 64 tokens at a time, and what it
+    needs loaded only here, because registers are few."""
+    row = gl.load(entry + 1) + offset
+    end = gl.load(entry + 2)
     h_ptr, h_stride = target
-    up_scale_ptr, inverse_scale, token_scale_ptr = scales
+    up_scale_ptr, inverse_scale_ptr, token_scale_ptr = scales
+    inverse_scale = gl.load(inverse_scale_ptr)
     ROWS: gl.constexpr = acc.shape[0]
     layout: gl.constexpr = accumulator_layout(64, BITS)
-    out_layout: gl.constexpr = gl.BlockedLayout([16, 1], [2, 16], [1, 4], [0, 1])
+    out_layout: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
     if BLOCKS:
         token_scale_ptr = None
         gate_scale = 1.0
@@ -169,32 +173,31 @@ def _consume(
     phase = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         entry = tiles_ptr + item // tiles_n * 4
-        row = gl.load(entry + 1)
-        end = gl.load(entry + 2)
+        rows = gl.load(entry + 2) - gl.load(entry + 1)
         col = (item % tiles_n * WGS + WHO) * (ROWS // 2)
-        if end - row <= HALF:
+        if rows <= HALF:
             half, stage, phase = _multiply_part(
                 WHO, ring, scale_bufs, scales[0], entry, col, stage, phase, tiles_k, HALF,
                 WIDTH, STAGES, WGS, PROMOTE, BLOCKS,
             )  # fmt: skip
-            _finish(half, row, end, col, entry, target, scales, rows_ptr, BITS, BLOCKS)
+            _finish(half, 0, col, entry, target, scales, rows_ptr, BITS, BLOCKS)
         # Two branches, because the first is decided when the kernel is compiled and takes the others away.
         elif EXTRA == 0:  # noqa: SIM114
             acc, stage, phase = _multiply_part(
                 WHO, ring, scale_bufs, scales[0], entry, col, stage, phase, tiles_k, TOKENS,
                 WIDTH, STAGES, WGS, PROMOTE, BLOCKS,
             )  # fmt: skip
-            _finish(acc, row, end, col, entry, target, scales, rows_ptr, BITS, BLOCKS)
-        elif end - row <= TOKENS:
+            _finish(acc, 0, col, entry, target, scales, rows_ptr, BITS, BLOCKS)
+        elif rows <= TOKENS:
             acc, stage, phase = _multiply_part(
                 WHO, ring, scale_bufs, scales[0], entry, col, stage, phase, tiles_k, TOKENS,
                 WIDTH, STAGES, WGS, PROMOTE, BLOCKS,
             )  # fmt: skip
-            _finish(acc, row, end, col, entry, target, scales, rows_ptr, BITS, BLOCKS)
+            _finish(acc, 0, col, entry, target, scales, rows_ptr, BITS, BLOCKS)
         else:
             acc, extra, stage, phase = _multiply_both(WHO, ring, extra_ring, stage, phase, tiles_k, ROWS, STAGES, WGS)
-            _finish(acc, row, end, col, entry, target, scales, rows_ptr, BITS, BLOCKS)
-            _finish(extra, row + TOKENS, end, col, entry, target, scales, rows_ptr, BITS, BLOCKS)
+            _finish(acc, 0, col, entry, target, scales, rows_ptr, BITS, BLOCKS)
+            _finish(extra, TOKENS, col, entry, target, scales, rows_ptr, BITS, BLOCKS)
         count(entry + 3)
 
 
@@ -230,7 +233,7 @@ def experts_up_kernel(
     wait_for_last()
     # The down product may begin now: the plan is there, and it waits for the tiles it needs.
     launch_next()
-    scales = (up_scale_ptr, gl.load(inverse_scale_ptr), token_scale_ptr)
+    scales = (up_scale_ptr, inverse_scale_ptr, token_scale_ptr)
     target = (h_ptr, H_STRIDE)
     problem = (gl.load(tile_count_ptr) * tiles_n, tiles_n, tiles_k)
     token_rows = (rows_ptr, tiles_ptr)
