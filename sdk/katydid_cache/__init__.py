@@ -18,6 +18,7 @@ from katydid_cache.fleet import CacheFleet
 from katydid_cache.in_place import GIVEN_UP, InPlace, Reservation
 from katydid_cache.instances import Instances
 from katydid_cache.layout import BlockLayout, Span
+from katydid_cache.near import NearCache
 from katydid_cache.opening import Cache, open_cache
 from katydid_cache.records import (
     BlockChange,
@@ -59,6 +60,7 @@ __all__ = [
     "Instances",
     "LookupResult",
     "NamespaceInfo",
+    "NearCache",
     "PrefetchResult",
     "PutBlock",
     "PutOutcome",

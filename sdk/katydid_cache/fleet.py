@@ -99,6 +99,15 @@ class CacheFleet:
     def members(self) -> Members:
         return self._members
 
+    @property
+    def run_blocks(self) -> int:
+        """Blocks of a run."""
+        return self._run_blocks
+
+    def owners(self, lease: int) -> dict[bytes, Member]:
+        """Whose each block found under a lease is."""
+        return dict(self._leases[lease].owners) if lease in self._leases else {}
+
     async def attach(
         self, identity: bytes, layout: BlockLayout, *, arena: bool = False, timeout_s: float = 5.0
     ) -> bool:

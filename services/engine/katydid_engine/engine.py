@@ -253,6 +253,7 @@ async def _started(settings: EngineSettings, telemetry: Telemetry, metrics: Engi
             keep_buffers_mapped()
             cache = open_cache(
                 settings.kvcache_address,
+                others=settings.kvcache_instances,
                 name=f"engine {os.getpid()}",
                 tls=tls,
                 token=settings.kvcache_token(),

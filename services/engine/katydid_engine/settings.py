@@ -63,6 +63,10 @@ class EngineSettings(DialingSettings):
         description="KV-cache service of this host, host:port or unix:/path; or several: HOST:PORT,..., "
         "dns:NAME:PORT or file:PATH",
     )
+    kvcache_instances: str | None = Field(
+        None,
+        description="all instances, in the same form, when kvcache_address is this host's own: it pulls from them",
+    )
     kvcache_lanes: int = Field(2, ge=0, le=64, description="bulk lanes of a read, to services that have them")
     kvcache_fetch: Literal["cheaper", "always"] = Field(
         "cheaper", description="fetch found blocks when that is cheaper than computing them, or always"
