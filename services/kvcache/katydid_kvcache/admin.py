@@ -71,11 +71,11 @@ class AdminService(pb_grpc.AdminServiceServicer):
 
 
 def _info(block: Block) -> pb.BlockInfo:
-    held = ((pb.TIER_MEMORY, block.memory), (pb.TIER_DISK, block.disk))
+    held = ((pb.TIER_MEMORY, block.memory), (pb.TIER_DISK, block.disk), (pb.TIER_SHARED, block.shared))
     return pb.BlockInfo(
         hash=block.hash,
         parent=block.parent,
-        tiers=[tier for tier, slot in held if slot is not None],
+        tiers=[tier for tier, place in held if place is not None],
         bytes=block.namespace.layout.block_bytes,
         pins=block.pins,
         expires_at=block.expires_at,

@@ -134,9 +134,9 @@ class LaneDesk:
         """Bring a block into memory; why not, where it was, and the time it took."""
         if block.memory is not None:
             return None, Tier.MEMORY, 0.0
-        started = time.monotonic()
+        started, tier = time.monotonic(), Tier.SHARED if block.only_shared else Tier.DISK
         reason = await self._cache.reader.promote(block)
-        return reason, Tier.DISK, time.monotonic() - started
+        return reason, tier, time.monotonic() - started
 
     def _expire(self, token: bytes) -> None:
         if (parcel := self._take(token)) is not None:
