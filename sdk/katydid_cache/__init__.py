@@ -13,6 +13,7 @@ from katydid_cache.admin import BlockInfo, CacheAdmin, NamespaceInfo, Verificati
 from katydid_cache.allocation import keep_buffers_mapped
 from katydid_cache.arena import ArenaMapping
 from katydid_cache.arena_slots import ArenaSlot, ArenaSlots
+from katydid_cache.asking import Asker, asking
 from katydid_cache.client import CacheClient
 from katydid_cache.fleet import CacheFleet
 from katydid_cache.in_place import GIVEN_UP, InPlace, Reservation
@@ -26,6 +27,7 @@ from katydid_cache.records import (
     CacheStats,
     Durability,
     GetResult,
+    HitRate,
     LookupResult,
     PrefetchResult,
     PutBlock,
@@ -33,6 +35,8 @@ from katydid_cache.records import (
     PutRefusal,
     PutStatus,
     Snapshot,
+    TenantStats,
+    TenantTierStats,
     Tier,
     TierRun,
     TierStats,
@@ -45,6 +49,7 @@ __all__ = [
     "ArenaMapping",
     "ArenaSlot",
     "ArenaSlots",
+    "Asker",
     "BlockChange",
     "BlockInfo",
     "BlockLayout",
@@ -56,6 +61,7 @@ __all__ = [
     "CacheStats",
     "Durability",
     "GetResult",
+    "HitRate",
     "InPlace",
     "Instances",
     "LookupResult",
@@ -69,6 +75,8 @@ __all__ = [
     "Reservation",
     "Snapshot",
     "Span",
+    "TenantStats",
+    "TenantTierStats",
     "Tier",
     "TierRun",
     "TierStats",
@@ -76,6 +84,7 @@ __all__ = [
     "Tls",
     "Verification",
     "WatchEvent",
+    "asking",
     "keep_buffers_mapped",
     "open_cache",
 ]

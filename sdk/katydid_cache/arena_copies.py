@@ -47,6 +47,7 @@ class PutTerms:
     heads: Span
     tenant: bytes
     ttl_s: float | None
+    sliding: bool
     hold_s: float | None
     deadline: float
 
@@ -185,7 +186,12 @@ class ArenaCopies:
         timeout_s = max(0.0, terms.deadline - time.monotonic())
         committed = iter(
             await in_place.commit(
-                reservation, checksums, durability=terms.durability, ttl_s=terms.ttl_s, timeout_s=timeout_s
+                reservation,
+                checksums,
+                durability=terms.durability,
+                ttl_s=terms.ttl_s,
+                sliding=terms.sliding,
+                timeout_s=timeout_s,
             )
         )
         return [

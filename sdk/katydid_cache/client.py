@@ -33,6 +33,7 @@ from katydid_runtime.trace_context import TraceContext
 from katydid_cache.arena import ArenaMapping
 from katydid_cache.arena_copies import ArenaCopies, PutTerms
 from katydid_cache.arena_slots import ArenaSlots
+from katydid_cache.asking import signed
 from katydid_cache.attachment import Attachment, attach_request
 from katydid_cache.get_call import GetCall, byte_buffers
 from katydid_cache.in_place import InPlace
@@ -182,7 +183,7 @@ class CacheClient:
             request = pb.LookupRequest(attachment=attachment, hashes=hashes, lease=lease, heads=_head_range(heads))
             if lease_ttl_s is not None:
                 request.lease_ttl.CopyFrom(to_duration(lease_ttl_s))
-            response = await self._near.Lookup(request, timeout=timeout_s, metadata=headers(None, trace))
+            response = await self._near.Lookup(signed(request), timeout=timeout_s, metadata=headers(None, trace))
             runs = tuple(TierRun(Tier(run.tier), run.blocks, to_seconds(run.eta)) for run in response.runs)
             slots = ArenaSlots(response.slots, response.checksums, response.linear_checksums)
             if slots and (mapping := self.arena) is not None:
@@ -236,7 +237,7 @@ class CacheClient:
                 first_layer=layers.first,
                 layers=layers.count,
             )
-            await receiving.run(stream, start, self._attached_again)
+            await receiving.run(stream, signed(start), self._attached_again)
             return receiving.result(BlockMissReason.ABSENT)
 
         return await self._answer(call, lambda: receiving.result(BlockMissReason.STORE_UNAVAILABLE))
@@ -249,18 +250,20 @@ class CacheClient:
         heads: Span = Span(),
         tenant: bytes = b"",
         ttl_s: float | None = None,
+        sliding: bool = False,
         hold_s: float | None = None,
         timeout_s: float = 30.0,
         trace: TraceContext | None = None,
     ) -> list[PutOutcome]:
         """Write blocks; one outcome each, in order. A payload holds the runs of `heads` in layout order.
 
-        Raises InvalidRequestError when a payload has another size.
+        `ttl_s` counts from the write, with `sliding` from the last use. Raises InvalidRequestError when a payload has
+        another size.
         """
         layout = self._known_layout()
         check_payloads(blocks, layout.payload_bytes(heads))
         if self.arena is not None:
-            terms = PutTerms(durability, heads, tenant, ttl_s, hold_s, time.monotonic() + timeout_s)
+            terms = PutTerms(durability, heads, tenant, ttl_s, sliding, hold_s, time.monotonic() + timeout_s)
             outcomes = await self._copies.put(self.in_place, layout, blocks, terms)
             # A block that is there already may not be on disk yet: a stream waits for that without sending it.
             waiting = [index for index, outcome in enumerate(outcomes) if outcome.status is PutStatus.PRESENT]
@@ -272,7 +275,7 @@ class CacheClient:
         sending = PutCall(blocks, self._attachment.frame_bytes if self._attachment else 0)
 
         async def call(attachment: int) -> list[PutOutcome]:
-            start = put_start(attachment, durability, heads, tenant, ttl_s, hold_s)
+            start = put_start(attachment, durability, heads, tenant, ttl_s, sliding, hold_s)
             with _open(self._put_call(timeout=timeout_s, metadata=headers(self._token, trace))) as stream:
                 await sending.run(stream, start)
             return sending.outcomes(PutRefusal.STORE_UNAVAILABLE)
@@ -306,7 +309,7 @@ class CacheClient:
             request = pb.PrefetchRequest(
                 attachment=attachment, hashes=hashes, deadline=to_duration(deadline_s), wait=wait
             )
-            response = await self._stub.Prefetch(request, timeout=timeout_s + deadline_s * wait)
+            response = await self._stub.Prefetch(signed(request), timeout=timeout_s + deadline_s * wait)
             slots = ArenaSlots(response.slots, response.checksums, response.linear_checksums)
             return PrefetchResult(response.blocks, to_seconds(response.eta), slots)
 

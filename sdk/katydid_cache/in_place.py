@@ -28,6 +28,7 @@ from xxhash import xxh3_128_digest
 
 from katydid_cache.arena import ArenaMapping
 from katydid_cache.arena_slots import CHECKSUM_BYTES, NO_SLOT, SLOT, ArenaSlot
+from katydid_cache.asking import signed
 from katydid_cache.layout import Span
 from katydid_cache.records import Durability, PutOutcome, PutRefusal, PutStatus
 
@@ -107,7 +108,7 @@ class InPlace:
             )
             if hold_s is not None:
                 request.hold.CopyFrom(to_duration(hold_s))
-            response = await self._stub.Reserve(request, timeout=timeout_s)
+            response = await self._stub.Reserve(signed(request), timeout=timeout_s)
             slots = tuple(
                 None if offset == NO_SLOT else ArenaSlot(offset, generation)
                 for offset, generation in SLOT.iter_unpack(response.slots)
@@ -126,6 +127,7 @@ class InPlace:
         linear_checksums: Sequence[int] = (),
         durability: Durability = Durability.MEMORY,
         ttl_s: float | None = None,
+        sliding: bool = False,
         timeout_s: float = 30.0,
     ) -> list[PutOutcome]:
         """Make written slots visible; one outcome for each slot that was given, in order.
@@ -155,6 +157,7 @@ class InPlace:
             )
             if ttl_s is not None:
                 request.ttl.CopyFrom(to_duration(ttl_s))
+                request.sliding = sliding
             response = await self._stub.Commit(request, timeout=timeout_s)
             return [_outcome(*pair) for pair in zip(response.statuses, response.refusals, strict=True)]
 

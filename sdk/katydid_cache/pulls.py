@@ -9,6 +9,7 @@ from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid_runtime.block_hash import HASH_BYTES
 from katydid_runtime.duration import to_duration, to_seconds
 
+from katydid_cache.asking import signed
 from katydid_cache.in_place import Answer
 from katydid_cache.lane import CHECKSUM_BYTES
 from katydid_cache.records import BlockMissReason
@@ -54,7 +55,7 @@ class Pulls:
 
         async def call(attachment: int) -> LaneOffer:
             request = pb.OpenLaneRequest(attachment=attachment, hashes=hashes)
-            response = await self._stub.OpenLane(request, timeout=timeout_s)
+            response = await self._stub.OpenLane(signed(request), timeout=timeout_s)
             packed = response.checksums
             checksums = (packed[at : at + CHECKSUM_BYTES] for at in range(0, len(packed), CHECKSUM_BYTES))
             misses = {miss.index: BlockMissReason(miss.reason) for miss in response.misses}
@@ -73,7 +74,7 @@ class Pulls:
                 parents=parents or bytes(HASH_BYTES) + hashes[:-HASH_BYTES],
                 deadline=to_duration(deadline_s),
             )
-            response = await self._stub.Pull(request, timeout=deadline_s + 1.0)
+            response = await self._stub.Pull(signed(request), timeout=deadline_s + 1.0)
             return PullResult(response.pulled, response.present, response.missed, to_seconds(response.duration))
 
         return await self._answer(call, lambda: PullResult(0, 0, len(hashes) // HASH_BYTES))

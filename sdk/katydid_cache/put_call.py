@@ -12,6 +12,7 @@ from katydid_runtime.duration import to_duration
 from katydid_runtime.errors import InvalidRequestError, UnavailableError
 from xxhash import xxh3_128_digest
 
+from katydid_cache.asking import signed
 from katydid_cache.layout import Span
 from katydid_cache.records import Durability, PutBlock, PutOutcome, PutRefusal, PutStatus
 from katydid_cache.wire import encode_put_frame
@@ -96,7 +97,13 @@ def check_payloads(blocks: Sequence[PutBlock], size: int) -> None:
 
 
 def put_start(
-    attachment: int, durability: Durability, heads: Span, tenant: bytes, ttl_s: float | None, hold_s: float | None
+    attachment: int,
+    durability: Durability,
+    heads: Span,
+    tenant: bytes,
+    ttl_s: float | None,
+    sliding: bool,
+    hold_s: float | None,
 ) -> pb.PutStart:
     """The first message of a Put; see `CacheClient.put`."""
     start = pb.PutStart(
@@ -107,9 +114,10 @@ def put_start(
     )
     if ttl_s is not None:
         start.ttl.CopyFrom(to_duration(ttl_s))
+        start.sliding = sliding
     if hold_s is not None:
         start.hold.CopyFrom(to_duration(hold_s))
-    return start
+    return signed(start)
 
 
 def _outcome(result: pb.PutResult) -> PutOutcome:

@@ -16,6 +16,7 @@ __all__ = [
     "CacheStats",
     "Durability",
     "GetResult",
+    "HitRate",
     "LookupResult",
     "PrefetchResult",
     "PutBlock",
@@ -24,6 +25,8 @@ __all__ = [
     "PutStatus",
     "ReadSpeed",
     "Snapshot",
+    "TenantStats",
+    "TenantTierStats",
     "Tier",
     "TierRun",
     "TierStats",
@@ -170,6 +173,35 @@ class PrefetchResult(NamedTuple):
     slots: ArenaSlots = ArenaSlots()
 
 
+class HitRate(NamedTuple):
+    """Share of the blocks looked up that a tier of `capacity_bytes` would find, admitting all or what comes back."""
+
+    capacity_bytes: int
+    admit_all: float
+    second_touch: float
+
+
+class TenantTierStats(NamedTuple):
+    """What a tenant has of one tier, and found there; see the protocol for each field."""
+
+    bytes: int
+    hit_tokens: int
+    hit_bytes: int
+    guaranteed_bytes: int
+    limit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStats:
+    """Figures of one tenant since the service's start; see the protocol for each field."""
+
+    tiers: Mapping[Tier, TenantTierStats]
+    missed_tokens: int
+    saved_prefill_s: float
+    refused: int
+    shared_hits: int
+
+
 @dataclass(frozen=True, slots=True)
 class TierStats:
     """Figures of one tier since the service's start; see the protocol for each field."""
@@ -183,6 +215,10 @@ class TierStats:
     evictions: int
     corrupt: int
     shed: int
+    sheds: Mapping[str, int] = field(default_factory=dict)
+    eviction: str = ""
+    admission: str = ""
+    hit_rates: tuple[HitRate, ...] = ()
 
 
 class ReadSpeed(NamedTuple):
@@ -205,6 +241,7 @@ class CacheStats:
     pulled: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
+    tenants: Mapping[bytes, TenantStats] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

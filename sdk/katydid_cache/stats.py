@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from katydid.kvcache.v1 import kvcache_pb2 as pb
+from katydid_runtime.duration import to_seconds
 
-from katydid_cache.records import CacheStats, ReadSpeed, Tier, TierStats
+from katydid_cache.records import CacheStats, HitRate, ReadSpeed, TenantStats, TenantTierStats, Tier, TierStats
 
 __all__ = ["cache_stats"]
 
@@ -22,6 +23,12 @@ def cache_stats(response: pb.StatsResponse) -> CacheStats:
             evictions=tier.evictions,
             corrupt=tier.corrupt,
             shed=tier.shed,
+            sheds={each.reason: each.blocks for each in tier.sheds},
+            eviction=tier.eviction,
+            admission=tier.admission,
+            hit_rates=tuple(
+                HitRate(point.capacity_bytes, point.admit_all, point.second_touch) for point in tier.hit_rates
+            ),
         )
         for tier in response.tiers
     }
@@ -36,4 +43,20 @@ def cache_stats(response: pb.StatsResponse) -> CacheStats:
         pulled=response.pulled,
         sent_bytes=response.sent_bytes,
         received_bytes=response.received_bytes,
+        tenants={each.tenant: _tenant(each) for each in response.tenants},
+    )
+
+
+def _tenant(stats: pb.TenantStats) -> TenantStats:
+    return TenantStats(
+        tiers={
+            Tier(tier.tier): TenantTierStats(
+                tier.bytes, tier.hit_tokens, tier.hit_bytes, tier.guaranteed_bytes, tier.limit_bytes
+            )
+            for tier in stats.tiers
+        },
+        missed_tokens=stats.missed_tokens,
+        saved_prefill_s=to_seconds(stats.saved_prefill),
+        refused=stats.refused,
+        shared_hits=stats.shared_hits,
     )

@@ -6,10 +6,10 @@ import asyncio
 import random
 from pathlib import Path
 
+from katydid_cache.asking import Asker
 from katydid_cache.layout import Span
 from katydid_cache.records import BlockMissReason, PutOutcome, PutRefusal, PutStatus, Tier
 from katydid_kvcache.policy.lifetimes import Keep, Lifetime, SessionTerms
-from katydid_kvcache.policy.sharing import Asker
 from katydid_kvcache.reading import Reading
 from katydid_kvcache.store import Write
 from xxhash import xxh3_128_digest

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from katydid_kvcache.policy.sharing import SHARINGS, Asker, stored_names
+from katydid_cache.asking import Asker
+from katydid_kvcache.policy.sharing import SHARINGS, stored_names
 
 HASHES = [b"h" * 32, b"i" * 32, b""]
 ASKERS = [Asker(), Asker(b"a" * 16), Asker(b"b" * 16), Asker(b"a" * 16, b"1" * 16), Asker(b"a" * 16, b"2" * 16)]

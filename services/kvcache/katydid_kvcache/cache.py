@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lmdb
+from katydid_cache.asking import Asker
 from katydid_cache.layout import Span
 from katydid_cache.records import PutRefusal, Tier, TierRun
 from katydid_runtime.errors import NotFoundError
@@ -32,7 +33,7 @@ from katydid_kvcache.memory import MemoryTier
 from katydid_kvcache.pins import OperatorPins
 from katydid_kvcache.policy.lifetimes import Lifetime, Lifetimes, SessionTerms
 from katydid_kvcache.policy.policy_file import CachePolicy
-from katydid_kvcache.policy.sharing import Asker, stored_names
+from katydid_kvcache.policy.sharing import stored_names
 from katydid_kvcache.prefetching import Prefetching
 from katydid_kvcache.read_speeds import ReadSpeeds
 from katydid_kvcache.reading import Reader

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 from katydid.kvcache.v1 import kvcache_pb2 as pb
+from katydid_cache.asking import Asker
 from katydid_cache.layout import Span, cut
 from katydid_cache.records import Durability, PutOutcome, PutRefusal, PutStatus
 from katydid_cache.wire import Frame, decode_put_request
@@ -18,7 +19,6 @@ from katydid_kvcache.blocks import Namespace
 from katydid_kvcache.cache import Cache
 from katydid_kvcache.checksums import CHECKSUM_BYTES
 from katydid_kvcache.policy.lifetimes import Keep
-from katydid_kvcache.policy.sharing import Asker
 from katydid_kvcache.store import Write
 
 __all__ = ["PutStream"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from google.protobuf.duration_pb2 import Duration
 from katydid.kvcache.v1 import kvcache_pb2 as pb
+from katydid_cache.asking import Asker
 from katydid_cache.layout import BlockLayout, Span
 from katydid_cache.records import Durability
 from katydid_runtime.block_hash import HASH_BYTES, split_hashes
@@ -11,7 +12,6 @@ from katydid_runtime.duration import to_seconds
 from katydid_runtime.errors import InvalidRequestError
 
 from katydid_kvcache.policy.lifetimes import Lifetime, SessionTerms
-from katydid_kvcache.policy.sharing import Asker
 
 __all__ = [
     "FRAME_BYTES",

@@ -72,7 +72,8 @@ class LaneCalls:
         if self._puller is None:
             raise UnsupportedError("this service pulls from nobody", field="source", allowed="with pull_from set")
         parents = [b"" if parent == bytes(len(parent)) else parent for parent in parents]
-        pulled = await self._puller.pull(attachment.namespace, request.source, hashes, parents, deadline_s)
+        asker = requests.asker(request.tenant, request.session)
+        pulled = await self._puller.pull(attachment.namespace, request.source, hashes, parents, deadline_s, asker)
         self._figures.pull_seconds.observe(time.monotonic() - started)
         return pb.PullResponse(
             pulled=pulled.pulled,

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from katydid_cache.asking import Asker, asking
 from katydid_cache.client import CacheClient
 from katydid_cache.instances import Instances
 from katydid_cache.lane_reads import dialled_host
@@ -59,7 +60,13 @@ class Puller:
         self._clients: OrderedDict[tuple[str, bytes], CacheClient] = OrderedDict()
 
     async def pull(
-        self, namespace: Namespace, source: str, hashes: Sequence[bytes], parents: Sequence[bytes], deadline_s: float
+        self,
+        namespace: Namespace,
+        source: str,
+        hashes: Sequence[bytes],
+        parents: Sequence[bytes],
+        deadline_s: float,
+        asker: Asker = Asker(),
     ) -> Pulled:
         """Fetch blocks in order until done or `deadline_s` has passed; what has come by then stays.
 
@@ -79,9 +86,10 @@ class Puller:
         async def batch(start: int) -> None:
             async with self._turns:
                 some = slice(start, start + step)
-                await self._batch(client, namespace, source, hashes[some], parents[some], deadline, pulled)
+                await self._batch(client, namespace, source, asker, hashes[some], parents[some], deadline, pulled)
 
-        tasks = [asyncio.create_task(batch(start)) for start in range(0, len(hashes), step)]
+        with asking(asker):
+            tasks = [asyncio.create_task(batch(start)) for start in range(0, len(hashes), step)]
         try:
             done, _ = await asyncio.wait(tasks, timeout=deadline_s) if tasks else (set(), None)
             for task in done:
@@ -125,6 +133,7 @@ class Puller:
         client: CacheClient,
         namespace: Namespace,
         source: str,
+        asker: Asker,
         hashes: Sequence[bytes],
         parents: Sequence[bytes],
         deadline: float,
@@ -132,16 +141,19 @@ class Puller:
     ) -> None:
         """Take slots for blocks, fill them and make them visible."""
         writes: list[Write] = []
-        for block_hash, parent in zip(hashes, parents, strict=True):
-            begun = self._cache.store.begin_write(namespace, block_hash, parent, Span())
+        asked: list[bytes] = []
+        names, before = self._cache.names(asker, hashes), self._cache.names(asker, parents)
+        for block_hash, name, parent in zip(hashes, names, before, strict=True):
+            begun = self._cache.begin_write(namespace, name, parent, Span(), asker.tenant)
             if isinstance(begun, Write):
                 writes.append(begun)
+                asked.append(block_hash)
             else:
                 pulled.present += begun.present is not None
         open_writes = dict(enumerate(writes))
         try:
             if writes:
-                wanted = b"".join(write.block.hash for write in writes)
+                wanted = b"".join(asked)
                 timeout_s = max(0.01, deadline - time.monotonic())
                 fill = self._over_lane if client.lane_port else self._over_stream
                 for place, checksum in (await fill(client, source, wanted, writes, timeout_s)).items():

@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-__all__ = ["SHARINGS", "Asker", "stored_names"]
+from katydid_cache.asking import Asker
+
+__all__ = ["SHARINGS", "stored_names"]
 
 SHARINGS = ("public_prefix", "tenant", "none")
 """All who know a block's hash; the tenant that wrote it; the session of the tenant that wrote it."""
 
 _DOMAIN = b"katydid-kvcache-scope"
 _ID_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Asker:
-    """Who reads or writes: opaque ids of 16 bytes, or empty."""
-
-    tenant: bytes = b""
-    session: bytes = b""
 
 
 def stored_names(sharing: str, asker: Asker, hashes: Sequence[bytes]) -> Sequence[bytes]:
