@@ -8,7 +8,7 @@ import pytest
 import torch
 from katydid_engine.checkpoint import Checkpoint
 from katydid_engine.layers.activations import Fp8Input, QuantizedRows
-from katydid_engine.layers.experts import load_experts
+from katydid_engine.layers.expert_loading import load_experts
 from katydid_engine.layers.linear import ColumnLinear, RowLinear
 from katydid_engine.model_config import MoeConfig
 from katydid_engine.quantization import Scheme, StoredQuantization

@@ -13,7 +13,7 @@ from katydid_kernels import RouterWeight, add_rms_norm_route, router
 from torch import Tensor
 
 from katydid_engine.layers.activations import Activations, QuantizedRows
-from katydid_engine.layers.experts import load_experts
+from katydid_engine.layers.expert_loading import load_experts
 from katydid_engine.layers.mlp import DenseMlp
 from katydid_engine.layers.norm import RmsNorm
 from katydid_engine.matrices import has_matrix
