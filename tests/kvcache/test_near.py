@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -12,15 +11,7 @@ from katydid_cache import CacheClient, CacheFleet, Instances, NearCache, PutStat
 from katydid_cache.placement import rank
 
 from tests.kvcache.running import IDENTITY, LAYOUT, ServiceProcess, chain, run
-from tests.kvcache.test_fleet import RUN, make_chain
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+from tests.kvcache.test_fleet import RUN, free_ports, make_chain
 
 
 def test_blocks_go_from_instance_to_instance_and_are_read_in_place(tmp_path: Path) -> None:
