@@ -29,6 +29,12 @@ from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_
 __all__ = ["experts_decode_kernel"]
 
 
+@gluon.constexpr_function
+def _power_of_two(n):
+    """The next one."""
+    return 1 << (n - 1).bit_length()
+
+
 @gluon.jit
 def _rows_of(tile, tiles_ptr):
     """First row of a tile and end of its expert's rows."""
@@ -191,8 +197,6 @@ def _consume(
             store_columns(acc, y_ptr, H, row, end, col, y_layout)
 
     if SUM:
-        count(sync_ptr)
-        wait_for_count(sync_ptr, gl.num_programs(0) * WGS)
         _combine(WHO, result, H, TOP_K, WGS)
     gl.thread_barrier()
     if gl.atomic_add(sync_ptr + 1, 1, sem="acq_rel") == gl.num_programs(0) * WGS - 1:
@@ -205,23 +209,44 @@ def _consume(
 
 
 @gluon.jit
+def _chosen(item, result, PIECES: gl.constexpr, TOP_K: gl.constexpr):
+    """Slots and weights of the token of a piece, in every thread."""
+    _, slots_ptr, weights_ptr, _, _, _, tokens = result
+    PADDED: gl.constexpr = _power_of_two(TOP_K)
+    lane = gl.arange(0, PADDED, gl.BlockedLayout([PADDED], [32], [4], [0]))
+    there = (lane < TOP_K) & (item < tokens * PIECES)
+    place = item // PIECES * TOP_K + lane
+    return (
+        gl.load(slots_ptr + place, mask=there, other=-1),
+        gl.load(weights_ptr + place, mask=there, other=0.0),
+        lane,
+    )
+
+
+@gluon.jit
 def _combine(WHO: gl.constexpr, result, H: gl.constexpr, TOP_K: gl.constexpr, WGS: gl.constexpr):
-    """The weighted sum of `combine.combine`, in pieces of a row over all warpgroups of the GPU."""
-    y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, _, tokens = result
+    """The weighted sum of `combine.combine` once all of y is there, in pieces of a row over all warpgroups of the GPU.
+    Where a piece's rows are is loaded one piece ahead, for the first one while waiting."""
+    y_ptr, _, _, shared_ptr, out_ptr, sync_ptr, tokens = result
     PIECE: gl.constexpr = 512 if H % 512 == 0 else 128
     PIECES: gl.constexpr = H // PIECE
     line: gl.constexpr = gl.BlockedLayout([PIECE // 128], [32], [4], [0])
-    lane = gl.arange(0, PIECE, line)
-    for item in range(gl.program_id(0) * WGS + WHO, tokens * PIECES, gl.num_programs(0) * WGS):
+    column = gl.arange(0, PIECE, line)
+    first = gl.program_id(0) * WGS + WHO
+    slots, weights, lane = _chosen(first, result, PIECES, TOP_K)
+    count(sync_ptr)
+    wait_for_count(sync_ptr, gl.num_programs(0) * WGS)
+    for item in range(first, tokens * PIECES, gl.num_programs(0) * WGS):
         token = item // PIECES
-        col = item % PIECES * PIECE + lane
+        col = item % PIECES * PIECE + column
         total = gl.zeros([PIECE], gl.float32, line)
         for j in gl.static_range(TOP_K):
-            slot = gl.load(slots_ptr + token * TOP_K + j)
-            weight = gl.load(weights_ptr + token * TOP_K + j)
+            slot = gl.sum(gl.where(lane == j, slots, 0), 0)
+            weight = gl.sum(gl.where(lane == j, weights, 0.0), 0)
             # A row nobody wrote may hold NaN: it is left out, not multiplied by zero.
             part = gl.load(y_ptr + gl.maximum(slot, 0).to(gl.int64) * H + col)
             total += gl.where(slot >= 0, weight * part.to(gl.float32), 0.0)
+        slots, weights, lane = _chosen(item + gl.num_programs(0) * WGS, result, PIECES, TOP_K)
         if shared_ptr is not None:
             total += gl.load(shared_ptr + token.to(gl.int64) * H + col).to(gl.float32)
         gl.store(out_ptr + token.to(gl.int64) * H + col, total.to(out_ptr.dtype.element_ty))
