@@ -28,4 +28,4 @@ def test_compiled_kernels() -> None:
         opcodes = kernel["opcodes"]
         assert opcodes.get("HGMMA", 0) >= 8, kernel["case"]
         assert "HMMA" not in opcodes, kernel["case"]
-        assert opcodes.get("UTMALDG", 0) >= 3, kernel["case"]
+        assert opcodes.get("UTMALDG", 0) >= 1, kernel["case"]

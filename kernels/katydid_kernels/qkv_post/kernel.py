@@ -100,14 +100,16 @@ def _store_q(
 
 
 @triton.jit
-def _transpose_v(
+def _store_v(
     item, qkv_ptr, qkv_stride, slots_ptr, v_pages_ptr, v_scale_ptr, v_scale_step, tokens,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, V_TOKENS: tl.constexpr,
+    V_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One head of V of V_TOKENS tokens into its pages."""
-    head = item % KV_HEADS
-    token = item // KV_HEADS * V_TOKENS + tl.arange(0, V_TOKENS)
-    d = tl.arange(0, D)
+    """V_COLUMNS of one head of V of V_TOKENS tokens into their pages."""
+    PARTS: tl.constexpr = D // V_COLUMNS
+    head = item // PARTS % KV_HEADS
+    token = item // (PARTS * KV_HEADS) * V_TOKENS + tl.arange(0, V_TOKENS)
+    d = item % PARTS * V_COLUMNS + tl.arange(0, V_COLUMNS)
     slot = tl.load(slots_ptr + token, mask=token < tokens, other=-1)
     source = qkv_ptr + token.to(tl.int64)[:, None] * qkv_stride + (Q_HEADS + KV_HEADS + head) * D + d[None, :]
     value = tl.load(source, mask=(slot >= 0)[:, None], other=0.0)
@@ -115,8 +117,9 @@ def _transpose_v(
         value = value.to(tl.float32) / tl.load(v_scale_ptr + head * v_scale_step)
     value = _saturated(value, v_pages_ptr.dtype.element_ty)
     row = (slot // PAGE).to(tl.int64) * KV_HEADS + head
-    target = v_pages_ptr + row[None, :] * (D * PAGE) + d[:, None] * PAGE + (slot % PAGE)[None, :]
-    tl.store(target, tl.trans(value), mask=(slot >= 0)[None, :])
+    # Of addresses it knows nothing about, the compiler gives a warp those along the first dimension: 32 tokens.
+    target = v_pages_ptr + (row * (D * PAGE) + slot % PAGE)[:, None] + (d * PAGE)[None, :]
+    tl.store(target, value, mask=(slot >= 0)[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -125,25 +128,25 @@ def qkv_post_kernel(
     q_scales_ptr, k_pages_ptr, v_pages_ptr, k_scale_ptr, k_scale_step, v_scale_ptr, v_scale_step, tokens, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
     HADAMARD: tl.constexpr, Q_SCALE: tl.constexpr, ROWS: tl.constexpr, LOOP: tl.constexpr, V_TOKENS: tl.constexpr,
-    EARLY: tl.constexpr,
+    V_COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """``KV_HEADS * ceil(tokens / V_TOKENS)`` programs for V, then for each token its groups of ROWS heads of q and of
-    k, LOOP groups a program. EARLY: launched while the kernel that makes qkv runs.
+    """Programs for V, V_COLUMNS of a head of V_TOKENS tokens each, then for each token its groups of ROWS heads of q
+    and of k, LOOP groups a program. EARLY: launched while the kernel that makes qkv runs.
     """
     HALF: tl.constexpr = D // 2
     Q_GROUPS: tl.constexpr = (Q_HEADS + ROWS - 1) // ROWS
     GROUPS: tl.constexpr = Q_GROUPS + (KV_HEADS + ROWS - 1) // ROWS
     PARTS: tl.constexpr = (GROUPS + LOOP - 1) // LOOP
-    v_programs = tl.cdiv(tokens, V_TOKENS) * KV_HEADS
+    v_programs = tl.cdiv(tokens, V_TOKENS) * (KV_HEADS * (D // V_COLUMNS))
     item = tl.program_id(0)
     if EARLY:
         gdc_launch_dependents()
     if item < v_programs:
         if EARLY:
             gdc_wait()
-        _transpose_v(
+        _store_v(
             item, qkv_ptr, qkv_stride, slots_ptr, v_pages_ptr, v_scale_ptr, v_scale_step, tokens,
-            Q_HEADS, KV_HEADS, D, PAGE, V_TOKENS,
+            Q_HEADS, KV_HEADS, D, PAGE, V_TOKENS, V_COLUMNS,
         )  # fmt: skip
     else:
         item -= v_programs

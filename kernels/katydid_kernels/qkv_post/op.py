@@ -172,9 +172,9 @@ def _launch(
     few = tokens <= FEW_TOKENS
     rows = min(2048 // head_dim, triton.next_power_of_2(q_heads))
     groups = triton.cdiv(q_heads, rows) + triton.cdiv(kv_heads, rows)
-    loop = 1 if few else groups
-    v_tokens = 16 if few else 64
-    programs = triton.cdiv(tokens, v_tokens) * kv_heads + tokens * triton.cdiv(groups, loop)
+    loop = 1
+    v_tokens, v_columns = (16, min(32, head_dim)) if few else (32, head_dim)
+    programs = triton.cdiv(tokens, v_tokens) * kv_heads * (head_dim // v_columns) + tokens * triton.cdiv(groups, loop)
     options = {"launch_pdl": True} if overlap else {}
     qkv_post_kernel[(programs,)](
         qkv, qkv.stride(0), table, positions, slot_mapping, q_norm_weight, k_norm_weight, q, q_scale, scales,
@@ -182,5 +182,5 @@ def _launch(
         v_scale, int(v_scale is not None and v_scale.numel() > 1), tokens, eps,
         Q_HEADS=q_heads, KV_HEADS=kv_heads, D=head_dim, PAGE=page_size, NORM=qk_norm, HADAMARD=hadamard,
         Q_SCALE="none" if scales is None else ("dynamic" if q_scale is None else "static"),
-        ROWS=rows, LOOP=loop, V_TOKENS=v_tokens, EARLY=overlap, num_warps=4, **options,
+        ROWS=rows, LOOP=loop, V_TOKENS=v_tokens, V_COLUMNS=v_columns, EARLY=overlap, num_warps=4, **options,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """The router for few tokens in one launch: every CTA multiplies a slice of K, then a CTA for a token or two finishes.
 
 All of a CTA's weights are requested at once, before it waits for the kernel that makes x, so the launch costs little
-more than one trip to memory. The weights are wgmma's rows and the tokens its columns.
+more than one trip to memory.
 
 Partial logits are handed over without counters or fences, as Lamport's queue does: the place of a value that has not
 arrived holds EMPTY, which no product is, and whoever reads a value puts EMPTY back for the next launch. The CTAs of the
@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from katydid_kernels.gemm.ring import launch_next, wait_for_last
 from katydid_kernels.router.choose import choose_experts
 
-__all__ = ["few_tokens_kernel", "finish_few", "multiply_slice", "new_barrier", "request_weights"]
+__all__ = ["few_tokens_kernel", "finish_few", "multiply_slice", "new_barriers", "request_weights"]
 
 # A NaN other than that of arithmetic, which takes its place should a product ever be it.
 _EMPTY = gl.constexpr(-1)
@@ -32,51 +32,64 @@ _NAN = gl.constexpr(0x7FFFFFFF)
 
 
 @gluon.jit
-def new_barrier():
-    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(barrier, count=1)
+def new_barriers(COUNT: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=1)
     fence_async_shared()
     gl.thread_barrier()
-    return barrier
+    return barriers
 
 
 @gluon.jit
-def request_weights(
-    w_desc, w_bufs, landed, first_expert, split, E_PAD: gl.constexpr, TERMS: gl.constexpr, DEPTH: gl.constexpr
-):
-    """The terms of 64 experts over slice `split` of K, on their way to `landed`."""
-    BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
-    for d in gl.static_range(DEPTH):
-        for term in gl.static_range(TERMS):
-            tma.async_copy_global_to_shared(
-                w_desc,
-                [term * E_PAD + first_expert, (split * DEPTH + d) * BLOCK_K],
-                landed,
-                w_bufs.index(d * TERMS + term),
-            )
+def request_weights(w_desc, w_bufs, landed, first_expert, split, other_bytes: gl.constexpr):
+    """The terms of a tile of experts over slice `split` of K, on their way; each barrier awaits `other_bytes` too."""
+    PARTS: gl.constexpr = w_bufs.type.shape[0]
+    DEPTH: gl.constexpr = w_desc.block_type.shape[0]
+    for part in gl.static_range(PARTS):
+        ready = landed.index(part)
+        mbarrier.expect(ready, w_desc.block_type.nbytes + other_bytes)
+        place = [(split * PARTS + part) * DEPTH, 0, first_expert, 0]
+        tma.async_copy_global_to_shared(w_desc, place, ready, w_bufs.index(part))
 
 
 @gluon.jit
-def multiply_slice(
-    x_bufs, w_bufs, partial_ptr, first_expert, split, tokens,
-    E_PAD: gl.constexpr, TERMS: gl.constexpr, DEPTH: gl.constexpr,
-):  # fmt: skip
-    """Store the partial logits of a slice of K: 64 experts of every token."""
-    TOKENS: gl.constexpr = x_bufs.type.shape[1]
-    ROWS: gl.constexpr = w_bufs.type.shape[1]
-    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
-    # 256 bytes of a token's logits at once.
-    lines: gl.constexpr = gl.BlockedLayout([4, 1], [16, 2], [1, 4], [0, 1])
-    acc = gl.zeros([ROWS, TOKENS], gl.float32, product)
-    for d in gl.static_range(DEPTH):
-        for term in gl.static_range(TERMS):
-            x = x_bufs.index(d).permute((1, 0))
-            acc = warpgroup_mma(w_bufs.index(d * TERMS + term), x, acc, use_acc=d + term > 0, is_async=True)
+def multiply_slice(x_bufs, w_bufs, landed, partial_ptr, first_expert, split, tokens, E_PAD: gl.constexpr):
+    """Store the partial logits of a slice of K: a tile of experts of every token. 64 of the one are wgmma's rows, 8 to
+    64 of the other its columns."""
+    PARTS: gl.constexpr = x_bufs.type.shape[0]
+    DEPTH: gl.constexpr = x_bufs.type.shape[1]
+    TOKENS: gl.constexpr = x_bufs.type.shape[2]
+    BLOCK_K: gl.constexpr = x_bufs.type.shape[3]
+    TERMS: gl.constexpr = w_bufs.type.shape[2]
+    EXPERTS: gl.constexpr = w_bufs.type.shape[3]
+    TOKENS_FIRST: gl.constexpr = EXPERTS < 64
+    ROWS: gl.constexpr = TOKENS if TOKENS_FIRST else EXPERTS
+    COLUMNS: gl.constexpr = EXPERTS if TOKENS_FIRST else TOKENS
+    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    acc = gl.zeros([ROWS, COLUMNS], gl.float32, product)
+    for part in gl.static_range(PARTS):
+        mbarrier.wait(landed.index(part), 0)
+        x_part = x_bufs.index(part).reshape([DEPTH * TOKENS, BLOCK_K])
+        w_part = w_bufs.index(part).reshape([DEPTH * TERMS * EXPERTS, BLOCK_K])
+        for d in gl.static_range(DEPTH):
+            x = x_part.slice(d * TOKENS, TOKENS)
+            for term in gl.static_range(TERMS):
+                w = w_part.slice((d * TERMS + term) * EXPERTS, EXPERTS)
+                more = part + d + term > 0
+                if TOKENS_FIRST:
+                    acc = warpgroup_mma(x, w.permute((1, 0)), acc, use_acc=more, is_async=True)
+                else:
+                    acc = warpgroup_mma(w, x.permute((1, 0)), acc, use_acc=more, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
+    if not TOKENS_FIRST:
+        acc = acc.permute((1, 0))
+    # Up to 256 bytes of a token's logits at once.
+    lines: gl.constexpr = gl.BlockedLayout([1, 4], [128 // EXPERTS, EXPERTS // 4], [4, 1], [1, 0])
     bits = gl.convert_layout(acc, lines).to(gl.int32, bitcast=True)
     bits = gl.where(bits == _EMPTY, _NAN, bits)
-    expert = first_expert + gl.arange(0, ROWS, gl.SliceLayout(1, lines))[:, None]
-    token = gl.arange(0, TOKENS, gl.SliceLayout(0, lines))[None, :]
+    token = gl.arange(0, TOKENS, gl.SliceLayout(1, lines))[:, None]
+    expert = first_expert + gl.arange(0, EXPERTS, gl.SliceLayout(0, lines))[None, :]
     gl.store(partial_ptr + (split * tokens + token) * E_PAD + expert, bits, mask=token < tokens)
 
 
@@ -130,32 +143,29 @@ def finish_few(
 @gluon.jit(do_not_specialize=["tokens", "experts"])
 def few_tokens_kernel(
     x_desc, w_desc, partial_ptr, bias_ptr, scale, weights_ptr, ids_ptr, tokens, experts,
-    E_PAD: gl.constexpr, TERMS: gl.constexpr, DEPTH: gl.constexpr, SPLITS: gl.constexpr, POWER_S: gl.constexpr,
-    AT_ONCE: gl.constexpr, TOP_K: gl.constexpr, POWER_K: gl.constexpr, SIGMOID: gl.constexpr,
-    RENORMALISE: gl.constexpr,
+    E_PAD: gl.constexpr, PARTS: gl.constexpr, SPLITS: gl.constexpr, POWER_S: gl.constexpr, AT_ONCE: gl.constexpr,
+    TOP_K: gl.constexpr, POWER_K: gl.constexpr, SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr,
 ):  # fmt: skip
-    """A grid of ``SPLITS * E_PAD / 64`` CTAs, each for 64 experts and `DEPTH` blocks of K.
+    """A grid of ``SPLITS * E_PAD / EXPERTS`` CTAs, each for a tile of experts and ``PARTS * DEPTH`` blocks of K.
 
-    x_desc: boxes ``[TOKENS, 64]``; w_desc: boxes ``[64, 64]`` of the terms ``[TERMS * E_PAD, K]``; partial: int32
+    x_desc: boxes ``[DEPTH, TOKENS, 64]`` of x seen as ``[K / 64, tokens, 64]``; w_desc: boxes ``[DEPTH, TERMS,
+    EXPERTS, 64]`` of the terms seen as ``[K / 64, TERMS, E_PAD, 64]``: TOKENS or EXPERTS is 64. partial: int32
     ``[SPLITS, tokens, E_PAD]``, all EMPTY between calls.
     """
-    TOKENS: gl.constexpr = x_desc.block_type.shape[0]
-    ROWS: gl.constexpr = w_desc.block_type.shape[0]
-    BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
-    E_TILES: gl.constexpr = E_PAD // ROWS
-    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [DEPTH, TOKENS, BLOCK_K], x_desc.layout)
-    w_bufs = gl.allocate_shared_memory(w_desc.dtype, [DEPTH * TERMS, ROWS, BLOCK_K], w_desc.layout)
-    landed = new_barrier()
+    EXPERTS: gl.constexpr = w_desc.block_type.shape[2]
+    E_TILES: gl.constexpr = E_PAD // EXPERTS
+    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [PARTS] + x_desc.block_type.shape, x_desc.layout)
+    w_bufs = gl.allocate_shared_memory(w_desc.dtype, [PARTS] + w_desc.block_type.shape, w_desc.layout)
+    landed = new_barriers(PARTS)
     launch_next()
-    first_expert = gl.program_id(0) % E_TILES * ROWS
+    first_expert = gl.program_id(0) % E_TILES * EXPERTS
     split = gl.program_id(0) // E_TILES
-    mbarrier.expect(landed, DEPTH * (TERMS * w_desc.block_type.nbytes + x_desc.block_type.nbytes))
-    request_weights(w_desc, w_bufs, landed, first_expert, split, E_PAD, TERMS, DEPTH)
+    request_weights(w_desc, w_bufs, landed, first_expert, split, x_desc.block_type.nbytes)
     wait_for_last()
-    for d in gl.static_range(DEPTH):
-        tma.async_copy_global_to_shared(x_desc, [0, (split * DEPTH + d) * BLOCK_K], landed, x_bufs.index(d))
-    mbarrier.wait(landed, 0)
-    multiply_slice(x_bufs, w_bufs, partial_ptr, first_expert, split, tokens, E_PAD, TERMS, DEPTH)
+    for part in gl.static_range(PARTS):
+        block = (split * PARTS + part) * x_desc.block_type.shape[0]
+        tma.async_copy_global_to_shared(x_desc, [block, 0, 0], landed.index(part), x_bufs.index(part))
+    multiply_slice(x_bufs, w_bufs, landed, partial_ptr, first_expert, split, tokens, E_PAD)
     finish_few(
         partial_ptr, (bias_ptr, scale, weights_ptr, ids_ptr, experts), tokens,
         E_PAD, SPLITS, POWER_S, AT_ONCE, TOP_K, POWER_K, SIGMOID, RENORMALISE,

@@ -9,16 +9,19 @@ import torch
 import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from katydid_kernels.gemm.launch import REGISTERS, descriptor, sm_count
 from katydid_kernels.router.few_kernel import few_tokens_kernel
 from katydid_kernels.router.many_kernel import many_tokens_kernel
 from katydid_kernels.router.normed_kernel import normed_router_kernel
-from katydid_kernels.router.weight import BLOCK_K, CHUNK_EXPERTS, OnHopper, experts_per_tile
+from katydid_kernels.router.weight import BLOCK_K, CHUNK_EXPERTS, FEW_TOKENS, OnHopper, experts_per_tile
 
-__all__ = ["Choice", "launch_few", "launch_many", "launch_normed", "many_splits"]
+__all__ = ["Choice", "Slices", "launch_few", "launch_many", "launch_normed", "many_splits"]
 
 TILE_TOKENS = 128
+# Short stages: a stage that is being multiplied, or has just been, is not on its way.
+STAGE_K = 32
 SHARED_BYTES = 220 * 1024
 
 
@@ -35,21 +38,48 @@ class Choice:
     ids: Tensor
 
 
-def launch_few(
-    x: Tensor, weight: OnHopper, experts: int, choice: Choice, *, depth: int = 4, at_once: int | None = None
-) -> None:
-    """Up to FEW_TOKENS tokens; `depth` blocks of K a CTA, `at_once` tokens finished by one."""
+@dataclass(frozen=True)
+class Slices:
+    """How `few_tokens_kernel` cuts the weight.
+
+    experts: of a tile, 64, or fewer where 64 tokens are wgmma's rows.
+    depth: blocks of K a CTA.
+    parts: copies they arrive in.
+    at_once: tokens that a CTA chooses for.
+    """
+
+    experts: int
+    depth: int
+    parts: int
+    at_once: int
+
+
+def few_slices(tokens: int) -> Slices:
+    """Measured on one H200 with 192 experts of 4096: long slices, for each is a trip through L2 for every token."""
+    return Slices(64, 8, 1, 1) if tokens <= 16 else Slices(16, 8, 4, 1)
+
+
+def _blocked(matrix: Tensor, box: list[int]) -> TensorDescriptor:
+    """A TMA descriptor over ``[..., K]`` seen as ``[K / 64, ..., 64]``."""
+    *outer, k = matrix.shape
+    *strides, _ = matrix.stride()
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
+    return TensorDescriptor(matrix, [k // BLOCK_K, *outer, BLOCK_K], [BLOCK_K, *strides, 1], box, layout)
+
+
+def launch_few(x: Tensor, weight: OnHopper, experts: int, choice: Choice, *, slices: Slices | None = None) -> None:
+    """Up to FEW_TOKENS tokens."""
     count, padded, hidden = weight.terms.shape
     tokens = x.shape[0]
-    splits = triton.cdiv(hidden, depth * BLOCK_K)
-    box = max(8, triton.next_power_of_2(tokens))
-    if at_once is None:
-        at_once = 1 if tokens <= 32 else 2
-    few_tokens_kernel[(splits * (padded // CHUNK_EXPERTS),)](
-        descriptor(x, [box, BLOCK_K]), descriptor(weight.terms.view(-1, hidden), [CHUNK_EXPERTS, BLOCK_K]),
+    slices = few_slices(tokens) if slices is None else slices
+    splits = triton.cdiv(hidden, slices.depth * BLOCK_K)
+    depth = slices.depth // slices.parts
+    box = max(8, triton.next_power_of_2(tokens)) if slices.experts == CHUNK_EXPERTS else FEW_TOKENS
+    few_tokens_kernel[(splits * (padded // slices.experts),)](
+        _blocked(x, [depth, box, BLOCK_K]), _blocked(weight.terms, [depth, count, slices.experts, BLOCK_K]),
         weight.handover, choice.selection_bias, choice.scale, choice.weights, choice.ids, tokens, experts,
-        E_PAD=padded, TERMS=count, DEPTH=depth, SPLITS=splits, POWER_S=triton.next_power_of_2(splits),
-        AT_ONCE=at_once, TOP_K=choice.top_k, POWER_K=triton.next_power_of_2(choice.top_k),
+        E_PAD=padded, PARTS=slices.parts, SPLITS=splits, POWER_S=max(4, triton.next_power_of_2(splits)),
+        AT_ONCE=slices.at_once, TOP_K=choice.top_k, POWER_K=triton.next_power_of_2(choice.top_k),
         SIGMOID=choice.scoring == "sigmoid", RENORMALISE=choice.renormalise, num_warps=4, launch_pdl=True,
     )  # fmt: skip
 
@@ -68,7 +98,7 @@ def launch_normed(
     experts: int,
     choice: Choice,
     *,
-    depth: int = 4,
+    depth: int = 8,
 ) -> None:
     """Up to 8 tokens, with what `normed_router_kernel` makes before; `q_scale` as it is returned."""
     count, padded, hidden = weight.terms.shape
@@ -76,11 +106,11 @@ def launch_normed(
     splits = triton.cdiv(hidden, depth * BLOCK_K)
     normed_router_kernel[(splits * (padded // CHUNK_EXPERTS),)](
         x, x.stride(0), residual, residual.stride(0), norm_weight, eps, total, y, q, given_scale, q_scale,
-        descriptor(weight.terms.view(-1, hidden), [CHUNK_EXPERTS, BLOCK_K]),
+        _blocked(weight.terms, [depth, count, CHUNK_EXPERTS, BLOCK_K]),
         weight.handover, choice.selection_bias, choice.scale, choice.weights, choice.ids, tokens, experts,
         HIDDEN=hidden, ROWS=triton.next_power_of_2(tokens),
-        X_LAYOUT=gl.NVMMASharedLayout.get_default_for([8, BLOCK_K], gl.bfloat16),
-        E_PAD=padded, TERMS=count, DEPTH=depth, SPLITS=splits, POWER_S=triton.next_power_of_2(splits),
+        X_LAYOUT=gl.NVMMASharedLayout.get_default_for([depth, 8, BLOCK_K], gl.bfloat16),
+        E_PAD=padded, SPLITS=splits, POWER_S=max(4, triton.next_power_of_2(splits)),
         AT_ONCE=1, TOP_K=choice.top_k, POWER_K=triton.next_power_of_2(choice.top_k),
         SIGMOID=choice.scoring == "sigmoid", RENORMALISE=choice.renormalise, num_warps=4, launch_pdl=True,
     )  # fmt: skip
@@ -103,13 +133,13 @@ def launch_many(x: Tensor, weight: OnHopper, experts: int, choice: Choice, *, sp
     expert_tiles = padded // tile_experts
     if splits is None:
         splits = many_splits(tokens, expert_tiles, sm_count(x.device))
-    stage_bytes = (TILE_TOKENS + count * tile_experts) * BLOCK_K * 2
+    stage_bytes = (TILE_TOKENS + count * tile_experts) * STAGE_K * 2
     partial = torch.empty(splits, tokens, padded, device=x.device)
     warpgroups = tile_experts // CHUNK_EXPERTS
     many_tokens_kernel[(triton.cdiv(tokens, TILE_TOKENS) * splits * expert_tiles,)](
-        descriptor(x, [TILE_TOKENS, BLOCK_K]), descriptor(weight.terms.view(-1, hidden), [CHUNK_EXPERTS, BLOCK_K]),
+        descriptor(x, [TILE_TOKENS, STAGE_K]), descriptor(weight.terms.view(-1, hidden), [CHUNK_EXPERTS, STAGE_K]),
         partial, weight.counters, choice.selection_bias, choice.scale, choice.weights, choice.ids, tokens, experts,
-        triton.cdiv(hidden, BLOCK_K),
+        triton.cdiv(hidden, STAGE_K),
         E_PAD=padded, TERMS=count, WGS=warpgroups, STAGES=min(8, SHARED_BYTES // stage_bytes), SPLITS=splits,
         TOP_K=choice.top_k, POWER_K=triton.next_power_of_2(choice.top_k), SIGMOID=choice.scoring == "sigmoid",
         RENORMALISE=choice.renormalise, num_warps=4, maxnreg=REGISTERS[warpgroups], launch_pdl=True,

@@ -1,8 +1,8 @@
 """The router for many tokens: a warp-specialised GEMM over tiles of 128 tokens, cut along K where tiles are few.
 
-A producer warp fills a ring of stages by TMA, 64 of K each: 128 tokens once, the weights' terms beside them. One to
+A producer warp fills a ring of stages by TMA, 32 of K each: 128 tokens once, the weights' terms beside them. One to
 three consumer warpgroups multiply 64 experts each with all tokens of the stage: weights are wgmma's rows, so that the
-tokens, its columns, are read from shared memory in as few instructions as may be. After four stages the accumulator is
+tokens, its columns, are read from shared memory in as few instructions as may be. After eight stages the accumulator is
 added to the total in fp32 and begun anew, because the tensor cores' own sum loses bits over a long K; the others
 multiply meanwhile.
 
@@ -23,7 +23,7 @@ from katydid_kernels.router.choose import choose_experts
 
 __all__ = ["many_tokens_kernel"]
 
-_STAGES_A_SUM = gl.constexpr(4)
+_STAGES_A_SUM = gl.constexpr(8)
 
 
 @gluon.jit
@@ -149,6 +149,8 @@ def _consume(
     bias_ptr, scale, weights_ptr, ids_ptr, experts = choosing
     ROWS: gl.constexpr = w_bufs.type.shape[1]
     TOKENS: gl.constexpr = x_bufs.type.shape[1]
+    # Where this slice of K is empty, nothing else has waited for the kernel before.
+    wait_for_last()
     product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     total = _multiply(WHO, ring, first_k, last_k, product, TERMS)
     expert = first_expert + WHO * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, product))[:, None]
@@ -184,8 +186,8 @@ def many_tokens_kernel(
 ):  # fmt: skip
     """A CTA a tile of 128 tokens, tile of ``64 * WGS`` experts and slice of K.
 
-    x_desc: boxes ``[128, 64]``; w_desc: boxes ``[64, 64]`` of the terms ``[TERMS * E_PAD, K]``; partial: fp32
-    ``[SPLITS, tokens, E_PAD]``; counter: int32, zero between calls, one a tile of tokens; blocks_k: blocks of 64 in K.
+    x_desc: boxes ``[128, BLOCK_K]``; w_desc: boxes ``[64, BLOCK_K]`` of the terms ``[TERMS * E_PAD, K]``; partial: fp32
+    ``[SPLITS, tokens, E_PAD]``; counter: int32, zero between calls, one a tile of tokens; blocks_k: blocks in K.
     """
     TOKENS: gl.constexpr = x_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]

@@ -4,12 +4,13 @@ The few-token router with its own x: each CTA reads the rows whole to know their
 why it is for a handful), and makes the slice of x that it multiplies. The CTAs of the first 64 experts store theirs.
 """
 
+# ruff: noqa: RUF005
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from katydid_kernels.gemm.ring import launch_next, wait_for_last
-from katydid_kernels.router.few_kernel import finish_few, multiply_slice, new_barrier, request_weights
+from katydid_kernels.router.few_kernel import finish_few, multiply_slice, new_barriers, request_weights
 
 __all__ = ["normed_router_kernel"]
 
@@ -56,9 +57,9 @@ def _spread(rows, TOKENS: gl.constexpr, layout: gl.constexpr):
 def normed_router_kernel(
     x_ptr, x_stride, residual_ptr, residual_stride, norm_ptr, eps, total_ptr, y_ptr, q_ptr, given_scale_ptr,
     q_scale_ptr, w_desc, partial_ptr, bias_ptr, scale, weights_ptr, ids_ptr, tokens, experts,
-    HIDDEN: gl.constexpr, ROWS: gl.constexpr, X_LAYOUT: gl.constexpr, E_PAD: gl.constexpr, TERMS: gl.constexpr,
-    DEPTH: gl.constexpr, SPLITS: gl.constexpr, POWER_S: gl.constexpr, AT_ONCE: gl.constexpr, TOP_K: gl.constexpr,
-    POWER_K: gl.constexpr, SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr,
+    HIDDEN: gl.constexpr, ROWS: gl.constexpr, X_LAYOUT: gl.constexpr, E_PAD: gl.constexpr, SPLITS: gl.constexpr,
+    POWER_S: gl.constexpr, AT_ONCE: gl.constexpr, TOP_K: gl.constexpr, POWER_K: gl.constexpr, SIGMOID: gl.constexpr,
+    RENORMALISE: gl.constexpr,
 ):  # fmt: skip
     """`few_tokens_kernel` with x = bf16 y, ``y = total / rms(total) * norm``, ``total = x + residual`` rounded.
 
@@ -66,17 +67,17 @@ def normed_router_kernel(
     None: fp32 ``[tokens]``, made here unless given_scale, fp32 of one element, is not None.
     """
     TOKENS: gl.constexpr = 8
-    W_ROWS: gl.constexpr = w_desc.block_type.shape[0]
-    BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
-    E_TILES: gl.constexpr = E_PAD // W_ROWS
-    x_bufs = gl.allocate_shared_memory(w_desc.dtype, [DEPTH, TOKENS, BLOCK_K], X_LAYOUT)
-    w_bufs = gl.allocate_shared_memory(w_desc.dtype, [DEPTH * TERMS, W_ROWS, BLOCK_K], w_desc.layout)
-    landed = new_barrier()
+    DEPTH: gl.constexpr = w_desc.block_type.shape[0]
+    EXPERTS: gl.constexpr = w_desc.block_type.shape[2]
+    BLOCK_K: gl.constexpr = w_desc.block_type.shape[3]
+    E_TILES: gl.constexpr = E_PAD // EXPERTS
+    x_bufs = gl.allocate_shared_memory(w_desc.dtype, [1, DEPTH, TOKENS, BLOCK_K], X_LAYOUT)
+    w_bufs = gl.allocate_shared_memory(w_desc.dtype, [1] + w_desc.block_type.shape, w_desc.layout)
+    landed = new_barriers(1)
     launch_next()
-    first_expert = gl.program_id(0) % E_TILES * W_ROWS
+    first_expert = gl.program_id(0) % E_TILES * EXPERTS
     split = gl.program_id(0) // E_TILES
-    mbarrier.expect(landed, DEPTH * TERMS * w_desc.block_type.nbytes)
-    request_weights(w_desc, w_bufs, landed, first_expert, split, E_PAD, TERMS, DEPTH)
+    request_weights(w_desc, w_bufs, landed, first_expert, split, 0)
     wait_for_last()
 
     SCALED: gl.constexpr = q_ptr is not None and given_scale_ptr is None
@@ -94,6 +95,7 @@ def normed_router_kernel(
                 gl.store(q_scale_ptr + token, q_scale, mask=token < tokens)
         else:
             q_scale += gl.load(given_scale_ptr) - 1.0
+    x_slice = x_bufs.index(0).reshape([DEPTH * TOKENS, BLOCK_K])
     for d in gl.static_range(DEPTH):
         col = (split * DEPTH + d) * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))[None, :]
         inside = (token < tokens) & (col < HIDDEN)
@@ -102,7 +104,7 @@ def normed_router_kernel(
         rounded = total.to(x_ptr.dtype.element_ty)
         gain = gl.load(norm_ptr + col, mask=col < HIDDEN, other=0.0).to(gl.float32)
         y = (rounded.to(gl.float32) * factor * gain).to(x_bufs.dtype)
-        x_bufs.index(d).store(y)
+        x_slice.slice(d * TOKENS, TOKENS).store(y)
         if first_expert == 0:
             place = token * HIDDEN + col
             gl.store(total_ptr + place, rounded, mask=inside)
@@ -112,8 +114,7 @@ def normed_router_kernel(
                 gl.store(q_ptr + place, q.to(q_ptr.dtype.element_ty), mask=inside)
     fence_async_shared()
     gl.thread_barrier()
-    mbarrier.wait(landed, 0)
-    multiply_slice(x_bufs, w_bufs, partial_ptr, first_expert, split, tokens, E_PAD, TERMS, DEPTH)
+    multiply_slice(x_bufs, w_bufs, landed, partial_ptr, first_expert, split, tokens, E_PAD)
     finish_few(
         partial_ptr, (bias_ptr, scale, weights_ptr, ids_ptr, experts), tokens,
         E_PAD, SPLITS, POWER_S, AT_ONCE, TOP_K, POWER_K, SIGMOID, RENORMALISE,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from katydid_kernels.linear import linear_reference
-from katydid_kernels.router.weight import FEW_TOKENS, MOST_TILES, RouterWeight
+from katydid_kernels.router.weight import BLOCK_K, FEW_TOKENS, MOST_TILES, RouterWeight
 
 __all__ = ["fits_copy_engine", "router", "router_reference"]
 
@@ -38,8 +38,8 @@ def router(
     """Returns weights fp32 ``[T, top_k]`` and expert ids int32 ``[T, top_k]``, best first.
 
     A model calls ``RouterWeight.prepare(weight)`` once at load and passes the result; with a plain tensor, or x that is
-    not bf16, the reference runs. Launched early (PDL), the kernels read nothing of x before the kernel that makes it
-    has finished, but the weights.
+    not bf16 or not in blocks of 64, the reference runs. Launched early (PDL), the kernels read their weights at once
+    and x when the kernel that makes it has finished.
 
     Args:
         x: ``[T, hidden]``.
@@ -83,8 +83,9 @@ def router(
 
 
 def fits_copy_engine(x: Tensor) -> bool:
-    """TMA wants bf16 rows here, their base and stride multiples of 16 bytes."""
-    return x.dtype == torch.bfloat16 and x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0
+    """The kernels take bf16 rows whose base and stride are multiples of 16 bytes (TMA), in whole blocks of 64."""
+    aligned = x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0
+    return x.dtype == torch.bfloat16 and aligned and x.shape[1] % BLOCK_K == 0
 
 
 def router_reference(
