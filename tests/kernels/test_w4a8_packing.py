@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -37,19 +39,30 @@ def test_gate_and_up_round_trip(half: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(unpack_int4(packed), (codes, scales), strict=True))
 
 
-def test_registers_are_what_wgmma_reads() -> None:
-    """Every word of a thread, by the two formulas of the format, is four e4m3 of the rows and columns wgmma wants."""
+def raised(w: torch.Tensor, half: int) -> tuple[torch.Tensor, int]:
+    """The kernels' three instructions a word: bytes of e4m3, and how much too large they are."""
+    return (w >> 4 * half & 0x0F0F0F0F) ^ 0x08080808, 8
+
+
+def signed(w: torch.Tensor, half: int) -> tuple[torch.Tensor, int]:
+    """Their nine."""
+    sign = w & 0x88888888
+    magnitude = (w & 0x77777777 ^ (sign >> 3) * 7) + (sign >> 3)
+    low, high = magnitude & 0x0F0F0F0F | sign << 4 & 0xF0F0F0F0, magnitude >> 4 & 0x0F0F0F0F | sign & 0xF0F0F0F0
+    return high if half else low, 0
+
+
+@pytest.mark.parametrize("unpack", [raised, signed])
+def test_registers_are_what_wgmma_reads(unpack: Callable[[torch.Tensor, int], tuple[torch.Tensor, int]]) -> None:
+    """Every word of a thread, by the formulas of the format, is four e4m3 of the rows and columns wgmma wants."""
     codes, scales = random_codes(128, 192)
     packed = pack_int4(codes, scales)
-    words = packed.codes.flatten(1).view(torch.int32).view(2, 3, 4, 32, 4)
+    words = packed.codes.flatten(1).view(torch.int32).view(2, 3, 4, 32, 4).long() & 0xFFFFFFFF
     lane, j, byte = torch.arange(32)[:, None, None], torch.arange(4)[:, None], torch.arange(4)
     for half in (0, 1):
-        w = words.long() & 0xFFFFFFFF
-        if half:
-            w = w >> 4 | (w & 0xF) << 28
-        registers = (w & 0x87878787) + ((w & 0x80808080) >> 7)
+        registers, offset = unpack(words, half)
         bytes_ = torch.stack([registers >> 8 * b & 0xFF for b in range(4)], -1).to(torch.uint8)
-        values = bytes_.view(torch.float8_e4m3fn).float() * CODE_SCALE
+        values = bytes_.view(torch.float8_e4m3fn).float() * CODE_SCALE - offset
         for strip in range(2):
             for unit in range(3):
                 for warp in range(4):

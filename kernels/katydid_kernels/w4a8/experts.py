@@ -112,7 +112,16 @@ def _launch_decode(
         x, x.stride(0), *weight_descriptors(w13), *weight_descriptors(w2), workspace.h, workspace.h.stride(0),
         workspace.y, weights, shared, out, ids, first_expert, len(w2.codes), *sorted_pairs,
         workspace.partial, workspace.counters, workspace.sync, x_scale, h_scale, x.shape[0],
-        H=w2.rows, WIDTH=w2.cols, TOP_K=ids.shape[1], TOKENS=tile.tokens, STAGES=tile.stages, WGS=tile.warpgroups,
+        H=w2.rows, WIDTH=w2.cols, TOP_K=ids.shape[1], PIECE=_piece(len(x), w2.rows), TOKENS=tile.tokens,
+        STAGES=tile.stages, WGS=tile.warpgroups,
         SCALE_A_TOKEN=x_scale.numel() > 1, X_LAYOUT=rows_layout(tile.tokens),
         num_warps=4, maxnreg=128 if tile.warpgroups == 2 else 96, launch_pdl=True,
     )  # fmt: skip
+
+
+def _piece(tokens: int, hidden: int) -> int:
+    """Columns a warpgroup sums at a time: as few as give every warpgroup of the GPU one piece."""
+    piece = 128
+    while piece < 1024 and tokens * hidden > 264 * piece and hidden % (2 * piece) == 0:
+        piece *= 2
+    return piece

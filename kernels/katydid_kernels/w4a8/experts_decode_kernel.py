@@ -10,12 +10,20 @@ only backwards in this order, and cannot wait in a circle. Counters are zero bet
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from katydid_kernels.gemm.expert_tiles import gather, row_layout, scaled_swiglu, store_columns, tokens_of
 from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_for_last
 from katydid_kernels.gemm.stream_k import interval_of, stages_within, sum_parts, tiles_of
-from katydid_kernels.w4a8.packed_tiles import fetch_weights, multiply_packed, strip_of, weight_buffers
+from katydid_kernels.w4a8.packed_tiles import (
+    accumulator_layout,
+    copy_groups,
+    fetch_weights,
+    flush_groups,
+    multiply_packed,
+    strip_of,
+    weight_buffers,
+)
 
 __all__ = ["experts_decode_w4a8_kernel"]
 
@@ -62,13 +70,16 @@ def _rows_of(tile, plan):
 
 
 @gluon.jit
-def _down_share(shape):
-    items = shape[0] * shape[2]
+def _down_share(shape, RUN: gl.constexpr):
+    """First and end of this CTA's down items: so many strips of RUN tiles, a token's where they are summed."""
+    items = shape[0] // RUN * shape[2]
     return items * gl.program_id(0) // gl.num_programs(0), items * (gl.program_id(0) + 1) // gl.num_programs(0)
 
 
 @gluon.jit
-def _produce_weights(w13, w2, plan, ring, shape, interval, STAGES: gl.constexpr, WGS: gl.constexpr):
+def _produce_weights(
+    w13, w2, plan, ring, shape, interval, RUN: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr
+):  # fmt: skip
     full, empty = ring[3], ring[4]
     up_n, down_n, up_k, down_k = shape[1:]
     codes13_desc, scales13_desc, strips13, groups13 = w13
@@ -91,31 +102,26 @@ def _produce_weights(w13, w2, plan, ring, shape, interval, STAGES: gl.constexpr,
                     codes13_desc, scales13_desc, strip, k, groups13, bar, ring[1], ring[2], stage * WGS + part
                 )
             stage, phase = advance(stage, phase, STAGES)
-    first, last = _down_share(shape)
+    first, last = _down_share(shape, RUN)
     for item in range(first, last):
-        expert = _expert_of(item // down_n, plan)
-        for k in range(down_k):
-            bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(bar, BYTES)
-            for part in gl.static_range(WGS):
-                strip = strip_of(expert, item % down_n * WGS + part, strips2)
-                fetch_weights(codes2_desc, scales2_desc, strip, k, groups2, bar, ring[1], ring[2], stage * WGS + part)
-            stage, phase = advance(stage, phase, STAGES)
-
-
-@gluon.jit
-def _copy_rows(x_bufs, stage, source, k, columns, valid, bar):
-    """Both groups of a stage, as `gemm.expert_tiles.copy_rows`; past the last column, where weights are zero, any."""
-    for group in gl.static_range(2):
-        col = gl.minimum(k * 256 + group * 128, columns - 128)
-        async_copy.async_copy_global_to_shared(x_bufs.index(stage * 2 + group), source + col, mask=valid)
-    async_copy.mbarrier_arrive(bar, increment_count=False)
+        for j in range(RUN):
+            expert = _expert_of(item // down_n * RUN + j, plan)
+            for k in range(down_k):
+                bar = full.index(stage)
+                mbarrier.wait(empty.index(stage), phase)
+                mbarrier.expect(bar, BYTES)
+                for part in gl.static_range(WGS):
+                    strip = strip_of(expert, item % down_n * WGS + part, strips2)
+                    fetch_weights(
+                        codes2_desc, scales2_desc, strip, k, groups2, bar, ring[1], ring[2], stage * WGS + part
+                    )
+                stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
 def _produce_rows(
-    x, hidden, strips13, plan, sync_ptr, ring, shape, interval, TOP_K: gl.constexpr, STAGES: gl.constexpr
+    x, hidden, strips13, plan, sync_ptr, ring, shape, interval,
+    TOP_K: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
 ):  # fmt: skip
     x_ptr, x_stride, columns = x
     h_ptr, h_stride = hidden
@@ -127,6 +133,7 @@ def _produce_rows(
     lane = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
     stage = 0
     phase = 1
+    sent = 0
     wait_for_last()
     first, last = tiles_of(interval, up_k)
     for item in range(first, last):
@@ -136,32 +143,43 @@ def _produce_rows(
         first_k, last_k = stages_within(item, interval, up_k)
         for k in range(first_k, last_k):
             mbarrier.wait(empty.index(stage), phase)
-            _copy_rows(x_bufs, stage, source, k, columns, valid, full.index(stage))
+            sent = copy_groups(x_bufs, full, stage, sent, source, k, columns, valid, STAGES, LAG)
             stage, phase = advance(stage, phase, STAGES)
-    first, last = _down_share(shape)
+    flush_groups(full, stage, sent, STAGES, LAG)
+    sent = 0
+    first, last = _down_share(shape, RUN)
     # The tile's numbers are read while waiting, and again only where the next tile begins.
-    known = first // down_n
+    known = first // down_n * RUN
     row, end = _rows_of(gl.minimum(known, tiles - 1), plan)
     _wait_for(sync_ptr, tiles * strips13)
     for item in range(first, last):
-        if item // down_n != known:
-            known = item // down_n
-            row, end = _rows_of(known, plan)
-        valid = (row + lane < end)[:, None]
-        source = gather(h_ptr, row + lane, h_stride, cols)
-        for k in range(down_k):
-            mbarrier.wait(empty.index(stage), phase)
-            _copy_rows(x_bufs, stage, source, k, h_stride, valid, full.index(stage))
-            stage, phase = advance(stage, phase, STAGES)
+        for j in range(RUN):
+            if item // down_n * RUN + j != known:
+                known = item // down_n * RUN + j
+                row, end = _rows_of(known, plan)
+            valid = (row + lane < end)[:, None]
+            source = gather(h_ptr, row + lane, h_stride, cols)
+            for k in range(down_k):
+                mbarrier.wait(empty.index(stage), phase)
+                sent = copy_groups(x_bufs, full, stage, sent, source, k, h_stride, valid, STAGES, LAG)
+                stage, phase = advance(stage, phase, STAGES)
+    flush_groups(full, stage, sent, STAGES, LAG)
+    if RUN > 1:
+        # No consumer waits for all: the last CTA to have seen h resets what it waited for.
+        gl.thread_barrier()
+        if gl.atomic_add(sync_ptr + 2, 1, sem="acq_rel") == gl.num_programs(0) - 1:
+            gl.store(sync_ptr, 0)
+            gl.store(sync_ptr + 2, 0)
 
 
 @gluon.jit
 def _consume(
     WHO: gl.constexpr, plan, hidden, result, scales, strips13, partials, sync_ptr, ring, shape, interval,
-    H: gl.constexpr, TOP_K: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, SCALE_A_TOKEN: gl.constexpr,
+    H: gl.constexpr, TOP_K: gl.constexpr, RUN: gl.constexpr, PIECE: gl.constexpr, STAGES: gl.constexpr,
+    WGS: gl.constexpr, SCALE_A_TOKEN: gl.constexpr,
 ):  # fmt: skip
     h_ptr, h_stride = hidden
-    y_ptr = result[0]
+    y_ptr, _, weights_ptr, shared_ptr, out_ptr, _ = result
     x_scale_ptr, h_scale_ptr = scales
     up_n, down_n, up_k, down_k = shape[1:]
     TOKENS: gl.constexpr = ring[0].type.shape[1]
@@ -178,9 +196,7 @@ def _consume(
         # Loaded here, the tile's numbers arrive while it multiplies.
         row, end = _rows_of(item // up_n, plan)
         first_k, last_k = stages_within(item, interval, up_k)
-        acc, stage, phase = multiply_packed(
-            WHO, ring, stage, phase, last_k - first_k, TOKENS, STAGES, WGS, GATHERED=True
-        )
+        acc, stage, phase = multiply_packed(WHO, ring, stage, phase, last_k - first_k, TOKENS, STAGES, WGS)
         whole = last_k - first_k == up_k
         if not whole:
             acc, whole = sum_parts(WHO, WGS, acc, item, first_k, interval, up_k, partials)
@@ -192,32 +208,47 @@ def _consume(
             _count(sync_ptr)
 
     scale = 512.0 * h_scale
-    first, last = _down_share(shape)
+    columns: gl.constexpr = gl.SliceLayout(0, accumulator_layout(TOKENS))
+    lane = gl.arange(0, TOKENS, columns)
+    first, last = _down_share(shape, RUN)
     for item in range(first, last):
-        row, end = _rows_of(item // down_n, plan)
-        acc, stage, phase = multiply_packed(WHO, ring, stage, phase, down_k, TOKENS, STAGES, WGS, GATHERED=True)
-        strip = item % down_n * WGS + WHO
-        rows = row + gl.arange(0, TOKENS, gl.SliceLayout(0, acc.type.layout))
-        cols = strip * 64 + gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))
-        # Straight from the accumulator: through shared memory it would be wider stores, and two barriers a tile.
-        inside = (rows < end)[None, :] & (cols < H)[:, None]
-        gl.store(y_ptr + rows.to(gl.int64)[None, :] * H + cols[:, None], (acc * scale).to(gl.bfloat16), mask=inside)
+        col = (item % down_n * WGS + WHO) * 64 + gl.arange(0, 64, gl.SliceLayout(1, accumulator_layout(TOKENS)))
+        if RUN == 1:
+            row, end = _rows_of(item // down_n, plan)
+            acc, stage, phase = multiply_packed(WHO, ring, stage, phase, down_k, TOKENS, STAGES, WGS)
+            # Straight from the accumulator: through shared memory it would be wider stores, and two barriers a tile.
+            inside = (row + lane < end)[None, :] & (col < H)[:, None]
+            target = y_ptr + (row + lane).to(gl.int64)[None, :] * H + col[:, None]
+            gl.store(target, (acc * scale).to(gl.bfloat16), mask=inside)
+        else:
+            token = item // down_n
+            total = gl.zeros([64, TOKENS], gl.float32, accumulator_layout(TOKENS))
+            for j in range(RUN):
+                row, end = _rows_of(token * RUN + j, plan)
+                weight = gl.load(weights_ptr + token * RUN + j) * scale
+                acc, stage, phase = multiply_packed(WHO, ring, stage, phase, down_k, TOKENS, STAGES, WGS)
+                # Where no row was copied the product may be NaN: it is left out, not multiplied by zero.
+                total += gl.where(row < end, acc * weight, 0.0)
+            inside = (lane == 0)[None, :] & (col < H)[:, None]
+            source = (token.to(gl.int64) * H + lane)[None, :] + col[:, None]
+            if shared_ptr is not None:
+                total += gl.load(shared_ptr + source, mask=inside, other=0.0).to(gl.float32)
+            gl.store(out_ptr + source, total.to(out_ptr.dtype.element_ty), mask=inside)
 
-    _count(sync_ptr + 1)
-    _wait_for(sync_ptr + 1, gl.num_programs(0) * WGS)
-    _combine(WHO, plan, result, H, TOP_K, WGS)
-    gl.thread_barrier()
-    if gl.atomic_add(sync_ptr + 2, 1, sem="acq_rel") == gl.num_programs(0) * WGS - 1:
-        for i in gl.static_range(3):
-            gl.store(sync_ptr + i, 0)
+    if RUN == 1:
+        _count(sync_ptr + 1)
+        _wait_for(sync_ptr + 1, gl.num_programs(0) * WGS)
+        _combine(WHO, result, H, TOP_K, WGS, PIECE)
+        gl.thread_barrier()
+        if gl.atomic_add(sync_ptr + 2, 1, sem="acq_rel") == gl.num_programs(0) * WGS - 1:
+            for i in gl.static_range(3):
+                gl.store(sync_ptr + i, 0)
 
 
 @gluon.jit
-def _combine(WHO: gl.constexpr, plan, result, H: gl.constexpr, TOP_K: gl.constexpr, WGS: gl.constexpr):
+def _combine(WHO: gl.constexpr, result, H: gl.constexpr, TOP_K: gl.constexpr, WGS: gl.constexpr, PIECE: gl.constexpr):
     """The weighted sum of `gemm.combine`, in pieces of a row over all warpgroups of the GPU."""
     y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, tokens = result
-    _, _, ids_ptr, first_expert, experts = plan
-    PIECE: gl.constexpr = 512 if H % 512 == 0 else 128
     PIECES: gl.constexpr = H // PIECE
     line: gl.constexpr = gl.BlockedLayout([PIECE // 128], [32], [4], [0])
     lane = gl.arange(0, PIECE, line)
@@ -226,11 +257,7 @@ def _combine(WHO: gl.constexpr, plan, result, H: gl.constexpr, TOP_K: gl.constex
         col = item % PIECES * PIECE + lane
         total = gl.zeros([PIECE], gl.float32, line)
         for j in gl.static_range(TOP_K):
-            if slots_ptr is None:
-                expert = gl.load(ids_ptr + token * TOP_K + j) - first_expert
-                slot = gl.where((expert >= 0) & (expert < experts), token * TOP_K + j, -1)
-            else:
-                slot = gl.load(slots_ptr + token * TOP_K + j)
+            slot = gl.load(slots_ptr + token * TOP_K + j)
             weight = gl.load(weights_ptr + token * TOP_K + j)
             # A row nobody wrote may hold NaN: it is left out, not multiplied by zero.
             part = gl.load(y_ptr + gl.maximum(slot, 0).to(gl.int64) * H + col)
@@ -245,8 +272,8 @@ def experts_decode_w4a8_kernel(
     x_ptr, x_stride, codes13_desc, scales13_desc, codes2_desc, scales2_desc, h_ptr, h_stride, y_ptr, weights_ptr,
     shared_ptr, out_ptr, ids_ptr, first_expert, experts, rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr,
     partial_ptr, counters_ptr, sync_ptr, x_scale_ptr, h_scale_ptr, tokens,
-    H: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-    WGS: gl.constexpr, SCALE_A_TOKEN: gl.constexpr, X_LAYOUT: gl.constexpr,
+    H: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr, PIECE: gl.constexpr, TOKENS: gl.constexpr,
+    STAGES: gl.constexpr, WGS: gl.constexpr, SCALE_A_TOKEN: gl.constexpr, X_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``, e the expert of pair (t, j).
 
@@ -258,7 +285,9 @@ def experts_decode_w4a8_kernel(
     """
     x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, TOKENS, 128], X_LAYOUT)
     codes, code_scales = weight_buffers(codes13_desc, scales13_desc, STAGES, WGS)
-    full, empty = make_barriers(STAGES, 129, WGS)
+    full, empty = make_barriers(STAGES, 2, WGS)
+    # Without a plan a CTA has all of a token's tiles of a strip one after the other, and sums them itself.
+    RUN: gl.constexpr = TOP_K if tiles_ptr is None else 1
     up_n = gl.cdiv(WIDTH // 32, WGS)
     down_n = gl.cdiv(H // 64, WGS)
     up_k = (H + 255) // 256
@@ -281,29 +310,29 @@ def experts_decode_w4a8_kernel(
         gl.warp_specialize(
             [
                 (_consume, (0, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, shape, interval,
-                            H, TOP_K, STAGES, WGS, SCALE_A_TOKEN)),
+                            H, TOP_K, RUN, PIECE, STAGES, WGS, SCALE_A_TOKEN)),
                 (_consume, (1, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, shape, interval,
-                            H, TOP_K, STAGES, WGS, SCALE_A_TOKEN)),
+                            H, TOP_K, RUN, PIECE, STAGES, WGS, SCALE_A_TOKEN)),
                 (_produce_rows, ((x_ptr, x_stride, H), hidden, WIDTH // 32, plan, sync_ptr, ring, shape, interval,
-                                 TOP_K, STAGES)),
-                (_produce_weights, (w13, w2, plan, ring, shape, interval, STAGES, WGS)),
+                                 TOP_K, RUN, STAGES, 3)),
+                (_produce_weights, (w13, w2, plan, ring, shape, interval, RUN, STAGES, WGS)),
             ],
             [4, 4, 1],
-            [152, 72, 40],
+            [200, 72, 40],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
                 (_consume, (0, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, shape, interval,
-                            H, TOP_K, STAGES, WGS, SCALE_A_TOKEN)),
+                            H, TOP_K, RUN, PIECE, STAGES, WGS, SCALE_A_TOKEN)),
                 (_consume, (1, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, shape, interval,
-                            H, TOP_K, STAGES, WGS, SCALE_A_TOKEN)),
+                            H, TOP_K, RUN, PIECE, STAGES, WGS, SCALE_A_TOKEN)),
                 (_consume, (2, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, shape, interval,
-                            H, TOP_K, STAGES, WGS, SCALE_A_TOKEN)),
+                            H, TOP_K, RUN, PIECE, STAGES, WGS, SCALE_A_TOKEN)),
                 (_produce_rows, ((x_ptr, x_stride, H), hidden, WIDTH // 32, plan, sync_ptr, ring, shape, interval,
-                                 TOP_K, STAGES)),
-                (_produce_weights, (w13, w2, plan, ring, shape, interval, STAGES, WGS)),
+                                 TOP_K, RUN, STAGES, 3)),
+                (_produce_weights, (w13, w2, plan, ring, shape, interval, RUN, STAGES, WGS)),
             ],
             [4, 4, 4, 1],
-            [128, 128, 72, 40],
+            [120, 120, 80, 40],
         )  # fmt: skip

@@ -10,10 +10,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from katydid_kernels.gemm.expert_tiles import copy_rows, gather, row_layout, scaled_swiglu, store_columns, tokens_of
+from katydid_kernels.gemm.expert_tiles import gather, row_layout, scaled_swiglu, store_columns, tokens_of
 from katydid_kernels.gemm.narrow_kernel import finish_columns
 from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_for_last
-from katydid_kernels.w4a8.packed_tiles import fetch_weights, multiply_halves, strip_of, weight_buffers
+from katydid_kernels.w4a8.packed_tiles import (
+    copy_groups,
+    fetch_weights,
+    flush_groups,
+    multiply_halves,
+    strip_of,
+    weight_buffers,
+)
 
 __all__ = ["grouped_w4a8_kernel"]
 
@@ -35,17 +42,18 @@ def _tile_of(item, tiles_n, tiles_ptr, M):
 
 @gluon.jit
 def _produce(x, weight, rows_ptr, tiles_ptr, ring, shape, M, STAGES: gl.constexpr, WGS: gl.constexpr):
-    x_ptr, x_stride = x
-    codes_desc, scales_desc, strips = weight
+    x_ptr, x_stride, columns = x
+    codes_desc, scales_desc, strips, groups = weight
     x_bufs, codes, scales, full, empty = ring
     items, tiles_n, tiles_k = shape
-    TOKENS: gl.constexpr = x_bufs.type.shape[1]
     BYTES: gl.constexpr = WGS * (codes_desc.block_type.nbytes + scales_desc.block_type.nbytes)
     layout: gl.constexpr = row_layout(128, 8)
     cols = gl.arange(0, 128, gl.SliceLayout(0, layout))
-    lane = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
+    lane = gl.arange(0, 128, gl.SliceLayout(1, layout))
+    LAG: gl.constexpr = 1
     stage = 0
     phase = 1
+    sent = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         expert, row, end = _tile_of(item, tiles_n, tiles_ptr, M)
         rows = row + lane
@@ -57,9 +65,10 @@ def _produce(x, weight, rows_ptr, tiles_ptr, ring, shape, M, STAGES: gl.constexp
             mbarrier.expect(bar, BYTES)
             for part in gl.static_range(WGS):
                 strip = strip_of(expert, item % tiles_n * WGS + part, strips)
-                fetch_weights(codes_desc, scales_desc, strip, k, tiles_k, bar, codes, scales, stage * WGS + part)
-            copy_rows(x_bufs.index(stage), source + k * 128, valid, bar)
+                fetch_weights(codes_desc, scales_desc, strip, k, groups, bar, codes, scales, stage * WGS + part)
+            sent = copy_groups(x_bufs, full, stage, sent, source, k, columns, valid, STAGES, LAG)
             stage, phase = advance(stage, phase, STAGES)
+    flush_groups(full, stage, sent, STAGES, LAG)
 
 
 @gluon.jit
@@ -122,14 +131,14 @@ def grouped_w4a8_kernel(
 
     and without tiles, for one dense weight, ``out[M, N] = (x W^T) * x_scale + bias + residual``.
 
-    x: rows of whole groups of 128. codes_desc: boxes ``[1, 32, 128]`` of packed codes; scales_desc: boxes ``[64]``.
+    x: rows of whole groups of 128. codes_desc: boxes ``[1, 64, 128]`` of packed codes; scales_desc: boxes ``[128]``.
     x_scale: fp32, one for each row of x where X_SCALE_STEP is 1, one for all where it is 0.
     """
-    x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], X_LAYOUT)
+    x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, 128, 128], X_LAYOUT)
     codes, scales = weight_buffers(codes_desc, scales_desc, STAGES, WGS)
-    full, empty = make_barriers(STAGES, 129, WGS)
+    full, empty = make_barriers(STAGES, 2, WGS)
     tiles_n = gl.cdiv(strips, WGS)
-    tiles_k = gl.cdiv(columns, 128)
+    tiles_k = gl.cdiv(columns, 256)
     launch_next()
     wait_for_last()
     tiles = gl.cdiv(M, 128) if tiles_ptr is None else gl.load(tile_count_ptr)
@@ -137,8 +146,8 @@ def grouped_w4a8_kernel(
     ring = (x_bufs, codes, scales, full, empty)
     out = (out_ptr, out_stride)
     hooks = (x_scale_ptr, h_scale_ptr, bias_ptr, residual_ptr, residual_stride)
-    x = (x_ptr, x_stride)
-    weight = (codes_desc, scales_desc, strips)
+    x = (x_ptr, x_stride, (columns + 127) // 128 * 128)
+    weight = (codes_desc, scales_desc, strips, gl.cdiv(columns, 128))
     limits = (M, N, strips)
     if WGS == 2:
         gl.warp_specialize(

@@ -19,16 +19,14 @@ from katydid_kernels.w4a8.tuning import GroupedTile, NarrowTile
 __all__ = ["launch_grouped", "launch_narrow", "rows_layout", "weight_descriptors"]
 
 
-def weight_descriptors(weight: Int4Weight, groups: int = 2) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Of the codes, in boxes of one strip by `groups` groups, and of all scales on one line, in boxes of as many."""
+def weight_descriptors(weight: Int4Weight) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Of the codes, in boxes of one strip by two groups, and of all scales on one line, in boxes of two groups."""
     lines = weight.codes.shape[-2]
     codes = TensorDescriptor(
-        weight.codes, [weight.codes.numel() // (lines * 128), lines, 128], [lines * 128, 128, 1], [1, 32 * groups, 128],
+        weight.codes, [weight.codes.numel() // (lines * 128), lines, 128], [lines * 128, 128, 1], [1, 64, 128],
         gl.NVMMASharedLayout(128, 8, rank=3),
     )  # fmt: skip
-    scales = TensorDescriptor(
-        weight.scales, [weight.scales.numel()], [1], [64 * groups], gl.NVMMASharedLayout(0, 16, rank=1)
-    )
+    scales = TensorDescriptor(weight.scales, [weight.scales.numel()], [1], [128], gl.NVMMASharedLayout(0, 16, rank=1))
     return codes, scales
 
 
@@ -83,7 +81,7 @@ def launch_grouped(
     where no `tiles` and `tile_count` of a `RoutePlan` are given, one dense product with x_scale, bias and residual."""
     maxnreg, consumer, producer = tile.registers
     grouped_w4a8_kernel[(sm_count(x.device),)](
-        x, x.stride(0), weight.cols, *weight_descriptors(weight, 1), weight.codes.shape[-3], out, out.stride(0),
+        x, x.stride(0), weight.cols, *weight_descriptors(weight), weight.codes.shape[-3], out, out.stride(0),
         rows, tiles, tile_count, x_scale, h_scale, bias, residual, 0 if residual is None else residual.stride(0),
         x.shape[0], weight.rows,
         STAGES=tile.stages, WGS=tile.warpgroups, GATED=weight.gated, X_SCALE_STEP=scale_step(x_scale),

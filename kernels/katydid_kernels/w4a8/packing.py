@@ -1,4 +1,4 @@
-"""The packed int4 weight: an order of bits from which wgmma's register operand falls out in seven steps a word.
+"""The packed int4 weight: an order of bits from which wgmma's register operand falls out in three steps a word.
 
 A weight ``[N, K]`` is symmetric int4, -8 to 7, with one bf16 scale for every 128 columns of a row. Its rows are cut
 into strips of 64 (the rows of one wgmma), its columns into units of 64. Row 0..63 of a strip is ``16 * warp + 8 * half
@@ -6,16 +6,13 @@ into strips of 64 (the rows of one wgmma), its columns into units of 64. Row 0..
 these in registers when wgmma multiplies, byte b of register ``2 * (j % 2) + half`` of step ``j // 2``.
 
 codes, uint8 ``[strips, 16 * units, 128]``: a unit is 16 lines of 128 bytes, 2 KiB. Byte ``512 * warp + 16 * lane +
-4 * j + b`` of it holds, from bit 7 down to 0,
+4 * j + b`` of it holds, in two's complement, the value at half 0 in its low four bits and the one at half 1 above.
 
-    L.sign  H.magnitude (3)  H'.sign  L.magnitude (3)
-
-L being the value at half 0 and H the one at half 1, both at byte b; H' is at half 1 and byte ``(b - 1) % 4``. A sign is
-1 for v < 0; the magnitude is v, or ``-v - 1`` where v < 0 (so that -8 fits).
-
-With w a word of four such bytes, ``a = w & 0x87878787; a + ((w & 0x80808080) >> 7)`` is four bytes s000mmmm for half 0,
-and the same of w rotated right by four bits for half 1. As e4m3, s000mmmm is exactly v / 512: the subnormals 0..7, and
-8 as the smallest normal number. So nothing is looked up or rounded, and 512 joins the scale at the very end.
+As e4m3, the bytes 0..15 are exactly 0..15 over 512: the subnormals 0..7 and the first normal numbers. With w a word of
+four bytes, ``(w & 0x0f0f0f0f) ^ 0x08080808`` is thus four e4m3 for half 0, eight too large, and the same of ``w >> 4``
+is half 1's: three instructions for eight values, where the tensor cores can take eight times the sum of x off again.
+Where they cannot, nine make the sign and magnitude of each (`packed_tiles`). Nothing is looked up or rounded, and 512
+joins the scale at the very end.
 
 scales, bf16 ``[strips, groups, 64]``: row r of group k of a strip is the scale of that row's columns 128k..128k + 127.
 A last group may be half; rows and columns that do not exist have code 0 and scale 0.
@@ -159,38 +156,30 @@ def pack_int4(codes: Tensor, scales: Tensor, *, gated: bool = False) -> Int4Weig
         raise ValueError(f"gate and up must have a multiple of {_STRIP // 2} rows each, got {rows} in all")
     if gated:
         codes, scales = _interleave(codes), _interleave(scales)
-    codes = F.pad(codes.to(torch.int16), (0, -cols % _UNIT, 0, -rows % _STRIP))
+    codes = F.pad(codes.to(torch.int8), (0, -cols % _UNIT, 0, -rows % _STRIP))
     scales = F.pad(scales.bfloat16(), (0, 0, 0, -rows % _STRIP)).unflatten(-2, (-1, _STRIP)).transpose(-1, -2)
 
     lead = codes.ndim - 2
     tiles = codes.unflatten(-1, (-1, _COLUMNS, _QUADS, _BYTES)).unflatten(lead, (-1, _WARPS, _HALVES, _ROWS))
     strip, warp, half, row, unit, column, quad, byte = range(lead, lead + 8)
     tiles = tiles.permute(*range(lead), strip, unit, warp, row, quad, column, byte, half)
-    sign = (tiles < 0).to(torch.int16)
-    magnitude = torch.where(tiles < 0, -tiles - 1, tiles)
-    packed = magnitude[..., 0] | sign[..., 0] << 7 | magnitude[..., 1] << 4 | sign[..., 1].roll(1, -1) << 3
-    packed = packed.to(torch.uint8).flatten(lead + 1).unflatten(lead + 1, (-1, 128))
-    return Int4Weight(packed.contiguous(), scales.contiguous(), rows, cols, gated)
+    packed = (tiles[..., 0] & 15 | tiles[..., 1] << 4).flatten(lead + 1).unflatten(lead + 1, (-1, 128))
+    return Int4Weight(packed.contiguous().view(torch.uint8), scales.contiguous(), rows, cols, gated)
 
 
 def unpack_int4(weight: Int4Weight) -> tuple[Tensor, Tensor]:
     """The codes int8 ``[*, rows, cols]`` and scales ``[*, rows, groups]`` that were packed."""
     lead = weight.codes.ndim - 3
-    flat = weight.codes.to(torch.int16).flatten(lead + 1)
+    flat = weight.codes.flatten(lead + 1)
     packed = flat.unflatten(lead + 1, (-1, _WARPS, _ROWS, _QUADS, _COLUMNS, _BYTES))
-    low = _signed(packed & 7, packed >> 7)
-    high = _signed(packed >> 4 & 7, (packed >> 3 & 1).roll(-1, -1))
+    low, high = (packed << 4).view(torch.int8) >> 4, packed.view(torch.int8) >> 4
     strip, unit, warp, row, quad, column, byte, half = range(lead, lead + 8)
     tiles = torch.stack((low, high), -1).permute(*range(lead), strip, warp, half, row, unit, column, quad, byte)
-    codes = tiles.flatten(lead + 4).flatten(lead, lead + 3)[..., : weight.rows, : weight.cols].to(torch.int8)
+    codes = tiles.flatten(lead + 4).flatten(lead, lead + 3)[..., : weight.rows, : weight.cols]
     scales = weight.scales.transpose(-1, -2).flatten(lead, lead + 1)[..., : weight.rows, :]
     if weight.gated:
         codes, scales = _separate(codes), _separate(scales)
     return codes.contiguous(), scales.contiguous()
-
-
-def _signed(magnitude: Tensor, sign: Tensor) -> Tensor:
-    return torch.where(sign == 1, -magnitude - 1, magnitude)
 
 
 def _interleave(rows: Tensor) -> Tensor:

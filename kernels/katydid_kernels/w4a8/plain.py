@@ -80,10 +80,8 @@ def _code(codes, row, col, lines):
     half = row % 16 // 8
     lane = row % 8 * 4 + col % 16 // 4
     word = row // 64 * (lines * 128) + col // 64 * 2048 + row % 64 // 16 * 512 + lane * 16 + col % 64 // 16 * 4
-    byte = tl.load(codes + word + col % 4).to(tl.int32)
-    signs = tl.load(codes + word + (col + half) % 4).to(tl.int32)
-    magnitude = (byte >> (half * 4)) & 7
-    return tl.where(((signs >> (7 - half * 4)) & 1) == 1, -magnitude - 1, magnitude)
+    nibble = (tl.load(codes + word + col % 4).to(tl.int32) >> (half * 4)) & 15
+    return tl.where(nibble < 8, nibble, nibble - 16)
 
 
 @triton.jit

@@ -48,7 +48,7 @@ class DecodeTile:
 class GroupedTile:
     """One configuration of the grouped kernel, whose tiles have 128 rows of x.
 
-    stages: stages of the ring, 128 columns deep.
+    stages: stages of the ring, 256 columns deep.
     warpgroups: consumers, 2 or 3, a strip of weights each.
     """
 
@@ -60,7 +60,7 @@ class GroupedTile:
     @property
     def registers(self) -> tuple[int, int, int]:
         """A thread's at launch, a consumer's, a producer's."""
-        return (128, 144, 80) if self.warpgroups == 3 else (168, 216, 56)
+        return (128, 144, 80) if self.warpgroups == 3 else (168, 224, 56)
 
 
 _DECODE = [DecodeTile(8, 11), DecodeTile(16, 10), DecodeTile(32, 8), DecodeTile(64, 6)]
@@ -68,7 +68,7 @@ _DECODE = [DecodeTile(8, 11), DecodeTile(16, 10), DecodeTile(32, 8), DecodeTile(
 
 def grouped_tile() -> GroupedTile:
     """The tile for many rows."""
-    return GroupedTile(6, 3)
+    return GroupedTile(4, 2)
 
 
 def expert_tile(pairs: int, experts: int) -> DecodeTile | GroupedTile:

@@ -1,0 +1,67 @@
+"""Measures W4A8 against our own fp8 on one Hopper GPU, a row a bar, to ``w4a8.json``.
+
+    PYTHONPATH=kernels:bench/kernels python bench/kernels/w4a8.py --out bench/results
+
+Each part is a process of its own; one whose kernels do not match float64 reports no speed. `gemm.py` says the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+PARTS = ("linear", "TP8", "EP8")
+
+
+def part(name: str) -> dict[str, Any]:
+    """Run one part in this process."""
+    from w4a8_cases import experts, linear
+
+    return linear() if name == "linear" else experts(name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    parser.add_argument("--limit-s", type=float, default=180.0)
+    parser.add_argument("--part", choices=PARTS)
+    arguments = parser.parse_args()
+    if arguments.part:
+        print("\nRESULT " + json.dumps(part(arguments.part)), flush=True)
+        return
+    os.environ.setdefault("GEMM_BENCH_LOCK", tempfile.mkstemp()[1])
+    command = [sys.executable, __file__, "--part"]
+    running = {name: subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in PARTS}
+    rows = []
+    for name, process in running.items():
+        try:
+            output, _ = process.communicate(timeout=arguments.limit_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+        results = [json.loads(line[7:]) for line in output.splitlines() if line.startswith("RESULT ")]
+        print(name, json.dumps(results[-1] if results else "failed: " + output[-1500:]), flush=True)
+        rows += results[-1]["rows"] if results else []
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    about = {
+        "gpu": torch.cuda.get_device_name(),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},
+        "commit": os.environ.get("KATYDID_COMMIT") or head.stdout.strip(),
+        "command": "PYTHONPATH=kernels:bench/kernels python bench/kernels/w4a8.py",
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "w4a8.json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
