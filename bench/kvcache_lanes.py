@@ -15,8 +15,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import uvloop
 from katydid_cache import BlockLayout, CacheClient, PutBlock, keep_buffers_mapped
@@ -24,6 +25,8 @@ from katydid_cache import BlockLayout, CacheClient, PutBlock, keep_buffers_mappe
 LAYOUT = BlockLayout(layers=16, kv_heads=8, head_dim=64, dtype="bfloat16")
 IDENTITY = b"bench-lanes".ljust(32, b"\0")
 GET_BAR, PULL_BAR = 2.5, 12.0
+
+Row = dict[str, Any]
 
 
 @contextmanager
@@ -88,25 +91,28 @@ async def rows(
     get_blocks: int = 64,
     pull_blocks: int = 128,
     rounds: int = 5,
-) -> AsyncIterator[dict[str, object]]:
-    """One row a case, in the form of bench/results."""
+    tell: Callable[[Row], None] = lambda _: None,
+) -> list[Row]:
+    """One row a case, in the form of bench/results; `tell` hears of each as it comes."""
     memory = ["--memory-bytes", str(1 << 30)]
     cores = os.cpu_count() or 1
+    result: list[Row] = []
+
+    def add(figure: str, speed: float, bar: float | None) -> None:
+        met = None if bar is None else speed >= bar
+        result.append({"figure": figure, "value": round(speed, 2), "unit": "GB/s", "bar": bar, "met": met})
+        tell(result[-1])
+
     with service(*memory) as source:
         for lanes in get_lanes:
             speed = await gets(source, lanes, get_blocks, rounds)
-            figure = f"get, {lanes} bulk lanes" if lanes else "get, stream"
-            yield _row(figure, speed, GET_BAR if lanes else None)
+            add(f"get, {lanes} bulk lanes" if lanes else "get, stream", speed, GET_BAR if lanes else None)
         for lanes in pull_lanes:
             with service(*memory, "--pull-from", source, "--lanes", str(lanes)) as target:
                 speed = await pulls(source, target, pull_blocks, rounds)
-            figure = f"instance to instance, {lanes} lanes, {cores} cores"
-            yield _row(figure, speed, PULL_BAR if lanes == 8 and cores >= 16 else None)
-
-
-def _row(figure: str, speed: float, bar: float | None) -> dict[str, object]:
-    met = None if bar is None else speed >= bar
-    return {"figure": figure, "value": round(speed, 2), "unit": "GB/s", "bar": bar, "met": met}
+            bar = PULL_BAR if lanes == 8 and cores >= 16 else None
+            add(f"instance to instance, {lanes} lanes, {cores} cores", speed, bar)
+    return result
 
 
 async def main() -> None:
@@ -117,10 +123,13 @@ async def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, block {LAYOUT.block_bytes >> 20} MiB", flush=True)
-    async for row in rows(
-        options.get_lanes, options.pull_lanes, pull_blocks=options.pull_blocks, rounds=options.rounds
-    ):
-        print(json.dumps(row), flush=True)
+    await rows(
+        options.get_lanes,
+        options.pull_lanes,
+        pull_blocks=options.pull_blocks,
+        rounds=options.rounds,
+        tell=lambda row: print(json.dumps(row), flush=True),
+    )
 
 
 if __name__ == "__main__":
