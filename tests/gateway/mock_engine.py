@@ -357,6 +357,7 @@ def main() -> None:
     parser.add_argument("--listen", default="127.0.0.1:0")
     parser.add_argument("--model", required=True, help="folder whose tokenizer the gateway uses")
     parser.add_argument("--step-ms", type=float, default=1.0)
+    parser.add_argument("--tokens-per-step", type=int, default=1)
     parser.add_argument("--prefill-ms", type=float, default=0.0)
     parser.add_argument("--vocab-size", type=int, default=1000)
     parser.add_argument("--max-model-tokens", type=int, default=8192)
@@ -364,6 +365,7 @@ def main() -> None:
     options = MockOptions(
         tokenizer_digest=tokenizer_digest(arguments.model),
         step_s=arguments.step_ms / 1e3,
+        tokens_per_step=arguments.tokens_per_step,
         prefill_s=arguments.prefill_ms / 1e3,
         vocab_size=arguments.vocab_size,
         max_model_tokens=arguments.max_model_tokens,

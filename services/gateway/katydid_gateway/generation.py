@@ -19,7 +19,7 @@ from functools import cache
 from hashlib import sha256
 
 from katydid_runtime import log
-from katydid_runtime.block_hash import hash_chain, split_hashes, unpack_ids
+from katydid_runtime.block_hash import ChainKey, split_hashes, unpack_ids
 from katydid_runtime.errors import (
     DeadlineExceededError,
     DrainingError,
@@ -32,6 +32,7 @@ from katydid_runtime.telemetry import Telemetry
 
 from katydid_gateway.answer import Answer
 from katydid_gateway.api_keys import ApiKeys
+from katydid_gateway.chain_cache import ChainCache
 from katydid_gateway.choice_stream import ChoiceStream
 from katydid_gateway.dispatch import Dispatch, Dispatcher
 from katydid_gateway.engines.fleet import Fleet
@@ -93,6 +94,7 @@ class Generator:
         self._secret = settings.cache_salt_secret
         self._telemetry = telemetry
         self._metrics = metrics
+        self._chains = ChainCache(settings.chain_cache_bytes)
         self._dispatcher = Dispatcher(fleet, metrics)
         self._flow = FlowControl(
             fleet.router,
@@ -318,7 +320,7 @@ class Generator:
         chain = b""
         if not bypass:
             public = self._settings.public_blocks if salt else 0
-            chain = hash_chain(ids, identity=self.fleet.identity, salt=salt, public_blocks=public)
+            chain = self._chains.chain(ids, ChainKey(self.fleet.identity, salt=salt, public_blocks=public))
         digest = b"" if chain else sha256(ids).digest()
         return RoutedPrompt(tuple(split_hashes(chain)), len(ids) // 4, affinity, digest)
 

@@ -71,6 +71,7 @@ class GatewaySettings(DialingSettings):
     max_prompts: int = Field(64, gt=0, description="most prompts in one completions request")
     client_buffer_bytes: int = Field(256 * 1024, gt=0, description="output kept for a slow reader before it is cut off")
     token_cache_bytes: int = Field(256 * 2**20, ge=0, description="memory for ids of text segments seen before")
+    chain_cache_bytes: int = Field(32 * 2**20, ge=0, description="memory for block hashes of prompts seen before")
     resume: bool = Field(True, description="answers whose engine dies in mid-stream go on, token-exact, on another")
     request_timeout_s: float = Field(7200.0, gt=0, description="longest run of a request whose caller set no deadline")
     sse_keepalive_s: float = Field(15.0, gt=0, description="comment line into a silent event stream this often")

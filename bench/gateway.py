@@ -1,0 +1,265 @@
+"""What the gateway costs: agent turns of 800 KB, many streams, small requests; with mock engines, in real processes.
+
+    python bench/gateway.py [--model FOLDER] [--rounds 3] [--output bench/results/gateway.json]
+
+FOLDER is any model folder; its tokenizer and chat template are used, tokenising is part of every figure. The mock
+engine (tests/gateway/mock_engine.py) answers at once, so a first token's time is the gateway's, the loopback's and 1 ms
+of step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from katydid_cli.model_folder import default_cache_dir, resolve_model
+from tokenizers import Tokenizer
+
+from bench.http_load import Exchanged, Wire, encoded, percentile
+from tests.gateway.processes import Process
+
+ROOT = Path(__file__).resolve().parent.parent
+WORDS = (ROOT / "docs" / "engine.md").read_text().split()
+Message = dict[str, str]
+Figures = dict[str, float]
+
+
+def text(dice: random.Random, size: int) -> str:
+    """Words of a page in another order, so many bytes of them."""
+    words: list[str] = []
+    left = size
+    while left > 0:
+        word = dice.choice(WORDS)
+        words.append(word)
+        left -= len(word.encode()) + 1
+    return " ".join(words)
+
+
+def conversation(dice: random.Random, size: int, turn: int = 8_000) -> list[Message]:
+    """A conversation of so many bytes; `turn` bytes each of its messages."""
+    roles = ("user", "assistant")
+    count = max(1, size // turn)
+    messages = [{"role": roles[place % 2], "content": text(dice, turn)} for place in range(count)]
+    return messages if messages[-1]["role"] == "user" else [*messages, {"role": "user", "content": "go on"}]
+
+
+async def at_once(port: int, bodies: list[bytes], wires: int, **options: Any) -> tuple[list[Exchanged], float]:
+    """All bodies over so many connections; and the seconds it took."""
+    queue = list(reversed(bodies))
+    done: list[Exchanged] = []
+
+    async def work() -> None:
+        wire = Wire("127.0.0.1", port)
+        while queue:
+            done.append(await wire.send(queue.pop(), **options))
+        wire.close()
+
+    began = time.perf_counter()
+    await asyncio.gather(*(work() for _ in range(wires)))
+    return done, time.perf_counter() - began
+
+
+async def agent_turns(port: int, size: int, turns: int, dice: random.Random) -> Figures:
+    """Turns of one agent, one after the other, each with 3 % of new text at its end."""
+    messages = conversation(dice, size)
+    wire = Wire("127.0.0.1", port)
+    await wire.send(encoded(messages, max_tokens=1))
+    first: list[float] = []
+    for _ in range(turns):
+        messages += [
+            {"role": "assistant", "content": text(dice, size // 200)},
+            {"role": "user", "content": text(dice, size // 40)},
+        ]
+        first.append((await wire.send(encoded(messages, max_tokens=1))).first_s * 1e3)
+    wire.close()
+    return {"p50": percentile(first, 0.5), "p99": percentile(first, 0.99)}
+
+
+async def cold_turns(port: int, tokenizer: Tokenizer, size: int, count: int, dice: random.Random) -> Figures:
+    """Conversations nobody has seen, beside the tokenizer alone on the same text."""
+    shares, firsts = [], []
+    wire = Wire("127.0.0.1", port)
+    for _ in range(count):
+        messages = conversation(dice, size)
+        began = time.perf_counter()
+        tokenizer.encode_batch_fast(["\n".join(message["content"] for message in messages)])
+        alone = time.perf_counter() - began
+        first = (await wire.send(encoded(messages, max_tokens=1))).first_s
+        firsts.append(first * 1e3)
+        shares.append(first / alone)
+    wire.close()
+    return {"p50": percentile(firsts, 0.5), "share": statistics.median(shares)}
+
+
+async def crowd(port: int, size: int, wires: int, requests: int, dice: random.Random) -> Figures:
+    """Agents at the same time, each in its own conversation, all of them warm."""
+    agents = [conversation(dice, size) for _ in range(min(wires, 20))]
+    await at_once(port, [encoded(messages, max_tokens=1) for messages in agents], 4)
+    bodies = []
+    for number in range(requests):
+        agent = agents[number % len(agents)]
+        agent += [{"role": "assistant", "content": "done"}, {"role": "user", "content": text(dice, size // 100)}]
+        bodies.append(encoded(agent, max_tokens=1))
+    done, seconds = await at_once(port, bodies, wires)
+    return {"p50": percentile([each.first_s * 1e3 for each in done], 0.5), "per_s": requests / seconds}
+
+
+async def small(port: int, wires: int, requests: int, dice: random.Random) -> Figures:
+    bodies = [encoded([{"role": "user", "content": text(dice, 200)}], max_tokens=1) for _ in range(requests)]
+    _, seconds = await at_once(port, bodies, wires)
+    return {"per_s": requests / seconds}
+
+
+async def streams(port: int, count: int, tokens: int, dice: random.Random) -> Figures:
+    """So many streams at the same time, and /healthz beside them."""
+    bodies = [encoded([{"role": "user", "content": text(dice, 200)}], max_tokens=tokens, ignore_eos=True)] * count
+    health: list[float] = []
+    stop = asyncio.Event()
+
+    async def watch() -> None:
+        wire = Wire("127.0.0.1", port)
+        while not stop.is_set():
+            health.append(await wire.get("/healthz") * 1e3)
+            await asyncio.sleep(0.05)
+        wire.close()
+
+    watching = asyncio.create_task(watch())
+    done, seconds = await at_once(port, bodies, count)
+    stop.set()
+    await watching
+    return {
+        "tokens_per_s": count * tokens / seconds,
+        "events_per_s": sum(each.events for each in done) / seconds,
+        "healthz_p99": percentile(health, 0.99),
+    }
+
+
+def started(model: Path, engines: int, **mock: float) -> tuple[list[Process], int]:
+    """Mock engines and a gateway before them; returns the processes and the HTTP port."""
+    options = [part for name, value in mock.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    limits = ["--vocab-size", "200000", "--max-model-tokens", "1000000"]
+    processes, addresses = [], []
+    for _ in range(engines):
+        engine = Process("-m", "tests.gateway.mock_engine", "--model", str(model), *limits, *options)
+        addresses.append(engine.expect("READY").split()[1])
+        processes.append(engine)
+    gateway = Process(
+        *("-m", "katydid_gateway", "--model", str(model), "--engines", ",".join(addresses)),
+        *("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--log-level", "info"),
+        *("--engine-queue-s", "3600"),
+    )
+    processes.append(gateway)
+    line = json.loads(gateway.expect('"http_address"'))
+    port = int(line["http_address"].rpartition(":")[2])
+
+    async def ready() -> None:
+        while True:
+            try:
+                await Wire("127.0.0.1", port).send(encoded([{"role": "user", "content": "hi"}], max_tokens=1))
+            except RuntimeError:
+                await asyncio.sleep(0.1)
+            else:
+                return
+
+    asyncio.run(asyncio.wait_for(ready(), 30))
+    return processes, port
+
+
+def measured(model: Path, rounds: int) -> dict[str, Figures]:
+    """Medians over rounds, each with processes of its own."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    cases: dict[str, tuple[dict[str, float], Callable[[int, random.Random], Awaitable[Figures]]]] = {
+        "800 KB turn, warm": ({}, lambda port, dice: agent_turns(port, 800_000, 40, dice)),
+        "800 KB, cold": ({}, lambda port, dice: cold_turns(port, tokenizer, 800_000, 8, dice)),
+        "800 KB, 20 at once": ({}, lambda port, dice: crowd(port, 800_000, 20, 120, dice)),
+        "220 KB, 100 at once": ({}, lambda port, dice: crowd(port, 220_000, 100, 300, dice)),
+        "small, 32 at once": ({}, lambda port, dice: small(port, 32, 3000, dice)),
+        "256 streams": ({"tokens_per_step": 16, "step_ms": 20}, lambda port, dice: streams(port, 256, 2048, dice)),
+    }
+    found: dict[str, list[Figures]] = {name: [] for name in cases}
+    for number in range(rounds):
+        for name, (mock, case) in cases.items():
+            processes, port = started(model, 2, **mock)
+            try:
+                figures = asyncio.run(case(port, random.Random(number)))  # type: ignore[arg-type]
+            finally:
+                for process in reversed(processes):
+                    process.stop()
+            found[name].append(figures)
+            print(f"round {number + 1}: {name}: {figures}", flush=True)
+    return {
+        name: {figure: statistics.median(run[figure] for run in runs) for figure in runs[0]}
+        for name, runs in found.items()
+    }
+
+
+def rows(figures: dict[str, Figures]) -> list[dict[str, Any]]:
+    """One row a bar; the peers' figures are those published for the same shapes."""
+    table = (
+        ("800 KB turn, 97 % seen before: TTFT p50", "800 KB turn, warm", "p50", "ms", 8, True),
+        ("800 KB turn, 97 % seen before: TTFT p99", "800 KB turn, warm", "p99", "ms", 20, True),
+        ("800 KB cold: TTFT over the tokenizer alone", "800 KB, cold", "share", "x", 1.1, True),
+        ("800 KB, 20 at once: TTFT p50", "800 KB, 20 at once", "p50", "ms", 300, True),
+        ("800 KB, 20 at once: requests", "800 KB, 20 at once", "per_s", "1/s", 60, False),
+        ("220 KB, 100 at once: TTFT p50", "220 KB, 100 at once", "p50", "ms", 250, True),
+        ("small requests, 32 at once", "small, 32 at once", "per_s", "1/s", 1500, False),
+        ("256 streams: tokens", "256 streams", "tokens_per_s", "1/s", 60_000, False),
+        ("256 streams: /healthz p99", "256 streams", "healthz_p99", "ms", 100, True),
+    )
+    made = []
+    for figure, case, name, unit, bar, lower in table:
+        value = figures[case][name]
+        met = value <= bar if lower else value >= bar
+        made.append(
+            {
+                "figure": figure,
+                "value": round(value, 3),
+                "unit": unit,
+                "floor": None,
+                "peer": None,
+                "peer_value": None,
+                "bar": bar,
+                "met": met,
+            }
+        )
+    return made
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="SmolLM2-135M-Instruct")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "gateway.json")
+    options = parser.parse_args()
+    model = resolve_model(options.model, default_cache_dir())
+    made = rows(measured(model, options.rounds))
+    for row in made:
+        print(f"{row['figure']:<45}{row['value']:>12,.2f} {row['unit']:<4} bar {row['bar']:g}: met {row['met']}")
+    head = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(head, capture_output=True, text=True, cwd=ROOT, check=False)
+    report = {
+        "gpu": None,
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "versions": {name: version(name) for name in ("grpcio", "tokenizers", "uvicorn")},
+        "commit": commit.stdout.strip(),
+        "command": " ".join(["python", "bench/gateway.py", *sys.argv[1:]]),
+        "rows": made,
+    }
+    options.output.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
