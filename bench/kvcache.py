@@ -31,6 +31,7 @@ from kvcache_services import HERE, LmCache, Passes, mooncake, redis, service
 MIB = 1 << 20
 PARTS = ("memory", "lookups", "hashing", "disk", "restart", "lanes")
 SHARED_MEMORY, STREAM = "same host, 8 x 2 MiB a call", "stream, 2 MiB blocks"
+LANE = "bulk lanes over TCP, 2 MiB blocks"
 
 Row = dict[str, Any]
 
@@ -66,6 +67,8 @@ def memory(rounds: int, peers: Path) -> list[Row]:
             flags = () if checked else ("--unchecked",)
             contenders[f"place{suffix}"] = Passes(stack, sys.executable, program, address, "--arena", *flags)
             contenders[f"stream{suffix}"] = Passes(stack, sys.executable, program, address, *flags)
+        address, _ = stack.enter_context(service("--memory-bytes", str(768 * MIB), "--lane-listen", "127.0.0.1:0"))
+        contenders["lane"] = Passes(stack, sys.executable, program, address, "--lanes", "2")
         for number in range(rounds + 2):
             for name, contender in contenders.items():
                 if contender is None:
@@ -104,6 +107,11 @@ def memory_rows(
     if "redis" in peers:
         times = medians["stream"][way] / peers["redis"]
         rows.append(row(f"{STREAM}, {way}: times Redis", times, "x", 2 if way == "get" else 1, peer="redis"))
+    if way == "get":
+        lane = medians["lane"][way]
+        rows.append(row(f"{LANE}, {way}", lane, "GB/s", 2.5, **known))
+        if "redis" in peers:
+            rows.append(row(f"{LANE}, {way}: times the fastest peer over a socket", lane / peers["redis"], "x", 1))
     for name, figure, most in (("place", SHARED_MEMORY, 15), ("stream", STREAM, 5)):
         cost = 100 * (1 - ratio(figures[name][way], figures[f"{name} off"][way]))
         rows.append(row(f"{figure}, {way}: cost of checksums", cost, "%", most, lower=True))

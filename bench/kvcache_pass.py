@@ -89,6 +89,7 @@ async def main() -> None:
     parser.add_argument("address")
     parser.add_argument("--arena", action="store_true", help="in place, not in streams")
     parser.add_argument("--unchecked", action="store_true")
+    parser.add_argument("--lanes", type=int, default=0, help="bulk lanes of a get, from a service that has them")
     parser.add_argument("--put-only", action="store_true", help="to load a service: put for three seconds")
     options = parser.parse_args()
     if options.unchecked:
@@ -100,7 +101,7 @@ async def main() -> None:
     payloads = [memoryview(bytearray(os.urandom(layout.block_bytes))) for _ in range(BLOCKS)]
     buffers = [memoryview(bytearray(layout.block_bytes)) for _ in range(BLOCKS)]
     copies = Copies(layout.block_bytes)
-    async with CacheClient(options.address, name="bench") as cache:
+    async with CacheClient(options.address, name="bench", lanes=options.lanes) as cache:
         await cache.attach(b"bench".ljust(32, b"\0"), layout, arena=options.arena)
 
         async def one_pass() -> tuple[float, float]:
