@@ -6,6 +6,8 @@ Every check draws fresh operands, poisons what is to be written with NaN, and re
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -50,7 +52,7 @@ def check_gemm(
     a = torch.randn(m, k, device="cuda").to(dtype)
     b = torch.randn(n, k, device="cuda").to(dtype)
     reference = a.double() @ b.double().T
-    extra: dict[str, Tensor] = {}
+    extra: dict[str, Any] = {}
     if hooks:
         extra = {
             "row_scale": torch.rand(m, device="cuda") + 0.5,

@@ -127,34 +127,33 @@ def _multiply_part(
 def _finish(acc, offset, col, entry, target, scales, rows_ptr, BITS: gl.constexpr, BLOCKS: gl.constexpr):
     """SwiGLU of an accumulator, quantised and stored from row `offset` of the tile; 64 tokens at a time, and what it
     needs loaded only here, because registers are few."""
+    up_scale_ptr, inverse_scale_ptr, token_scale_ptr = scales
     row = gl.load(entry + 1) + offset
     end = gl.load(entry + 2)
-    h_ptr, h_stride = target
-    up_scale_ptr, inverse_scale_ptr, token_scale_ptr = scales
-    inverse_scale = gl.load(inverse_scale_ptr)
-    ROWS: gl.constexpr = acc.shape[0]
-    layout: gl.constexpr = accumulator_layout(64, BITS)
-    out_layout: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
     if BLOCKS:
         token_scale_ptr = None
-        gate_scale = 1.0
-        up_scale = inverse_scale
+        factors = (1.0, 1.0)
     else:
         scale = up_scale_ptr + gl.load(entry) * 2
-        gate_scale = gl.load(scale)
-        up_scale = gl.load(scale + 1) * inverse_scale
+        factors = (gl.load(scale), gl.load(scale + 1) * gl.load(inverse_scale_ptr))
     if acc.shape[1] == 128:
-        left, right = acc.reshape([ROWS, 2, 64]).permute((0, 2, 1)).split()
-        parts = (
-            gl.convert_layout(left, layout, assert_trivial=True),
-            gl.convert_layout(right, layout, assert_trivial=True),
-        )
+        layout: gl.constexpr = accumulator_layout(64, BITS)
+        left, right = acc.reshape([acc.shape[0], 2, 64]).permute((0, 2, 1)).split()
+        left = gl.convert_layout(left, layout, assert_trivial=True)
+        right = gl.convert_layout(right, layout, assert_trivial=True)
+        _store_part(left, row, end, col, target, factors, token_scale_ptr, rows_ptr)
+        _store_part(right, row + 64, end, col, target, factors, token_scale_ptr, rows_ptr)
     else:
-        parts = (acc,)
-    for i in gl.static_range(len(parts)):
-        start = row + i * 64
-        h = scaled_swiglu(parts[i], gate_scale, up_scale, start, end, token_scale_ptr, rows_ptr, 1)
-        store_columns(h, h_ptr, h_stride, start, end, col, out_layout)
+        _store_part(acc, row, end, col, target, factors, token_scale_ptr, rows_ptr)
+
+
+@gluon.jit
+def _store_part(part, row, end, col, target, factors, token_scale_ptr, rows_ptr):
+    h_ptr, h_stride = target
+    gate_scale, up_scale = factors
+    out_layout: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
+    h = scaled_swiglu(part, gate_scale, up_scale, row, end, token_scale_ptr, rows_ptr, 1)
+    store_columns(h, h_ptr, h_stride, row, end, col, out_layout)
 
 
 @gluon.jit
