@@ -33,7 +33,7 @@ class EngineSettings(DialingSettings):
     )
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the model runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="of weights, activations and pages; auto: float32 on the CPU, the checkpoint's on a GPU"
+        "auto", description="of what is not quantised; auto: float32 on the CPU, the checkpoint's on a GPU"
     )
     quantization: Literal["auto", "fp8", "w4a8"] = Field(
         "auto", description="of linear and expert weights; auto: as stored; else what a plain checkpoint's become"
