@@ -45,7 +45,7 @@ SHARDS = {
     "bf16 TP8": Shard(192, 192, 4096, (1, 64, 16384), BF16),
     "TP4": Shard(192, 384, 4096, _ALL),
     "TP2": Shard(192, 768, 4096, _ALL),
-    "TP1": Shard(192, 1536, 4096, _ALL),
+    "TP1": Shard(192, 1536, 4096, (16, 256, 4096)),
     "Qwen3-30B-A3B": Shard(128, 768, 2048, _ALL),
     "Qwen3-235B-A22B TP2": Shard(128, 768, 4096, _ALL),
     "blocks EP8": Shard(24, 1536, 4096, (16, 64, 128, 1024), of_blocks=True),
@@ -165,7 +165,7 @@ def experts(name: str) -> dict[str, Any]:
 def _checked(shard: Shard) -> list[tuple[int, int, int, int, int]]:
     """A batch for every way through, an odd size (a scale a token) and an even one."""
     few = {1, 3, 64, 2 * shard.experts - 1, 4 * shard.experts + 1, 1000}
-    small = {3, 64, 501} if shard.experts * shard.width * shard.hidden > 3e8 else few
+    small = {3, 64, 501} if shard.experts * shard.width * shard.hidden > 2e8 else few
     return [(shard.experts, shard.width, tokens, TOP_K, 0) for tokens in sorted(small)]
 
 
