@@ -258,6 +258,21 @@ def test_instances_pull_over_lanes_and_survive_the_loss_of_workers_and_sources()
     run(scenario)
 
 
+def test_a_source_without_lanes_is_pulled_from_by_stream() -> None:
+    async def scenario() -> None:
+        with ExitStack() as stack:
+            source = stack.enter_context(ServiceProcess(memory_bytes=32 * MIB, slab_bytes=4 * MIB))
+            target = stack.enter_context(ServiceProcess(**LANES, pull_from=source.address))
+            async with client(source.address) as there, client(target.address, lanes=0) as here:
+                blocks = make(10)
+                await there.put(blocks)
+                assert (await here.pulls.pull(source.address, packed(blocks))).pulled == 10
+                assert workers_of(target) == []
+                assert await whole(here, blocks)
+
+    run(scenario)
+
+
 def test_tokens_are_asked_for_by_every_instance_and_shown_by_those_that_pull(tmp_path: Path) -> None:
     tokens = {"engine": "read,write", "reader": "read", "operator": "admin"}
     file, own = tmp_path / "tokens", tmp_path / "own"
