@@ -119,7 +119,8 @@ def quantize_int4(weight: Tensor, clip: Literal["none", "mse"] = "none") -> tupl
 
 def _grouped(weight: Tensor) -> Tensor:
     """Columns in groups, the last one filled up with zeros."""
-    return F.pad(weight, (0, -weight.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
+    grouped: Tensor = F.pad(weight, (0, -weight.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
+    return grouped
 
 
 def _rounded_scale(scale: Tensor) -> Tensor:
@@ -183,8 +184,10 @@ def unpack_int4(weight: Int4Weight) -> tuple[Tensor, Tensor]:
 
 
 def _interleave(rows: Tensor) -> Tensor:
-    return rows.unflatten(-2, (2, -1, _ROWS)).transpose(-4, -3).flatten(-4, -2)
+    eights: Tensor = rows.unflatten(-2, (2, -1, _ROWS))
+    return eights.transpose(-4, -3).flatten(-4, -2)
 
 
 def _separate(rows: Tensor) -> Tensor:
-    return rows.unflatten(-2, (-1, 2, _ROWS)).transpose(-4, -3).flatten(-4, -2)
+    eights: Tensor = rows.unflatten(-2, (-1, 2, _ROWS))
+    return eights.transpose(-4, -3).flatten(-4, -2)
