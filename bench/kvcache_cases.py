@@ -33,12 +33,12 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-async def lookups(count: int = 600) -> dict[str, float]:
-    """Milliseconds of Lookup with a lease over 4,096 blocks, while another client puts all it can in streams."""
+async def lookups(*load_options: str, count: int = 500) -> dict[str, float]:
+    """Milliseconds of Lookup with a lease over 4,096 blocks, while another client puts all it can."""
     times: list[float] = []
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        options = ("--memory-bytes", str(512 * MIB))
+        options = ("--memory-bytes", str(768 * MIB))
         address, _ = stack.enter_context(service(*options, listen=f"unix:{folder}/cache.sock"))
         async with CacheClient(address, name="bench-lookups") as cache:
             await cache.attach(IDENTITY, SMALL, arena=True)
@@ -46,7 +46,7 @@ async def lookups(count: int = 600) -> dict[str, float]:
             payload = os.urandom(SMALL.block_bytes)
             await cache.put([PutBlock(block_hash, b"", payload) for block_hash in hashes])
             chain = b"".join(hashes)
-            load = Passes(stack, sys.executable, str(HERE / "kvcache_pass.py"), address, "--put-only")
+            load = Passes(stack, sys.executable, str(HERE / "kvcache_pass.py"), address, "--put-only", *load_options)
             loading = asyncio.create_task(asyncio.to_thread(load.next))
             await asyncio.sleep(1.0)
             for _ in range(count):

@@ -15,7 +15,7 @@ import time
 import numpy as np
 from mooncake.store import MooncakeDistributedStore
 
-BLOCKS, BATCH, BLOCK_BYTES = 64, 8, 2 << 20
+BLOCKS, BATCH, BLOCK_BYTES = 128, 8, 2 << 20
 
 
 def main() -> None:

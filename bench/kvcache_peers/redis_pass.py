@@ -13,7 +13,7 @@ import time
 
 import redis
 
-BLOCKS, BATCH, BLOCK_BYTES = 64, 8, 2 << 20
+BLOCKS, BATCH, BLOCK_BYTES = 128, 8, 2 << 20
 
 
 def main() -> None:

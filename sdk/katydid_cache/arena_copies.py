@@ -32,7 +32,7 @@ __all__ = ["ArenaCopies", "PutTerms"]
 
 _GROUP_BLOCKS = 8
 _GROUPS_IN_FLIGHT = 2
-_PIECE_BYTES = 256 * 1024
+_PIECE_BYTES = 1024 * 1024
 # More leases than anyone holds at a time: what is forgotten beyond is read by stream.
 _LEASES = 256
 

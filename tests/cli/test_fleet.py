@@ -232,6 +232,8 @@ def test_plan_names_addresses_and_options(tmp_path):
     plans = {p.name: p for p in plan_fleet(options, [1, 2, 3])}
     assert list(plans) == ["kvcache", "engine-0", "engine-1", "gateway"]
     assert (plans["kvcache"].stage, plans["engine-0"].stage, plans["gateway"].stage) == (0, 1, 1)
+    assert plans["kvcache"].address.startswith("unix:/")
+    assert all(plans["kvcache"].address in plan.arguments for plan in plans.values())
     words = " ".join(plans["gateway"].arguments)
     assert "--engines engine-0=127.0.0.1:2,engine-1=127.0.0.1:3" in words
     assert "--http-listen 127.0.0.1:8000" in words

@@ -174,7 +174,8 @@ def test_a_reader_sees_a_flip_in_the_shared_memory(tmp_path: Path) -> None:
     run(scenario)
 
 
-def test_reserved_slots_are_given_back_when_the_client_is_killed(tmp_path: Path) -> None:
+def test_what_a_killed_client_held_is_given_back(tmp_path: Path) -> None:
+    """Killed while it writes into reserved slots and while it reads leased ones."""
     holder = f"""
 import asyncio, os
 from katydid_cache import CacheClient
@@ -184,8 +185,12 @@ async def main():
     await cache.attach(IDENTITY, LAYOUT, arena=True)
     reservation = await cache.in_place.reserve(os.urandom(32 * 50))
     assert all(reservation.slots)
-    print("reserved", flush=True)
-    await asyncio.sleep(60)
+    found = await cache.lookup(bytes(range(32)))
+    assert found.lease and len(found.slots) == 1
+    print("holds", flush=True)
+    while True:
+        for slot in reservation.slots:
+            cache.in_place.view(slot)[:] = cache.in_place.view(found.slots[0])
 asyncio.run(main())
 """
 
@@ -193,16 +198,22 @@ asyncio.run(main())
         with ServiceProcess(listen=address(tmp_path)):
             async with CacheClient(address(tmp_path)) as cache:
                 await cache.attach(IDENTITY, LAYOUT, arena=True)
+                content = os.urandom(BLOCK)
+                await write(cache, {bytes(range(32)): content})
                 process = await asyncio.create_subprocess_exec(
                     sys.executable, "-c", holder, stdout=subprocess.PIPE, cwd=ROOT
                 )
                 assert process.stdout is not None
-                assert await process.stdout.readline() == b"reserved\n"
-                assert (await cache.stats()).reservations == 1
+                assert await process.stdout.readline() == b"holds\n"
+                stats = await cache.stats()
+                assert (stats.reservations, stats.leases) == (1, 1)
                 process.kill()
                 await process.wait()
-                while (await cache.stats()).reservations:
+                while (stats := await cache.stats()).reservations or stats.leases:
                     await asyncio.sleep(0.01)
+                into = [memoryview(bytearray(BLOCK))]
+                assert (await cache.get(0, bytes(range(32)), into=into)).found == (True,)
+                assert into[0] == content
                 # 8 slabs of 32 blocks: all slots can be had again.
                 reservation = await cache.in_place.reserve(os.urandom(32 * 256))
                 assert all(reservation.slots)

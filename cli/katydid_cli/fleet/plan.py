@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -48,7 +49,10 @@ class ServicePlan:
 
 def plan_fleet(options: FleetOptions, ports: Sequence[int]) -> tuple[ServicePlan, ...]:
     """The KV-cache service first, then engines and gateway together. `ports` holds one for each but the gateway."""
-    kvcache_address, *engine_addresses = (f"{HOST}:{port}" for port in ports[: options.engines + 1])
+    kvcache_port, *engine_ports = ports[: options.engines + 1]
+    # Over a Unix socket engines get the cache's own memory; the port only makes the name nobody else's.
+    kvcache_address = f"unix:{tempfile.gettempdir()}/katydid-kvcache-{kvcache_port}.sock"
+    engine_addresses = [f"{HOST}:{port}" for port in engine_ports]
     shared: tuple[str, ...] = ("--drain-timeout-s", f"{options.drain_timeout_s:g}")
     if options.trace_file is not None:
         shared += ("--trace-file", str(options.trace_file))
