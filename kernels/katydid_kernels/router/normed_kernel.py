@@ -4,7 +4,9 @@ The few-token router with its own x: each CTA reads the rows whole to know their
 why it is for a handful), and makes the slice of x that it multiplies. The CTAs of the first 64 experts store theirs.
 """
 
+# Inside a kernel tuples are joined by +, and grow.
 # ruff: noqa: RUF005
+# mypy: disable-error-code="assignment,index,misc,var-annotated"
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
@@ -81,40 +83,51 @@ def normed_router_kernel(
     wait_for_last()
 
     SCALED: gl.constexpr = q_ptr is not None and given_scale_ptr is None
-    facts = _row_facts(
-        x_ptr, residual_ptr, norm_ptr, (x_stride, residual_stride), tokens, eps, HIDDEN, ROWS, SCALED
-    )  # fmt: skip
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
-    factor = _spread(facts[0], TOKENS, layout)
     token = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))[:, None]
-    q_scale = gl.full([TOKENS, 1], 1.0, gl.float32, layout)
-    if q_ptr is not None:
-        if SCALED:
-            q_scale = gl.maximum(_spread(facts[1], TOKENS, layout) / 448.0, 1e-12)
-            if gl.program_id(0) == 0:
-                gl.store(q_scale_ptr + token, q_scale, mask=token < tokens)
-        else:
-            q_scale += gl.load(given_scale_ptr) - 1.0
-    x_slice = x_bufs.index(0).reshape([DEPTH * TOKENS, BLOCK_K])
+    first_col = split * (DEPTH * BLOCK_K) + gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))[None, :]
+    # This CTA's slice comes while the rows are read for their norm.
+    totals = ()
+    gains = ()
     for d in gl.static_range(DEPTH):
-        col = (split * DEPTH + d) * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))[None, :]
+        col = first_col + d * BLOCK_K
         inside = (token < tokens) & (col < HIDDEN)
         total = gl.load(x_ptr + token * x_stride + col, mask=inside, other=0.0).to(gl.float32)
         total += gl.load(residual_ptr + token * residual_stride + col, mask=inside, other=0.0).to(gl.float32)
-        rounded = total.to(x_ptr.dtype.element_ty)
-        gain = gl.load(norm_ptr + col, mask=col < HIDDEN, other=0.0).to(gl.float32)
-        y = (rounded.to(gl.float32) * factor * gain).to(x_bufs.dtype)
+        totals = totals + (total.to(x_ptr.dtype.element_ty),)
+        gains = gains + (gl.load(norm_ptr + col, mask=col < HIDDEN, other=0.0),)
+    facts = _row_facts(
+        x_ptr, residual_ptr, norm_ptr, (x_stride, residual_stride), tokens, eps, HIDDEN, ROWS, SCALED
+    )  # fmt: skip
+    factor = _spread(facts[0], TOKENS, layout)
+    x_slice = x_bufs.index(0).reshape([DEPTH * TOKENS, BLOCK_K])
+    rows = ()
+    for d in gl.static_range(DEPTH):
+        y = (totals[d].to(gl.float32) * factor * gains[d].to(gl.float32)).to(x_bufs.dtype)
         x_slice.slice(d * TOKENS, TOKENS).store(y)
-        if first_expert == 0:
-            place = token * HIDDEN + col
-            gl.store(total_ptr + place, rounded, mask=inside)
-            gl.store(y_ptr + place, y, mask=inside)
-            if q_ptr is not None:
-                q = gl.minimum(gl.maximum(y.to(gl.float32) / q_scale, -448.0), 448.0)
-                gl.store(q_ptr + place, q.to(q_ptr.dtype.element_ty), mask=inside)
+        rows = rows + (y,)
     fence_async_shared()
     gl.thread_barrier()
     multiply_slice(x_bufs, w_bufs, landed, partial_ptr, first_expert, split, tokens, E_PAD)
+
+    # Others wait for the partial logits; what is stored here is for the next kernel.
+    if first_expert == 0:
+        q_scale = gl.full([TOKENS, 1], 1.0, gl.float32, layout)
+        if SCALED:
+            q_scale = gl.maximum(_spread(facts[1], TOKENS, layout) / 448.0, 1e-12)
+            if split == 0:
+                gl.store(q_scale_ptr + token, q_scale, mask=token < tokens)
+        elif q_ptr is not None:
+            q_scale += gl.load(given_scale_ptr) - 1.0
+        for d in gl.static_range(DEPTH):
+            col = first_col + d * BLOCK_K
+            inside = (token < tokens) & (col < HIDDEN)
+            place = token * HIDDEN + col
+            gl.store(total_ptr + place, totals[d], mask=inside)
+            gl.store(y_ptr + place, rows[d], mask=inside)
+            if q_ptr is not None:
+                q = gl.minimum(gl.maximum(rows[d].to(gl.float32) / q_scale, -448.0), 448.0)
+                gl.store(q_ptr + place, q.to(q_ptr.dtype.element_ty), mask=inside)
     finish_few(
         partial_ptr, (bias_ptr, scale, weights_ptr, ids_ptr, experts), tokens,
         E_PAD, SPLITS, POWER_S, AT_ONCE, TOP_K, POWER_K, SIGMOID, RENORMALISE,
