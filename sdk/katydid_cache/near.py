@@ -13,6 +13,7 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 
 from katydid_runtime.block_hash import HASH_BYTES, split_hashes
@@ -63,7 +64,7 @@ class NearCache:
         self._others = others
         self._leases: dict[int, _Lease] = {}
         self._ids = itertools.count(1)
-        self._offers: asyncio.Queue[tuple[bytes, Sequence[PutBlock]]] = asyncio.Queue(_OFFERS)
+        self._offers: asyncio.Queue[tuple[Context, bytes, bytes, Sequence[PutBlock]]] = asyncio.Queue(_OFFERS)
         self._offering: asyncio.Task[None] | None = None
         self._block_s = 0.0
 
@@ -158,9 +159,9 @@ class NearCache:
             if outcome.status is PutStatus.STORED:
                 # Without its bytes, which are the caller's again.
                 runs.setdefault(block.run or block.hash, []).append(block._replace(payload=b""))
-        for offer in runs.items():
+        for run, stored in runs.items():
             if not self._offers.full():
-                self._offers.put_nowait(offer)
+                self._offers.put_nowait((copy_context(), tenant, run, stored))
         return outcomes
 
     async def prefetch(
@@ -237,16 +238,21 @@ class NearCache:
     async def _offer(self) -> None:
         """Have the homes of runs pull what was written here, one after another, until cancelled."""
         while True:
-            run, blocks = await self._offers.get()
-            own, usable = self._near.peer_address, self._others.members.usable
-            home = rank(run, usable)[0] if usable else own
-            if not own or home == own or (member := self._others.members.get(home)) is None:
-                continue
-            result = await member.client.pulls.pull(
-                own,
-                b"".join(block.hash for block in blocks),
-                parents=b"".join(block.parent or bytes(HASH_BYTES) for block in blocks),
-                deadline_s=_OFFER_S,
-            )
-            if result.missed:
-                logger.info("offered blocks were not taken", extra={"home": home, "missed": result.missed})
+            context, tenant, run, blocks = await self._offers.get()
+            # For whom the blocks were put is for whom they are pulled.
+            await asyncio.create_task(self._offer_run(tenant, run, blocks), context=context)
+
+    async def _offer_run(self, tenant: bytes, run: bytes, blocks: Sequence[PutBlock]) -> None:
+        own, usable = self._near.peer_address, self._others.members.usable
+        home = rank(run, usable)[0] if usable else own
+        if not own or home == own or (member := self._others.members.get(home)) is None:
+            return
+        result = await member.client.pulls.pull(
+            own,
+            b"".join(block.hash for block in blocks),
+            parents=b"".join(block.parent or bytes(HASH_BYTES) for block in blocks),
+            tenant=tenant,
+            deadline_s=_OFFER_S,
+        )
+        if result.missed:
+            logger.info("offered blocks were not taken", extra={"home": home, "missed": result.missed})

@@ -63,8 +63,13 @@ class Pulls:
 
         return await self._call(call)
 
-    async def pull(self, source: str, hashes: bytes, *, parents: bytes = b"", deadline_s: float = 10.0) -> PullResult:
-        """Have this instance fetch blocks from the one at `source`. Without `parents` (packed) they are one chain."""
+    async def pull(
+        self, source: str, hashes: bytes, *, parents: bytes = b"", tenant: bytes = b"", deadline_s: float = 10.0
+    ) -> PullResult:
+        """Have this instance fetch blocks from the one at `source`. Without `parents` (packed) they are one chain.
+
+        `tenant` is whose they are, by default who the call is made for.
+        """
 
         async def call(attachment: int) -> PullResult:
             request = pb.PullRequest(
@@ -72,6 +77,7 @@ class Pulls:
                 source=source,
                 hashes=hashes,
                 parents=parents or bytes(HASH_BYTES) + hashes[:-HASH_BYTES],
+                tenant=tenant,
                 deadline=to_duration(deadline_s),
             )
             response = await self._stub.Pull(signed(request), timeout=deadline_s + 1.0)

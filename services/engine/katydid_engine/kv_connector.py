@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-from katydid_cache import Cache, LookupResult, PutBlock
+from katydid_cache import Asker, Cache, LookupResult, PutBlock, asking
 from katydid_cache import Tier as CacheTier
 from katydid_runtime.block_hash import BLOCK_TOKENS, HASH_BYTES
 from katydid_runtime.trace_context import TraceContext
@@ -88,7 +88,8 @@ class KvConnector:
         """Takes a worker's wish; the service's spans for it go under ``spans``. Never waits."""
         match ask:
             case KvLookup():
-                task = asyncio.create_task(self._fetch(ask, spans))
+                with asking(Asker(ask.tenant)):
+                    task = asyncio.create_task(self._fetch(ask, spans))
                 self._fetches[ask.ticket] = task
                 task.add_done_callback(lambda _: self._fetches.pop(ask.ticket, None))
             case KvCancel(ticket):

@@ -107,7 +107,8 @@ class KvTraffic:
         hashes = sequence.hashes()
         before = b"".join(hashes[first_block - first_block % RUN_BLOCKS : first_block])
         wanted = b"".join(hashes[first_block:])
-        self._asks.append(KvLookup(ticket.number, sequence.request.handle, wanted, span_id, before))
+        request = sequence.request
+        self._asks.append(KvLookup(ticket.number, request.handle, wanted, span_id, before, request.tenant))
         return ticket
 
     def found(self, number: int, runs: tuple[tuple[Tier, int], ...]) -> Ticket | None:

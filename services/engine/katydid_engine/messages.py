@@ -187,13 +187,14 @@ class Load:
 class KvLookup:
     """Asks for blocks of a chain, from the first one beyond the engine's own pages. ``span_id`` is that of the
     request's lookup phase; empty when it decodes already, and waits for no phase. ``before`` has the hashes of the
-    blocks of the first one's run that come before it."""
+    blocks of the first one's run that come before it, ``tenant`` is who asks."""
 
     ticket: int
     handle: int
     hashes: bytes
     span_id: bytes = b""
     before: bytes = b""
+    tenant: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
