@@ -1,4 +1,4 @@
-"""SwiGLU by both ways: torch, and the kernel (in the interpreter, which cannot round to bf16, where there is no GPU)."""
+"""SwiGLU by both ways: torch, and the kernel (in the interpreter, without rounding to bf16, where there is no GPU)."""
 
 from __future__ import annotations
 
