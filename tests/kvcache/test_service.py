@@ -186,6 +186,8 @@ def test_metrics(tmp_path: Path) -> None:
                 'katydid_kvcache_kept_blocks{tier="disk"} 2.0',
                 f'katydid_kvcache_kept_bytes{{tier="memory"}} {2 * LAYOUT.block_bytes}.0',
                 "katydid_kvcache_lookup_seconds_count 1.0",
+                'katydid_kvcache_tenant_hit_tokens_total{tenant="",tier="memory"} 128.0',
+                f'katydid_kvcache_tenant_held_bytes{{tenant="",tier="memory"}} {2 * LAYOUT.block_bytes}.0',
                 f"katydid_kvcache_received_bytes_total {2 * LAYOUT.block_bytes}.0",
             ):
                 assert line in text

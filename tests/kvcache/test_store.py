@@ -15,6 +15,7 @@ from katydid_cache.records import PutRefusal, Tier
 from katydid_kvcache.blocks import Block
 from katydid_kvcache.policy.eviction import EVICTIONS
 from katydid_kvcache.policy.pools import Quota, TierPolicy
+from katydid_kvcache.shared.manifest import Entry, Location
 from katydid_kvcache.slabs import SlabAllocator
 from katydid_kvcache.store import Change, Refusal, Store, Write
 from katydid_runtime.errors import IdentityMismatchError, InvalidRequestError
@@ -32,11 +33,12 @@ class Books(RuleBasedStateMachine):
     def open(self, with_disk: bool, eviction: str, quotas: bool) -> None:
         policy = TierPolicy(eviction, "adaptive", QUOTAS if quotas else {})
         self.now = 1000.0
-        self.announced: dict[Tier, set[bytes]] = {Tier.MEMORY: set(), Tier.DISK: set()}
+        self.announced: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
         self.store = Store(
             SlabAllocator(3, 8 * PAGE),
             SlabAllocator(3, 16 * PAGE) if with_disk else None,
             disk_header_bytes=PAGE,
+            shared_blocks=6,
             memory_policy=policy,
             disk_policy=policy,
             changed=self.change,
@@ -64,6 +66,8 @@ class Books(RuleBasedStateMachine):
         mask = space.mask(heads)
         before = space.blocks.get(block_hash)
         held = 0 if before is None or 0 < before.expires_at <= self.now else before.heads
+        if before is not None and before.only_shared and not before.pins:
+            held = 0  # who sends a block that is in the shared store alone may write it anew
         begun = self.store.begin_write(space, block_hash, bytes([name - 1]) * 32 if name else b"", heads, tenant)
         if isinstance(begun, Refusal):
             assert (begun.present is not None) == (held & mask == mask)
@@ -98,9 +102,15 @@ class Books(RuleBasedStateMachine):
             key = space.identity[:1] + block.hash
             assert any(key in names for names in self.announced.values())
             assert not 0 < block.expires_at <= self.now
+            assert self.store.shared_reachable or not block.only_shared
         if len(found) < len(hashes):
             missing = space.blocks.get(hashes[len(found)])
-            assert missing is None or not missing.complete or 0 < missing.expires_at <= self.now
+            assert (
+                missing is None
+                or not missing.complete
+                or 0 < missing.expires_at <= self.now
+                or (missing.only_shared and not self.store.shared_reachable)
+            )
         self.store.touch(found)
         if lease:
             self.store.pin(found)
@@ -138,6 +148,19 @@ class Books(RuleBasedStateMachine):
             self.store.place(self.store.memory, block, slot)
         self.store.unpin([block])
 
+    @rule(namespace=st.integers(0, 1), name=st.integers(0, 14), ttl=st.sampled_from([0, 5]))
+    def adopt(self, namespace: int, name: int, ttl: int) -> None:
+        where = Location(f"pack-{name}", 0, b"shared", 1)
+        entry = Entry(bytes([name]) * 32, b"", TENANT, self.now + ttl if ttl else 0.0, 0.0, where)
+        self.store.adopt(self.namespaces[namespace], entry)
+
+    @rule(data=st.data(), reachable=st.booleans())
+    def lose_from_shared(self, data: st.DataObject, reachable: bool) -> None:
+        self.store.shared_reachable = reachable
+        block = self.some_block(data)
+        if block is not None and block not in self.pinned and not block.pins and self.store.shared is not None:
+            self.store.shared.leave(block)
+
     @rule(data=st.data())
     def quarantine(self, data: st.DataObject) -> None:
         block = self.some_block(data)
@@ -174,6 +197,12 @@ class Books(RuleBasedStateMachine):
                 if block.complete and (block.memory if books.tier is Tier.MEMORY else block.disk) is not None
             }
             assert held == self.announced[books.tier]
+        blocks = [block for space in self.namespaces for block in space.blocks.values()]
+        shared = {block.namespace.identity[:1] + block.hash for block in blocks if block.shared is not None}
+        assert shared == self.announced[Tier.SHARED]
+        assert len(shared) <= 6
+        for block in blocks:
+            assert not block.only_shared or block.checksum == b"shared"
         for block in self.pinned:
             assert block.namespace.blocks.get(block.hash) is block, "a leased block went away"
         for write in self.writes:

@@ -7,6 +7,8 @@ from typing import Any
 from katydid_runtime.metrics import STEP_SECONDS, Metrics
 
 from katydid_kvcache.cache import Cache
+from katydid_kvcache.tenant_metrics import TenantMetrics
+from katydid_kvcache.tier_books import TierBooks
 
 __all__ = ["Figures"]
 
@@ -55,11 +57,15 @@ class Figures:
         self._scrubbed = metrics.counter("scrubbed_bytes", "Bytes read again in the background to find wrong ones")
         self._scrubbed_blocks = metrics.counter("scrubbed_blocks", "Blocks read again in the background")
         self._queued = metrics.gauge("disk_queue_bytes", "Bytes on their way to disk")
+        self._shared_queued = metrics.gauge("shared_queue_bytes", "Bytes on their way to the shared store")
+        self._tenants = TenantMetrics(metrics)
         self._seen: dict[tuple[str, str], int] = {}
 
     def update(self, cache: Cache) -> None:
         """Bring counters and gauges up to the cache's books."""
-        for books in cache.store.tiers:
+        for books in (*cache.store.tiers, cache.store.shared):
+            if books is None:
+                continue
             tier = books.tier.name.lower()
             for field, counter in self._counters.items():
                 self._follow(counter.labels(tier), (field, tier), getattr(books.counters, field))
@@ -67,7 +73,9 @@ class Figures:
                 self._follow(self._shed.labels(tier, reason), (reason, tier), blocks)
             self._kept.labels(tier).set(books.blocks)
             self._kept_bytes.labels(tier).set(books.bytes)
-            self._capacity.labels(tier).set(books.slots.capacity_bytes)
+            if isinstance(books, TierBooks):
+                self._capacity.labels(tier).set(books.slots.capacity_bytes)
+        self._tenants.update(cache)
         for field, counter in self._traffic.items():
             value = getattr(cache.traffic, field)
             counter.inc(value - self._seen.get((field, ""), 0))
@@ -81,6 +89,7 @@ class Figures:
         self._follow(self._scrubbed, ("scrubbed", ""), cache.scrubber.bytes)
         self._follow(self._scrubbed_blocks, ("scrubbed_blocks", ""), cache.scrubber.blocks)
         self._queued.set(cache.writer.bytes_in_flight)
+        self._shared_queued.set(0 if cache.shared is None else cache.shared.bytes_in_flight)
 
     def _follow(self, counter: Any, name: tuple[str, str], value: int) -> None:
         """Bring a counter up to a value that only grows."""
