@@ -230,13 +230,8 @@ class CacheClient:
             return self._get_call(timeout=timeout, metadata=headers(self._token, trace))
 
         async def call(attachment: int) -> GetResult:
-            start = pb.GetStart(
-                attachment=attachment,
-                lease=lease,
-                heads=_head_range(heads),
-                first_layer=layers.first,
-                layers=layers.count,
-            )
+            start = pb.GetStart(attachment=attachment, lease=lease, first_layer=layers.first, layers=layers.count)
+            start.heads.CopyFrom(_head_range(heads))
             await receiving.run(stream, signed(start), self._attached_again)
             return receiving.result(BlockMissReason.ABSENT)
 
