@@ -5,8 +5,20 @@ from __future__ import annotations
 import dataclasses
 
 from katydid_cache import CacheStats, Tier, TierStats
-from katydid_cache.records import ReadSpeed
-from katydid_cli.cache.figures import TIERS_HEAD, TOP_HEAD, bytes_text, jsonable, speed_rows, tier_rows, top_row
+from katydid_cache.records import HitRate, ReadSpeed, TenantStats, TenantTierStats
+from katydid_cli.cache.figures import (
+    TENANTS_HEAD,
+    TIERS_HEAD,
+    TOP_HEAD,
+    WHAT_IF_HEAD,
+    bytes_text,
+    jsonable,
+    speed_rows,
+    tenant_rows,
+    tier_rows,
+    top_row,
+    what_if_rows,
+)
 
 MEMORY = TierStats(
     blocks=3, bytes=512, capacity_bytes=1024, hits=30, misses=10, writes=3, evictions=2, corrupt=0, shed=1
@@ -31,6 +43,21 @@ def test_a_row_a_tier() -> None:
     assert memory[:6] == ("memory", "3", "512 B", "1.0 KiB", "75.0 %", "30")
     assert disk[:6] == ("disk", "3", "256 B", "1.0 KiB", "40.0 %", "4")
     assert speed_rows(STATS) == [("disk", "2.0 MiB", "954 MiB/s")]
+
+
+def test_tenants_and_other_sizes_have_a_row_each() -> None:
+    tiers = {Tier.MEMORY: TenantTierStats(2048, 640, 4096, 0, 0), Tier.DISK: TenantTierStats(1024, 64, 1024, 0, 0)}
+    stats = dataclasses.replace(
+        STATS,
+        tenants={b"\x01" * 16: TenantStats(tiers, 128, 2.5, 3, 1), b"": TenantStats({}, 0, 0.0, 0, 0)},
+        tiers={Tier.MEMORY: dataclasses.replace(MEMORY, hit_rates=(HitRate(2048, 0.5, 0.25),))},
+    )
+    tenant, others = tenant_rows(stats)
+    assert len(tenant) == len(TENANTS_HEAD)
+    assert tenant == ("01" * 16, "640", "64", "0", "128", "5.0 KiB", "3.0 KiB", "2.5 s", "3", "1")
+    assert others[0] == "-"
+    assert what_if_rows(stats) == [("memory", "2.0 KiB", "50.0 %", "25.0 %")]
+    assert len(WHAT_IF_HEAD) == 4
 
 
 def test_rates_are_the_difference_of_two_looks_and_none_across_a_restart() -> None:

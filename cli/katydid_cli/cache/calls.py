@@ -21,13 +21,17 @@ from rich.table import Table
 
 from katydid_cli.cache.figures import (
     SPEEDS_HEAD,
+    TENANTS_HEAD,
     TIERS_HEAD,
     TOP_HEAD,
+    WHAT_IF_HEAD,
     bytes_text,
     jsonable,
     speed_rows,
+    tenant_rows,
     tier_rows,
     top_row,
+    what_if_rows,
 )
 
 __all__ = ["Target", "evict", "flush", "ls", "pin", "stats", "top", "verify"]
@@ -276,8 +280,14 @@ def _print_stats(name: str, stats: CacheStats) -> None:
         f"{stats.quarantined} slots in quarantine, {stats.pulled} blocks pulled"
     )
     _print_table(TIERS_HEAD, tier_rows(stats))
-    if stats.speeds:
-        _print_table(SPEEDS_HEAD, speed_rows(stats))
+    for head, rows in (
+        (TENANTS_HEAD, tenant_rows(stats)),
+        (WHAT_IF_HEAD, what_if_rows(stats)),
+        (SPEEDS_HEAD, speed_rows(stats)),
+    ):
+        if rows:
+            print()
+            _print_table(head, rows)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -9,9 +9,28 @@ from typing import Any
 
 from katydid_cache import BlockInfo, CacheStats, NamespaceInfo, Tier, TierStats
 
-__all__ = ["SPEEDS_HEAD", "TIERS_HEAD", "TOP_HEAD", "bytes_text", "jsonable", "speed_rows", "tier_rows", "top_row"]
+__all__ = [
+    "SPEEDS_HEAD",
+    "TENANTS_HEAD",
+    "TIERS_HEAD",
+    "TOP_HEAD",
+    "WHAT_IF_HEAD",
+    "bytes_text",
+    "jsonable",
+    "speed_rows",
+    "tenant_rows",
+    "tier_rows",
+    "top_row",
+    "what_if_rows",
+]
 
 TIERS_HEAD = ("tier", "blocks", "bytes", "of", "hit rate", "hits", "misses", "writes", "evicted", "shed", "corrupt")
+TENANTS_HEAD = (
+    "tenant",
+    *("from memory", "from disk", "from shared", "missed"),
+    *("bytes hit", "bytes held", "prefill saved", "refused", "of others"),
+)
+WHAT_IF_HEAD = ("tier", "if it had", "hit rate", "admitting the second time")
 SPEEDS_HEAD = ("tier", "reads up to", "speed")
 TOP_HEAD = (
     "instance",
@@ -60,6 +79,37 @@ def speed_rows(stats: CacheStats) -> list[tuple[str, ...]]:
     return [
         (each.tier.name.lower(), bytes_text(each.up_to_bytes), f"{bytes_text(each.bytes_per_s)}/s")
         for each in stats.speeds
+    ]
+
+
+def tenant_rows(stats: CacheStats) -> list[tuple[str, ...]]:
+    """A row a tenant under `TENANTS_HEAD`; those that are not told apart have no id."""
+    return [
+        (
+            tenant.hex() or "-",
+            *(str(sum(tier.hit_tokens for kind, tier in each.tiers.items() if kind is wanted)) for wanted in Tier),
+            str(each.missed_tokens),
+            bytes_text(sum(tier.hit_bytes for tier in each.tiers.values())),
+            bytes_text(sum(tier.bytes for tier in each.tiers.values())),
+            f"{each.saved_prefill_s:.1f} s",
+            str(each.refused),
+            str(each.shared_hits),
+        )
+        for tenant, each in stats.tenants.items()
+    ]
+
+
+def what_if_rows(stats: CacheStats) -> list[tuple[str, ...]]:
+    """A row a size that a tier might have, under `WHAT_IF_HEAD`."""
+    return [
+        (
+            tier.name.lower(),
+            bytes_text(point.capacity_bytes),
+            f"{100 * point.admit_all:.1f} %",
+            f"{100 * point.second_touch:.1f} %",
+        )
+        for tier, figures in stats.tiers.items()
+        for point in figures.hit_rates
     ]
 
 
