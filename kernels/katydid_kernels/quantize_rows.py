@@ -3,7 +3,7 @@
     add_rms_norm_quantize:  r = x + residual;  y = r / rms(r) * weight
     swiglu_quantize:        y = silu(gate) * up
     quantize_fp8:           y = x
-    q = e4m3(y / scale)
+    q = e4m3(y * (1 / scale))
 
 `scale` is either given (static: the checkpoint's ``input_scale``) or, ``max |y| / 448``, one for a token or for every
 `group` columns of it, and then returned. All are bound by memory: a program keeps its whole rows in registers
@@ -150,7 +150,7 @@ def _start(EARLY: tl.constexpr):
 def _store_quantized(y, scale_ptr, q_ptr, row, valid, n, col, STATIC: tl.constexpr, GROUP: tl.constexpr):
     """``y[ROWS, BLOCK]``, zero past column n, as e4m3."""
     if STATIC:
-        divisor = tl.load(scale_ptr)
+        inverse = 1.0 / tl.load(scale_ptr)
     elif GROUP is not None:
         ROWS: tl.constexpr = y.shape[0]
         GROUPS: tl.constexpr = y.shape[1] // GROUP
@@ -158,13 +158,14 @@ def _store_quantized(y, scale_ptr, q_ptr, row, valid, n, col, STATIC: tl.constex
         group = tl.arange(0, GROUPS)
         place = scale_ptr + row.to(tl.int64)[:, None] * (n // GROUP) + group[None, :]
         tl.store(place, scale, mask=valid[:, None] & (group < n // GROUP)[None, :])
-        divisor = tl.reshape(tl.broadcast_to(scale[:, :, None], [ROWS, GROUPS, GROUP]), [ROWS, GROUPS * GROUP])
+        inverse = tl.reshape(tl.broadcast_to((1.0 / scale)[:, :, None], [ROWS, GROUPS, GROUP]), [ROWS, GROUPS * GROUP])
     else:
         scale = tl.maximum(tl.max(tl.abs(y), 1) / 448.0, 1e-12)
         tl.store(scale_ptr + row, scale, mask=valid)
-        divisor = scale[:, None]
-    # e4m3 has no infinity: what exceeds its range must be clamped or it becomes NaN.
-    q = tl.minimum(tl.maximum(y / divisor, -448.0), 448.0)
+        inverse = (1.0 / scale)[:, None]
+    # A division an element would take longer than reading it. e4m3 has no infinity: what exceeds its range must be
+    # clamped or it becomes NaN.
+    q = tl.minimum(tl.maximum(y * inverse, -448.0), 448.0)
     target = q_ptr + row.to(tl.int64)[:, None] * n + col[None, :]
     tl.store(target, q.to(q_ptr.dtype.element_ty), mask=valid[:, None] & (col < n)[None, :])
 
@@ -243,5 +244,5 @@ def _quantize_reference(y: Tensor, scale: Tensor | None, group: int | None) -> t
         q, scales = _quantize_reference(y.view(len(y), -1, group), None, None)
         return q.view(y.shape), scales
     scales = (y.abs().amax(-1) / FP8_MAX).clamp(min=_SMALLEST_SCALE) if scale is None else scale
-    divisor = scales[..., None] if scale is None else scales
-    return (y / divisor).clamp(-FP8_MAX, FP8_MAX).to(_E4M3), scales
+    inverse = 1 / (scales[..., None] if scale is None else scales)
+    return (y * inverse).clamp(-FP8_MAX, FP8_MAX).to(_E4M3), scales
