@@ -42,7 +42,10 @@ def _rows_of(tile, tiles_ptr):
 
 
 @gluon.jit
-def _stream_weights(w13_desc, w2_desc, tiles_ptr, ring, shape, STAGES: gl.constexpr, WGS: gl.constexpr):
+def _stream_weights(
+    w13_desc, w2_desc, tiles_ptr, ring, shape,
+    H: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr,
+):  # fmt: skip
     _, w_bufs, full, empty = ring
     tiles, up_n, down_n, up_k, down_k = shape
     GROUPS: gl.constexpr = w13_desc.block_type.shape[1]
@@ -61,7 +64,7 @@ def _stream_weights(w13_desc, w2_desc, tiles_ptr, ring, shape, STAGES: gl.conste
                     w13_desc, [expert, group, 0, 0, k * BLOCK_K], bar, w_bufs.index(stage * WGS + part)
                 )
             stage, phase = advance(stage, phase, STAGES)
-    begin, finish = down_share(tiles * up_n, tiles * down_n, up_k // down_k)
+    begin, finish = down_share(tiles * up_n, tiles * down_n, H, WIDTH)
     for item in range(begin, finish):
         expert = gl.load(tiles_ptr + item // down_n * 4)
         for k in range(down_k):
@@ -79,7 +82,7 @@ def _stream_weights(w13_desc, w2_desc, tiles_ptr, ring, shape, STAGES: gl.conste
 
 @gluon.jit
 def _copy_tokens(
-    x_ptr, x_stride, h_desc, plan, token_scale_ptr, blocks, ring, shape,
+    x_ptr, x_stride, h_desc, plan, token_scale_ptr, blocks, ring, shape, H: gl.constexpr, WIDTH: gl.constexpr,
     STAGES: gl.constexpr, WGS: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     rows_ptr, tiles_ptr, ready_ptr = plan
@@ -109,7 +112,7 @@ def _copy_tokens(
                 mbarrier.arrive(full.index(stage), count=1)
             copy_rows(x_bufs.index(stage), source + k * BLOCK_K, valid, full.index(stage))
             stage, phase = advance(stage, phase, STAGES)
-    begin, finish = down_share(tiles * up_n, tiles * down_n, up_k // down_k)
+    begin, finish = down_share(tiles * up_n, tiles * down_n, H, WIDTH)
     # How often a tile is counted: by every warpgroup for its columns, or once for a block of them.
     done = up_n * WGS // 4 if BLOCKS else up_n * WGS
     known = -1
@@ -176,7 +179,7 @@ def _consume(
             store_columns(h, h_ptr, h_stride, row, end, col, h_layout)
             count(ready_ptr + tile)
 
-    begin, finish = down_share(tiles * up_n, tiles * down_n, up_k // down_k)
+    begin, finish = down_share(tiles * up_n, tiles * down_n, H, WIDTH)
     for item in range(begin, finish):
         row, end = _rows_of(item // down_n, tiles_ptr)
         expert = gl.load(tiles_ptr + item // down_n * 4)
@@ -305,8 +308,8 @@ def experts_decode_kernel(
                 (_consume, (1, plan, hidden, result, scales, blocks, ring, shape,
                             H, WIDTH, TOP_K, STAGES, WGS, PROMOTE, SUM, BLOCKS, UP_AT_ONCE, DOWN_AT_ONCE)),
                 (_copy_tokens, (x_ptr, x_stride, h_desc, plan, token_scale_ptr, blocks, ring, shape,
-                                STAGES, WGS, BLOCKS)),
-                (_stream_weights, (w13_desc, w2_desc, tiles_ptr, ring, shape, STAGES, WGS)),
+                                H, WIDTH, STAGES, WGS, BLOCKS)),
+                (_stream_weights, (w13_desc, w2_desc, tiles_ptr, ring, shape, H, WIDTH, STAGES, WGS)),
             ],
             [4, 4, 1],
             [168, 104, 40],
@@ -321,8 +324,8 @@ def experts_decode_kernel(
                 (_consume, (2, plan, hidden, result, scales, blocks, ring, shape,
                             H, WIDTH, TOP_K, STAGES, WGS, PROMOTE, SUM, BLOCKS, UP_AT_ONCE, DOWN_AT_ONCE)),
                 (_copy_tokens, (x_ptr, x_stride, h_desc, plan, token_scale_ptr, blocks, ring, shape,
-                                STAGES, WGS, BLOCKS)),
-                (_stream_weights, (w13_desc, w2_desc, tiles_ptr, ring, shape, STAGES, WGS)),
+                                H, WIDTH, STAGES, WGS, BLOCKS)),
+                (_stream_weights, (w13_desc, w2_desc, tiles_ptr, ring, shape, H, WIDTH, STAGES, WGS)),
             ],
             [4, 4, 4, 1],
             [120, 120, 80, 40],

@@ -18,32 +18,10 @@ from katydid_kernels.gemm.expert_tiles import (
     scaled_swiglu,
     store_columns,
 )
-from katydid_kernels.gemm.experts_order import count, wait_for_count
+from katydid_kernels.gemm.experts_order import count, down_share, wait_for_count
 from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_for_last
 
 __all__ = ["experts_few_kernel"]
-
-
-@gluon.jit
-def _down_items(up_items, down_items, exchange):
-    """The down tiles of this CTA, first and end; gate-up tiles are dealt round robin.
-
-    Where every CTA has one gate-up tile or none, the tiles go to those that have none if there are enough of them, else
-    evenly. Otherwise a CTA with one gate-up tile fewer takes `exchange` more, which is how many take the time of one.
-    """
-    ctas = gl.num_programs(0)
-    longer = up_items % ctas
-    shorter = gl.where(longer == 0, 0, ctas - longer)
-    extra = gl.minimum(shorter * exchange, down_items)
-    if up_items <= ctas:
-        extra = gl.where(down_items <= shorter, down_items, 0)
-    even = down_items - extra
-    me = gl.program_id(0)
-    me = gl.where(me < longer, me + shorter, me - longer)
-    short = gl.maximum(shorter, 1)
-    begin = even * me // ctas + extra * gl.minimum(me, short) // short
-    end = even * (me + 1) // ctas + extra * gl.minimum(me + 1, short) // short
-    return begin, end
 
 
 @gluon.jit
@@ -229,8 +207,7 @@ def experts_few_kernel(
     UP_AT_ONCE: gl.constexpr = 2 if up_k % 2 == 0 else 1
     DOWN_AT_ONCE: gl.constexpr = 2 if down_k % 2 == 0 else 1
     up_items = tokens * TOP_K * up_n
-    # A gate-up tile reads as much as this many down tiles, which are as wide as h in K.
-    begin, finish = _down_items(up_items, tokens * down_n, gl.maximum(H // (TOP_K * WIDTH), 1))
+    begin, finish = down_share(up_items, tokens * down_n, H, TOP_K * WIDTH)
     launch_next()
     wait_for_last()
     experts = (first_expert, number)

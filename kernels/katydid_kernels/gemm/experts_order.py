@@ -33,21 +33,23 @@ def count(counter_ptr):
 
 
 @gluon.jit
-def down_share(up_items, down_items, exchange):
-    """The down tiles of this CTA, first and end.
+def down_share(up_items, down_items, up_size, down_size):
+    """The down tiles of this CTA, first and end; the sizes say how long a tile of either kind takes.
 
-    A CTA with one gate-up tile fewer takes `exchange` more down tiles, which is how many take the time of one; where
-    none has more than one, all down tiles wait for those, and are dealt evenly. The CTAs with a gate-up tile more take
-    the last down tiles, which are the ones that wait for the last gate-up tiles: nobody else stands still for them.
+    A CTA with one gate-up tile fewer takes as many more down tiles as take the time of one. Where none has more than
+    one, all down tiles wait for those: they go to the CTAs without if there are enough of them, else evenly. The CTAs
+    with a gate-up tile more take the last down tiles, which are the ones that wait for the last gate-up tiles: nobody
+    else stands still for them.
     """
     ctas = gl.num_programs(0)
     longer = up_items % ctas
-    shorter = gl.where(longer == 0, 0, ctas - longer)
-    extra = gl.where(up_items <= ctas, 0, gl.minimum(shorter * exchange, down_items))
-    even = down_items - extra
+    shorter = gl.where(longer == 0, ctas, ctas - longer)
+    each = gl.maximum(down_items - shorter * up_size // down_size, 0) // ctas
+    each = gl.where(longer == 0, down_items // ctas, each)
+    each = gl.where(up_items <= ctas, gl.where(down_items <= shorter, 0, down_items // ctas), each)
+    rest = down_items - each * ctas
     me = gl.program_id(0)
-    me = gl.where(me < longer, me + shorter, me - longer)
-    short = gl.maximum(shorter, 1)
-    begin = even * me // ctas + extra * gl.minimum(me, short) // short
-    end = even * (me + 1) // ctas + extra * gl.minimum(me + 1, short) // short
+    me = gl.where(longer == 0, me, gl.where(me < longer, me + shorter, me - longer))
+    begin = each * me + rest * gl.minimum(me, shorter) // shorter
+    end = each * (me + 1) + rest * gl.minimum(me + 1, shorter) // shorter
     return begin, end
