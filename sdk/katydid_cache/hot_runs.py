@@ -41,8 +41,3 @@ class HotRuns:
         self._homes[run] = homes if name in homes else (*homes, name)
         if len(self._homes) > _KEPT:
             self._homes.popitem(last=False)
-
-    def forget(self, name: str) -> None:
-        """An instance has left, or lost what it had."""
-        for run in [run for run, homes in self._homes.items() if name in homes]:
-            self._homes[run] = tuple(home for home in self._homes[run] if home != name)

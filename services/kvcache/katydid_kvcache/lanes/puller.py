@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,7 +54,7 @@ class Puller:
         self._sources = sources
         self._workers = LaneWorkers(cache.arena, lanes)
         self._turns = asyncio.Semaphore(lanes)
-        self._attaching = asyncio.Lock()
+        self._attaching: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._tls = tls
         self._token = token
         self._clients: OrderedDict[tuple[str, bytes], CacheClient] = OrderedDict()
@@ -77,7 +77,7 @@ class Puller:
             raise PermissionDeniedError(
                 f"this service does not pull from {source}", field="source", value=source, allowed="see pull_from"
             )
-        async with self._attaching:
+        async with self._attaching[source]:
             client = await self._client(namespace, source)
         pulled = Pulled()
         step = max(1, min(_BATCH_BYTES // namespace.layout.block_bytes, _BATCH_BLOCKS))
