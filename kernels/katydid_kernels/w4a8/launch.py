@@ -57,7 +57,7 @@ def launch_narrow(
     narrow_w4a8_kernel[(sm_count(x.device),)](
         descriptor(x, [tile.tokens, 128]), *weight_descriptors(weight), out, out.stride(0), partial, counters,
         x_scale, scale_step(x_scale), bias, residual, 0 if residual is None else residual.stride(0),
-        x.shape[0], weight.rows, weight.cols, STAGES=tile.stages, WGS=tile.warpgroups,
+        x.shape[0], weight.rows, weight.cols, STAGES=tile.stages, WGS=tile.warpgroups, PIECES=tile.pieces,
         num_warps=4, maxnreg=128 if tile.warpgroups == 1 else 80, launch_pdl=True,
     )  # fmt: skip
     return out

@@ -77,13 +77,14 @@ def _consume(
 @gluon.jit(do_not_specialize=["M", "N", "K"])
 def narrow_w4a8_kernel(
     x_desc, codes_desc, scales_desc, out_ptr, out_stride, partial_ptr, counters_ptr, row_scale_ptr, row_step,
-    bias_ptr, residual_ptr, residual_stride, M, N, K, STAGES: gl.constexpr, WGS: gl.constexpr,
+    bias_ptr, residual_ptr, residual_stride, M, N, K,
+    STAGES: gl.constexpr, WGS: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     """``out = (X[M, K] W[N, K]^T) * row_scale + bias + residual`` for M up to the rows of x_desc's box.
 
     x_desc: boxes ``[TOKENS, 128]``; codes_desc: boxes ``[1, 64, 128]`` of packed codes; scales_desc: boxes ``[128]`` of
     all scales on one line. partial: fp32 ``[2 * CTAs, WGS, 64, TOKENS]``; counters: int32, zero, one a strip.
-    row_step: 0 where the scale is one number.
+    row_step: 0 where the scale is one number. PIECES: how many CTAs may share a strip's columns, about.
     """
     TOKENS: gl.constexpr = x_desc.block_type.shape[0]
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, TOKENS, 128], x_desc.layout)
@@ -92,7 +93,7 @@ def narrow_w4a8_kernel(
     # The next kernel waits for this one's end before it reads or writes what a kernel writes, and so does this one.
     launch_next()
     tiles_k = gl.cdiv(K, 256)
-    interval = interval_of(gl.cdiv(N, 64 * WGS) * tiles_k, gl.maximum(tiles_k // 6, 1))
+    interval = interval_of(gl.cdiv(N, 64 * WGS) * tiles_k, gl.cdiv(tiles_k, PIECES))
     ring = (x_bufs, codes, scales, full, empty)
     target = (out_ptr, out_stride, M, N)
     hooks = (row_scale_ptr, row_step, None, 0, bias_ptr, residual_ptr, residual_stride)

@@ -14,11 +14,13 @@ class NarrowTile:
     tokens: rows of x it takes, the columns of its wgmma.
     stages: stages of the ring, 256 columns deep; the CTA must stay under half of an SM's shared memory.
     warpgroups: consumers, 1 or 2, a strip of weights each.
+    pieces: how many CTAs may share a strip's columns, about: more read faster, and have more to sum.
     """
 
     tokens: int
     stages: int
     warpgroups: int = 1
+    pieces: int = 6
 
 
 # NVIDIA H200, triton 3.6.
