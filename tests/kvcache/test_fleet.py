@@ -18,7 +18,7 @@ from katydid_cache.placement import rank
 from tests.kvcache.running import IDENTITY, LAYOUT, ServiceProcess, chain, run
 
 RUN = 4
-BOUND_S = 1.5
+BOUND_S = 3.0
 """What a lookup or read may take with an instance that does not answer, on a busy machine."""
 
 
@@ -98,40 +98,44 @@ def test_a_chain_is_spread_by_runs_and_read_as_one() -> None:
     run(scenario)
 
 
-def test_a_killed_and_a_stopped_instance_cost_a_bounded_time() -> None:
+def test_a_stopped_and_a_killed_instance_cost_a_bounded_time_under_load() -> None:
     async def scenario() -> None:
         with ExitStack() as stack:
             services = [stack.enter_context(ServiceProcess()) for _ in range(3)]
             source = ",".join(service.address for service in services)
             async with fleet(source) as cache:
-                blocks = make_chain(32)
-                await cache.put(blocks)
-                stopped = next(
-                    service for service in services if service.address == rank(blocks[0].run, source.split(","))[0]
-                )
-                stopped.process.send_signal(signal.SIGSTOP)
-                slowest = 0.0
-                for _ in range(3):
-                    started = time.monotonic()
-                    await read(cache, blocks)
-                    slowest = max(slowest, time.monotonic() - started)
-                assert slowest < BOUND_S
-                # What can't be read is written again, elsewhere, and read from there.
-                for _ in range(2):
-                    await cache.put(blocks)
-                assert await read(cache, blocks) == 32
-                stopped.process.send_signal(signal.SIGCONT)
-                await until(lambda: _settled(cache, 3))
-                assert await read(cache, blocks) == 32
+                chains = [make_chain(32) for _ in range(4)]
+                slowest, finished = 0.0, 0
+                over = asyncio.Event()
 
-                services.remove(stopped)
-                services[0].kill()
-                started = time.monotonic()
-                await read(cache, blocks)
-                assert time.monotonic() - started < BOUND_S
+                async def use(blocks: list[PutBlock]) -> None:
+                    """As an engine does: read what is there, and write back what was not."""
+                    nonlocal slowest, finished
+                    while not over.is_set():
+                        started = time.monotonic()
+                        have = await read(cache, blocks)
+                        slowest = max(slowest, time.monotonic() - started)
+                        finished += 1
+                        if have < len(blocks):
+                            await cache.put(blocks[have:])
+
+                async def all_served() -> bool:
+                    return all([await read(cache, blocks) == len(blocks) for blocks in chains])
+
+                users = [asyncio.create_task(use(blocks)) for blocks in chains]
+                await until(all_served)
+                stopped, killed, _ = services
+                stopped.process.send_signal(signal.SIGSTOP)
+                await asyncio.sleep(0.5)
+                await until(all_served)
+                stopped.process.send_signal(signal.SIGCONT)
+                killed.kill()
                 await until(lambda: _settled(cache, 2))
-                await cache.put(blocks)
-                assert await read(cache, blocks) == 32
+                await until(all_served)
+                over.set()
+                await asyncio.gather(*users)
+                assert slowest < BOUND_S
+                assert finished > 20
 
     run(scenario)
 
