@@ -115,7 +115,7 @@ def _launch_decode(
         H=w2.rows, WIDTH=w2.cols, TOP_K=ids.shape[1], PIECE=_piece(len(x), w2.rows), TOKENS=tile.tokens,
         STAGES=tile.stages, WGS=tile.warpgroups,
         SCALE_A_TOKEN=x_scale.numel() > 1, X_LAYOUT=rows_layout(tile.tokens),
-        num_warps=4, maxnreg=128 if tile.warpgroups == 2 else 96, launch_pdl=True,
+        num_warps=4, maxnreg=120 if tile.warpgroups == 2 else 96, launch_pdl=True,
     )  # fmt: skip
 
 

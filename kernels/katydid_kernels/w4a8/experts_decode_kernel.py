@@ -318,7 +318,7 @@ def experts_decode_w4a8_kernel(
                 (_produce_weights, (w13, w2, plan, ring, shape, interval, RUN, STAGES, WGS)),
             ],
             [4, 4, 1],
-            [200, 72, 40],
+            [184, 72, 40],
         )  # fmt: skip
     else:
         gl.warp_specialize(
