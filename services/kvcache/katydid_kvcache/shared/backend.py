@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from katydid_cache.layout import BlockLayout
@@ -11,7 +11,7 @@ from katydid_runtime.errors import SettingsError
 
 from katydid_kvcache.shared.manifest import Entry, Location
 
-__all__ = ["OBJECT_SCHEMES", "REDIS_SCHEMES", "Backend", "News", "Outgoing", "open_backend"]
+__all__ = ["OBJECT_SCHEMES", "REDIS_SCHEMES", "Backend", "Outgoing", "open_backend"]
 
 OBJECT_SCHEMES = ("s3", "gs", "az", "file", "memory")
 REDIS_SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
@@ -19,18 +19,12 @@ REDIS_SCHEMES = ("redis", "rediss", "valkey", "valkeys", "unix")
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A block to be published. `payload` holds the whole object; the location of `entry` has no object yet."""
+    """A block to be published. `payload` holds the whole object; `entry` has no location yet, only its checksums."""
 
     entry: Entry
+    checksum: bytes
+    linear: int
     payload: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class News:
-    """What came into the store since the last time: blocks published, and names not to be used any longer."""
-
-    published: list[Entry] = field(default_factory=list)
-    withdrawn: list[bytes] = field(default_factory=list)
 
 
 class Backend(Protocol):
@@ -42,8 +36,11 @@ class Backend(Protocol):
     async def withdraw(self, identity: bytes, layout: BlockLayout, entries: Sequence[Entry]) -> None:
         """Tell every instance that these blocks are not to be used any longer."""
 
-    async def news(self, identity: bytes, layout: BlockLayout) -> News:
-        """What is new in a namespace since the last call for it; everything at the first."""
+    async def news(self, identity: bytes, layout: BlockLayout) -> list[Entry]:
+        """What is new in a namespace since the last call for it, in the order in which it happened.
+
+        Everything at the first call. What was withdrawn has no location.
+        """
 
     async def read(self, location: Location, into: memoryview) -> None:
         """Fill `into` with a block. Raises FileNotFoundError when it is gone."""

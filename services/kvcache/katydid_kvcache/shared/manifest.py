@@ -43,16 +43,22 @@ class Location(NamedTuple):
     linear: int
 
 
+_NOWHERE = Location("", 0, bytes(16), 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A block in the shared store: 32-byte `name`, `parent` and `tenant` possibly empty; times as in `Block`."""
+    """A block in the shared store: 32-byte `name`, `parent` and `tenant` possibly empty; times as in `Block`.
+
+    Without a location it is not to be looked for in the store any longer.
+    """
 
     name: bytes
     parent: bytes
     tenant: bytes
     expires_at: float
     sliding_s: float
-    location: Location
+    location: Location | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,7 @@ class Manifest:
             )
         ]
         for entry in self.entries:
-            at = entry.location
+            at = entry.location or _NOWHERE
             parts.append(
                 _ROW.pack(
                     entry.name,
@@ -96,8 +102,11 @@ class Manifest:
         return fields + xxh3_128_digest(fields)
 
     @classmethod
-    def decode(cls, data: bytes | memoryview, name: str) -> Manifest:
-        """The manifest of the pack called `name`. Raises DataCorruptError for anything but a whole one."""
+    def decode(cls, data: bytes | memoryview, name: str, *, withdrawn: bool = False) -> Manifest:
+        """The manifest of the pack called `name`; `withdrawn` when there are no payloads behind it.
+
+        Raises DataCorruptError for anything but a whole manifest.
+        """
         fields, checksum = bytes(data[:-_CHECKSUM_BYTES]), bytes(data[-_CHECKSUM_BYTES:])
         if len(fields) < _HEAD.size or (len(fields) - _HEAD.size) % _ROW.size or checksum != xxh3_128_digest(fields):
             raise DataCorruptError(f"pack {name} has no valid manifest")
@@ -118,7 +127,7 @@ class Manifest:
                     b"" if tenant == bytes(16) else tenant,
                     expires_at,
                     sliding_s,
-                    Location(name, offset, payload, linear),
+                    None if withdrawn else Location(name, offset, payload, linear),
                 )
             )
         return cls(identity, layout, entries)

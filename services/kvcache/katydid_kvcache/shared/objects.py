@@ -9,6 +9,7 @@ the store, and a block costs one ranged read.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Sequence
@@ -22,13 +23,14 @@ from katydid_runtime.errors import DataCorruptError, SettingsError
 from obstore.exceptions import BaseError
 from obstore.store import from_url
 
-from katydid_kvcache.shared.backend import News, Outgoing
+from katydid_kvcache.shared.backend import Outgoing
 from katydid_kvcache.shared.manifest import Entry, Location, Manifest, manifest_bytes
 
 __all__ = ["Objects"]
 
 _OVERLAP_S = 600.0
 _PART_BYTES = 8 << 20
+_MANIFESTS_AT_A_TIME = 16
 
 
 class Objects:
@@ -53,6 +55,7 @@ class Objects:
         self._writer = secrets.token_hex(4)
         self._number = 0
         self._seen: dict[str, dict[str, None]] = {}
+        self._listed: set[str] = set()
         self._ends: dict[str, float] = {}
 
     async def publish(self, identity: bytes, layout: BlockLayout, blocks: Sequence[Outgoing]) -> list[Entry]:
@@ -60,8 +63,8 @@ class Objects:
         offset = manifest_bytes(len(blocks))
         entries = []
         for block in blocks:
-            at = block.entry.location
-            entries.append(replace(block.entry, location=Location(name, offset, at.checksum, at.linear)))
+            place = Location(name, offset, block.checksum, block.linear)
+            entries.append(replace(block.entry, location=place))
             offset += len(block.payload)
         head = Manifest(identity, layout, entries).encode()
         await self._put(name, [head, *(block.payload for block in blocks)])
@@ -73,27 +76,28 @@ class Objects:
         await self._put(name, [Manifest(identity, layout, entries).encode()])
         self._remember(identity, name, entries)
 
-    async def news(self, identity: bytes, layout: BlockLayout) -> News:
+    async def news(self, identity: bytes, layout: BlockLayout) -> list[Entry]:
         prefix = identity.hex()
         seen = self._seen.setdefault(prefix, {})
-        after = f"{prefix}/{_stamp(time.time() - _OVERLAP_S)}" if seen else None
-        published: list[Entry] = []
-        withdrawn: list[bytes] = []
+        oldest = f"{prefix}/{_stamp(time.time() - _OVERLAP_S)}"
+        after = oldest if prefix in self._listed else None
+        news: list[Entry] = []
         try:
-            async for batch in obstore.list(self._store, prefix, offset=after):
-                for name in sorted(meta["path"] for meta in batch):
-                    if name in seen or (manifest := await self._manifest(name)) is None:
-                        continue
-                    self._remember(identity, name, manifest.entries)
-                    if manifest.identity != identity or manifest.layout != layout:
-                        continue
-                    if name.endswith(".gone"):
-                        withdrawn += [entry.name for entry in manifest.entries]
-                    else:
-                        published += manifest.entries
+            listed = obstore.list(self._store, prefix, offset=after)
+            # Not every store lists in the order of the names, which is that of what happened.
+            names = sorted([meta["path"] async for batch in listed for meta in batch if meta["path"] not in seen])
+            for name, manifest in zip(names, await self._manifests(names), strict=True):
+                if manifest is None:
+                    continue
+                self._remember(identity, name, manifest.entries)
+                if manifest.identity == identity and manifest.layout == layout:
+                    news += manifest.entries
         except BaseError as error:
             raise OSError(str(error).splitlines()[0]) from None
-        return News(published, withdrawn)
+        self._listed.add(prefix)
+        # Older names are not listed again.
+        self._seen[prefix] = {name: None for name in seen if name > oldest}
+        return news
 
     async def read(self, location: Location, into: memoryview) -> None:
         try:
@@ -130,14 +134,25 @@ class Objects:
         except BaseError as error:
             raise OSError(str(error).splitlines()[0]) from None
 
+    async def _manifests(self, names: Sequence[str]) -> list[Manifest | None]:
+        """The manifests of packs, several at a time."""
+        turns = asyncio.Semaphore(_MANIFESTS_AT_A_TIME)
+
+        async def one(name: str) -> Manifest | None:
+            async with turns:
+                return await self._manifest(name)
+
+        return await asyncio.gather(*map(one, names))
+
     async def _manifest(self, name: str) -> Manifest | None:
         """The manifest of a pack; None for an object that is no pack, gone again, or damaged."""
-        count = name.rpartition(".")[0].rpartition("-")[2]
-        if not name.endswith((".pack", ".gone")) or not count.isdecimal():
+        stem, _, ending = name.rpartition(".")
+        count = stem.rpartition("-")[2]
+        if ending not in ("pack", "gone") or not count.isdecimal():
             return None
         try:
             data = await obstore.get_range_async(self._store, name, start=0, length=manifest_bytes(int(count)))
-            return Manifest.decode(bytes(data), name)
+            return Manifest.decode(bytes(data), name, withdrawn=ending == "gone")
         except (FileNotFoundError, DataCorruptError):
             return None
 

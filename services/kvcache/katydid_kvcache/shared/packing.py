@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from katydid_kvcache.blocks import Block, Namespace
 from katydid_kvcache.shared.backend import Outgoing
-from katydid_kvcache.shared.manifest import Entry, Location
+from katydid_kvcache.shared.manifest import Entry
 
 __all__ = ["Packer"]
 
@@ -50,10 +50,9 @@ class Packer:
             self._sheds["queue_full"] += 1
             return False
         namespace = block.namespace
-        location = Location("", 0, block.checksum, block.linear)
-        entry = Entry(block.hash, block.parent, block.tenant, expires_at, block.sliding_s, location)
+        entry = Entry(block.hash, block.parent, block.tenant, expires_at, block.sliding_s, None)
         pack = self._open.setdefault(namespace, [])
-        pack.append(Outgoing(entry, bytes(payload)))
+        pack.append(Outgoing(entry, block.checksum, block.linear, bytes(payload)))
         self._names.add((namespace.identity, block.hash))
         self.bytes_in_flight += len(payload)
         if len(pack) * len(payload) >= self._pack_bytes:

@@ -18,7 +18,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from katydid_kvcache.shared.backend import News, Outgoing
+from katydid_kvcache.shared.backend import Outgoing
 from katydid_kvcache.shared.manifest import Entry, Location, Manifest
 
 __all__ = ["RedisStore"]
@@ -52,8 +52,7 @@ class RedisStore:
                     key = _key(identity, entry.name)
                     ttl_ms = max(1, int((entry.expires_at - time.time()) * 1000)) if entry.expires_at else None
                     pipe.set(key, block.payload, px=ttl_ms)
-                    at = entry.location
-                    entries.append(replace(entry, location=Location(key.hex(), 0, at.checksum, at.linear)))
+                    entries.append(replace(entry, location=Location(key.hex(), 0, block.checksum, block.linear)))
                 await pipe.execute()
             # Told only when it is there.
             await self._tell(identity, _PUBLISHED, Manifest(identity, layout, entries))
@@ -68,9 +67,8 @@ class RedisStore:
         except RedisError as error:
             raise OSError(str(error)) from None
 
-    async def news(self, identity: bytes, layout: BlockLayout) -> News:
-        published: list[Entry] = []
-        withdrawn: list[bytes] = []
+    async def news(self, identity: bytes, layout: BlockLayout) -> list[Entry]:
+        news: list[Entry] = []
         while True:
             after = self._read_up_to.get(identity, b"-")
             try:
@@ -80,20 +78,14 @@ class RedisStore:
             for number, fields in rows:
                 self._read_up_to[identity] = b"(" + number
                 try:
-                    manifest = Manifest.decode(fields.get(b"m", b""), "of the stream")
+                    withdrawn = fields.get(b"k") == _WITHDRAWN
+                    manifest = Manifest.decode(fields.get(b"m", b""), "in the stream", withdrawn=withdrawn)
                 except DataCorruptError:
                     continue
-                if manifest.identity != identity or manifest.layout != layout:
-                    continue
-                if fields.get(b"k") == _WITHDRAWN:
-                    withdrawn += [entry.name for entry in manifest.entries]
-                    continue
-                for entry in manifest.entries:
-                    at = entry.location
-                    place = Location(_key(identity, entry.name).hex(), 0, at.checksum, at.linear)
-                    published.append(replace(entry, location=place))
+                if manifest.identity == identity and manifest.layout == layout:
+                    news += [_placed(identity, entry) for entry in manifest.entries]
             if len(rows) < _READ_ENTRIES:
-                return News(published, withdrawn)
+                return news
 
     async def read(self, location: Location, into: memoryview) -> None:
         try:
@@ -130,3 +122,11 @@ def _key(identity: bytes, name: bytes) -> bytes:
 
 def _stream(identity: bytes) -> bytes:
     return b"katydid:" + identity + b":news"
+
+
+def _placed(identity: bytes, entry: Entry) -> Entry:
+    """The entry with its key for a location, unless it was withdrawn."""
+    at = entry.location
+    if at is None:
+        return entry
+    return replace(entry, location=Location(_key(identity, entry.name).hex(), 0, at.checksum, at.linear))

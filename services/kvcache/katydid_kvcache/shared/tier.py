@@ -206,12 +206,8 @@ class SharedTier:
         # The first look at a large store takes many requests: each of them has the deadline, not all together.
         news = await self._backend.news(namespace.identity, namespace.layout)
         self._succeeded()
-        for entry in news.published:
+        for entry in news:
             self._store.adopt(namespace, entry)
-        for name in news.withdrawn:
-            block = namespace.blocks.get(name)
-            if block is not None and block.shared is not None:
-                self._books.leave(block)
 
     def _gone(self, block: Block, location: Location) -> None:
         """A block's object has gone from the store, and with it all blocks of the same object."""
