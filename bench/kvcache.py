@@ -1,7 +1,7 @@
 """The KV-cache service against its bars and its peers: real processes on loopback, interleaved in one run.
 
     python bench/kvcache.py --peers FOLDER                  # everything; peers as kvcache_services says
-    python bench/kvcache.py --only memory                   # a part: memory, lookups, disk, restart, hashing, lanes
+    python bench/kvcache.py --only memory                   # a part: memory, lookups, disk, restart, reuse, ...
 
 In a round every contender makes its pass in turn, so that a busy moment of the machine hits all: medians of `--rounds`
 rounds. Pools are warm on all sides: the first round does not count. GB/s are 1e9 bytes. Writes each figure with its bar
@@ -26,10 +26,11 @@ from typing import Any
 
 import kvcache_cases as cases
 import kvcache_lanes
+import kvcache_reuse
 from kvcache_services import HERE, LmCache, Passes, mooncake, redis, service
 
 MIB = 1 << 20
-PARTS = ("memory", "lookups", "hashing", "disk", "restart", "lanes")
+PARTS = ("memory", "lookups", "hashing", "disk", "restart", "reuse", "lanes")
 SHARED_MEMORY, STREAM = "same host, 8 x 2 MiB a call", "stream, 2 MiB blocks"
 LANE = "bulk lanes over TCP, 2 MiB blocks"
 
@@ -180,6 +181,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts: {', '.join(PARTS)}")
     parser.add_argument("--peers", type=Path, default=Path("peers"), help="folder with the peers' environments")
     parser.add_argument("--disk", type=Path, default=Path.cwd(), help="where the disk tier's folder is made")
+    parser.add_argument("--model", type=Path, default=HERE.parent / "models" / "hy3-tiny", help="of part reuse")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "kvcache.json")
     options = parser.parse_args()
     parts: dict[str, list[Row]] = {}
@@ -196,6 +198,9 @@ def main() -> None:
                 parts[part] = disk(options.rounds, options.disk)
             case "restart":
                 parts[part] = restart(options.rounds, options.disk)
+            case "reuse":
+                lost = kvcache_reuse.cost(options.model)
+                parts[part] = [row("workload without reuse: engine time lost with the cache", lost, "%", 1, lower=True)]
             case "lanes":
                 parts[part] = asyncio.run(kvcache_lanes.rows((1, 2), (4, 8), rounds=options.rounds))
             case _:
