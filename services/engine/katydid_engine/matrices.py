@@ -147,7 +147,8 @@ def to_fp8(weight: Tensor, *, rows: bool = False, input_scale: Tensor | None = N
     """Quantises to the nearest e4m3 of ``weight / scale``, with one scale, or one for each of the ``rows``."""
     wide = weight.float()
     amax = wide.abs().amax(1) if rows else wide.abs().amax().reshape(1)
-    scale = (amax / FP8_MAX).clamp(min=_SMALLEST_SCALE)
+    # By a tensor: a GPU multiplies by the reciprocal of a number, and the last bit would not be a CPU's.
+    scale = (amax / amax.new_full((1,), FP8_MAX)).clamp(min=_SMALLEST_SCALE)
     return Fp8Matrix((wide / scale[:, None]).to(_E4M3), scale, input_scale)
 
 
