@@ -51,7 +51,7 @@ def main() -> None:
     launch.sm_count = lambda device: 132
     cases: dict[str, Callable[[], None]] = {
         "1 token": lambda: run(1, 192, 2, "sigmoid"),
-        "64 tokens": lambda: run(64, 192, 2, "sigmoid"),
+        "64 tokens, three terms": lambda: run(64, 192, 3, "sigmoid"),
         "1024 tokens": lambda: run(1024, 192, 2, "sigmoid"),
         "16384 tokens": lambda: run(16384, 192, 2, "sigmoid"),
         "257 experts, softmax": lambda: run(4096, 257, 2, "softmax"),

@@ -73,11 +73,11 @@ def test_against_float64(experts: int, hidden: int, top_k: int, scoring: Scoring
 
 @pytest.mark.parametrize("slices", [1, 2, 4, 8, 16])
 def test_any_slicing_of_k(slices: int) -> None:
-    weight = torch.randn(257, 1088, device="cuda") * 0.03
+    weight = torch.randn(257, 1024, device="cuda") * 0.03
     prepared = RouterWeight.prepare(weight)
     assert prepared.hopper is not None
     for launch, tokens in ((launch_few, 61), (launch_many, 333)):
-        x = torch.randn(tokens, 1088, device="cuda").bfloat16()
+        x = torch.randn(tokens, 1024, device="cuda").bfloat16()
         weights = torch.full((tokens, 8), float("nan"), device="cuda")
         ids = torch.full((tokens, 8), -1, device="cuda", dtype=torch.int32)
         choice = Choice(8, "sigmoid", None, True, 2.5, weights, ids)

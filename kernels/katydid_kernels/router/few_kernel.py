@@ -14,6 +14,7 @@ grid are few and small enough to be on the GPU together.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -42,15 +43,36 @@ def new_barriers(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def request_weights(w_desc, w_bufs, landed, first_expert, split, other_bytes: gl.constexpr):
-    """The terms of a tile of experts over slice `split` of K, on their way; each barrier awaits `other_bytes` too."""
-    PARTS: gl.constexpr = w_bufs.type.shape[0]
+def request_weights(w_desc, w_bufs, landed, first_expert, split, E_PAD: gl.constexpr):
+    """The terms of a tile of experts over slice `split` of K, on their way."""
+    PARTS: gl.constexpr = landed.type.shape[0]
+    TERMS: gl.constexpr = w_bufs.type.shape[0] // PARTS
     DEPTH: gl.constexpr = w_desc.block_type.shape[0]
     for part in gl.static_range(PARTS):
         ready = landed.index(part)
-        mbarrier.expect(ready, w_desc.block_type.nbytes + other_bytes)
-        place = [(split * PARTS + part) * DEPTH, 0, first_expert, 0]
-        tma.async_copy_global_to_shared(w_desc, place, ready, w_bufs.index(part))
+        mbarrier.expect(ready, TERMS * w_desc.block_type.nbytes)
+        for term in gl.static_range(TERMS):
+            place = [(split * PARTS + part) * DEPTH, term * E_PAD + first_expert, 0]
+            tma.async_copy_global_to_shared(w_desc, place, ready, w_bufs.index(part * TERMS + term))
+
+
+@gluon.jit
+def _request_tokens(x_ptr, x_stride, x_bufs, split, tokens):
+    """A slice of x, each part a group of copies. The rows of tokens that are not there keep what they held: they only
+    reach logits that are never stored."""
+    PARTS: gl.constexpr = x_bufs.type.shape[0]
+    DEPTH: gl.constexpr = x_bufs.type.shape[1]
+    TOKENS: gl.constexpr = x_bufs.type.shape[2]
+    BLOCK_K: gl.constexpr = x_bufs.type.shape[3]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_K, BLOCK_K // 8], [4, 1], [1, 0])
+    row = gl.arange(0, DEPTH * TOKENS, gl.SliceLayout(1, layout))[:, None]
+    token = row % TOKENS
+    source = x_ptr + token * x_stride + (split * (PARTS * DEPTH) + row // TOKENS) * BLOCK_K
+    source += gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))[None, :]
+    for part in gl.static_range(PARTS):
+        x_part = x_bufs.index(part).reshape([DEPTH * TOKENS, BLOCK_K])
+        async_copy.async_copy_global_to_shared(x_part, source + part * (DEPTH * BLOCK_K), mask=token < tokens)
+        async_copy.commit_group()
 
 
 @gluon.jit
@@ -61,21 +83,24 @@ def multiply_slice(x_bufs, w_bufs, landed, partial_ptr, first_expert, split, tok
     DEPTH: gl.constexpr = x_bufs.type.shape[1]
     TOKENS: gl.constexpr = x_bufs.type.shape[2]
     BLOCK_K: gl.constexpr = x_bufs.type.shape[3]
-    TERMS: gl.constexpr = w_bufs.type.shape[2]
-    EXPERTS: gl.constexpr = w_bufs.type.shape[3]
+    TERMS: gl.constexpr = w_bufs.type.shape[0] // PARTS
+    EXPERTS: gl.constexpr = w_bufs.type.shape[2]
     TOKENS_FIRST: gl.constexpr = EXPERTS < 64
     ROWS: gl.constexpr = TOKENS if TOKENS_FIRST else EXPERTS
     COLUMNS: gl.constexpr = EXPERTS if TOKENS_FIRST else TOKENS
     product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, product)
     for part in gl.static_range(PARTS):
+        async_copy.wait_group(PARTS - 1 - part)
+        fence_async_shared()
+        gl.thread_barrier()
         mbarrier.wait(landed.index(part), 0)
         x_part = x_bufs.index(part).reshape([DEPTH * TOKENS, BLOCK_K])
-        w_part = w_bufs.index(part).reshape([DEPTH * TERMS * EXPERTS, BLOCK_K])
         for d in gl.static_range(DEPTH):
             x = x_part.slice(d * TOKENS, TOKENS)
             for term in gl.static_range(TERMS):
-                w = w_part.slice((d * TERMS + term) * EXPERTS, EXPERTS)
+                w_part = w_bufs.index(part * TERMS + term).reshape([DEPTH * EXPERTS, BLOCK_K])
+                w = w_part.slice(d * EXPERTS, EXPERTS)
                 more = part + d + term > 0
                 if TOKENS_FIRST:
                     acc = warpgroup_mma(x, w.permute((1, 0)), acc, use_acc=more, is_async=True)
@@ -142,29 +167,31 @@ def finish_few(
 
 @gluon.jit(do_not_specialize=["tokens", "experts"])
 def few_tokens_kernel(
-    x_desc, w_desc, partial_ptr, bias_ptr, scale, weights_ptr, ids_ptr, tokens, experts,
-    E_PAD: gl.constexpr, PARTS: gl.constexpr, SPLITS: gl.constexpr, POWER_S: gl.constexpr, AT_ONCE: gl.constexpr,
-    TOP_K: gl.constexpr, POWER_K: gl.constexpr, SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr,
+    x_ptr, x_stride, w_desc, partial_ptr, bias_ptr, scale, weights_ptr, ids_ptr, tokens, experts,
+    TOKENS: gl.constexpr, X_LAYOUT: gl.constexpr, E_PAD: gl.constexpr, TERMS: gl.constexpr, PARTS: gl.constexpr,
+    SPLITS: gl.constexpr, POWER_S: gl.constexpr, AT_ONCE: gl.constexpr, TOP_K: gl.constexpr, POWER_K: gl.constexpr,
+    SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr,
 ):  # fmt: skip
     """A grid of ``SPLITS * E_PAD / EXPERTS`` CTAs, each for a tile of experts and ``PARTS * DEPTH`` blocks of K.
 
-    x_desc: boxes ``[DEPTH, TOKENS, 64]`` of x seen as ``[K / 64, tokens, 64]``; w_desc: boxes ``[DEPTH, TERMS,
-    EXPERTS, 64]`` of the terms seen as ``[K / 64, TERMS, E_PAD, 64]``: TOKENS or EXPERTS is 64. partial: int32
-    ``[SPLITS, tokens, E_PAD]``, all EMPTY between calls.
+    x: bf16 ``[tokens, K]``; w_desc: boxes ``[DEPTH, EXPERTS, 64]`` of the terms seen as ``[K / 64, TERMS * E_PAD,
+    64]``: TOKENS, at least tokens, or EXPERTS is 64. partial: int32 ``[SPLITS, tokens, E_PAD]``, all EMPTY between
+    calls.
     """
-    EXPERTS: gl.constexpr = w_desc.block_type.shape[2]
+    DEPTH: gl.constexpr = w_desc.block_type.shape[0]
+    EXPERTS: gl.constexpr = w_desc.block_type.shape[1]
+    BLOCK_K: gl.constexpr = w_desc.block_type.shape[2]
     E_TILES: gl.constexpr = E_PAD // EXPERTS
-    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [PARTS] + x_desc.block_type.shape, x_desc.layout)
-    w_bufs = gl.allocate_shared_memory(w_desc.dtype, [PARTS] + w_desc.block_type.shape, w_desc.layout)
+    x_bufs = gl.allocate_shared_memory(w_desc.dtype, [PARTS, DEPTH, TOKENS, BLOCK_K], X_LAYOUT)
+    w_bufs = gl.allocate_shared_memory(w_desc.dtype, [PARTS * TERMS, DEPTH, EXPERTS, BLOCK_K], w_desc.layout)
     landed = new_barriers(PARTS)
     launch_next()
     first_expert = gl.program_id(0) % E_TILES * EXPERTS
     split = gl.program_id(0) // E_TILES
-    request_weights(w_desc, w_bufs, landed, first_expert, split, x_desc.block_type.nbytes)
+    request_weights(w_desc, w_bufs, landed, first_expert, split, E_PAD)
     wait_for_last()
-    for part in gl.static_range(PARTS):
-        block = (split * PARTS + part) * x_desc.block_type.shape[0]
-        tma.async_copy_global_to_shared(x_desc, [block, 0, 0], landed.index(part), x_bufs.index(part))
+    # Not by TMA: its descriptor of x would have to be fetched first, while everything waits.
+    _request_tokens(x_ptr, x_stride, x_bufs, split, tokens)
     multiply_slice(x_bufs, w_bufs, landed, partial_ptr, first_expert, split, tokens, E_PAD)
     finish_few(
         partial_ptr, (bias_ptr, scale, weights_ptr, ids_ptr, experts), tokens,

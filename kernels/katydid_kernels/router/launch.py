@@ -44,7 +44,7 @@ class Slices:
 
     experts: of a tile, 64, or fewer where 64 tokens are wgmma's rows.
     depth: blocks of K a CTA.
-    parts: copies they arrive in.
+    parts: of a slice, multiplied as they arrive.
     at_once: tokens that a CTA chooses for.
     """
 
@@ -54,31 +54,41 @@ class Slices:
     at_once: int
 
 
-def few_slices(tokens: int) -> Slices:
+def few_slices(tokens: int, hidden: int) -> Slices:
     """Measured on one H200 with 192 experts of 4096: long slices, for each is a trip through L2 for every token."""
-    return Slices(64, 8, 1, 1) if tokens <= 16 else Slices(16, 8, 4, 1)
+    depth = slice_depth(hidden)
+    if tokens <= 16:
+        return Slices(64, depth, 1, 1)
+    return Slices(32, depth, min(4, depth), 1 if tokens <= 32 else 2)
 
 
-def _blocked(matrix: Tensor, box: list[int]) -> TensorDescriptor:
-    """A TMA descriptor over ``[..., K]`` seen as ``[K / 64, ..., 64]``."""
-    *outer, k = matrix.shape
-    *strides, _ = matrix.stride()
+def slice_depth(hidden: int) -> int:
+    """Up to 8 blocks of K, as many as divide it."""
+    return next(depth for depth in (8, 4, 2, 1) if hidden % (depth * BLOCK_K) == 0)
+
+
+def _blocked_terms(terms: Tensor, depth: int, experts: int) -> TensorDescriptor:
+    """A TMA descriptor over ``[TERMS, E_PAD, K]`` seen as ``[K / 64, TERMS * E_PAD, 64]``."""
+    count, padded, hidden = terms.shape
+    box = [depth, experts, BLOCK_K]
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
-    return TensorDescriptor(matrix, [k // BLOCK_K, *outer, BLOCK_K], [BLOCK_K, *strides, 1], box, layout)
+    shape = [hidden // BLOCK_K, count * padded, BLOCK_K]
+    return TensorDescriptor(terms, shape, [BLOCK_K, hidden, 1], box, layout)
 
 
 def launch_few(x: Tensor, weight: OnHopper, experts: int, choice: Choice, *, slices: Slices | None = None) -> None:
     """Up to FEW_TOKENS tokens."""
     count, padded, hidden = weight.terms.shape
     tokens = x.shape[0]
-    slices = few_slices(tokens) if slices is None else slices
-    splits = triton.cdiv(hidden, slices.depth * BLOCK_K)
+    slices = few_slices(tokens, hidden) if slices is None else slices
+    splits = hidden // (slices.depth * BLOCK_K)
     depth = slices.depth // slices.parts
-    box = max(8, triton.next_power_of_2(tokens)) if slices.experts == CHUNK_EXPERTS else FEW_TOKENS
+    rows = max(8, triton.next_power_of_2(tokens)) if slices.experts == CHUNK_EXPERTS else FEW_TOKENS
     few_tokens_kernel[(splits * (padded // slices.experts),)](
-        _blocked(x, [depth, box, BLOCK_K]), _blocked(weight.terms, [depth, count, slices.experts, BLOCK_K]),
+        x, x.stride(0), _blocked_terms(weight.terms, depth, slices.experts),
         weight.handover, choice.selection_bias, choice.scale, choice.weights, choice.ids, tokens, experts,
-        E_PAD=padded, PARTS=slices.parts, SPLITS=splits, POWER_S=max(4, triton.next_power_of_2(splits)),
+        TOKENS=rows, X_LAYOUT=gl.NVMMASharedLayout.get_default_for([depth, rows, BLOCK_K], gl.bfloat16),
+        E_PAD=padded, TERMS=count, PARTS=slices.parts, SPLITS=splits, POWER_S=max(4, triton.next_power_of_2(splits)),
         AT_ONCE=slices.at_once, TOP_K=choice.top_k, POWER_K=triton.next_power_of_2(choice.top_k),
         SIGMOID=choice.scoring == "sigmoid", RENORMALISE=choice.renormalise, num_warps=4, launch_pdl=True,
     )  # fmt: skip
@@ -98,19 +108,20 @@ def launch_normed(
     experts: int,
     choice: Choice,
     *,
-    depth: int = 8,
+    depth: int | None = None,
 ) -> None:
     """Up to 8 tokens, with what `normed_router_kernel` makes before; `q_scale` as it is returned."""
     count, padded, hidden = weight.terms.shape
     tokens = x.shape[0]
-    splits = triton.cdiv(hidden, depth * BLOCK_K)
+    depth = min(4, slice_depth(hidden)) if depth is None else depth
+    splits = hidden // (depth * BLOCK_K)
     normed_router_kernel[(splits * (padded // CHUNK_EXPERTS),)](
         x, x.stride(0), residual, residual.stride(0), norm_weight, eps, total, y, q, given_scale, q_scale,
-        _blocked(weight.terms, [depth, count, CHUNK_EXPERTS, BLOCK_K]),
+        _blocked_terms(weight.terms, depth, CHUNK_EXPERTS),
         weight.handover, choice.selection_bias, choice.scale, choice.weights, choice.ids, tokens, experts,
         HIDDEN=hidden, ROWS=triton.next_power_of_2(tokens),
         X_LAYOUT=gl.NVMMASharedLayout.get_default_for([depth, 8, BLOCK_K], gl.bfloat16),
-        E_PAD=padded, SPLITS=splits, POWER_S=max(4, triton.next_power_of_2(splits)),
+        E_PAD=padded, TERMS=count, SPLITS=splits, POWER_S=max(4, triton.next_power_of_2(splits)),
         AT_ONCE=1, TOP_K=choice.top_k, POWER_K=triton.next_power_of_2(choice.top_k),
         SIGMOID=choice.scoring == "sigmoid", RENORMALISE=choice.renormalise, num_warps=4, launch_pdl=True,
     )  # fmt: skip

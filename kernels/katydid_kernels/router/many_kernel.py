@@ -163,10 +163,9 @@ def _consume(
     _wait_for(counter_ptr, WAITERS)
     # The tile's tokens in equal shares; CTAs of later experts have none.
     SHARE: gl.constexpr = TOKENS // SPLITS
-    # 16 values a thread and chunk at once.
-    LANES: gl.constexpr = min(32, max(8, 4 * SPLITS))
-    AT_ONCE: gl.constexpr = 4 * 32 // LANES
-    block: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 32 // LANES, LANES], [1, 4, 1], [2, 1, 0])
+    # A row a warp: its reductions are single instructions.
+    AT_ONCE: gl.constexpr = 4
+    block: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 1, 32], [1, 4, 1], [2, 1, 0])
     if first_expert == 0:
         begin = row + split * SHARE
         end = gl.minimum(begin + SHARE, tokens)

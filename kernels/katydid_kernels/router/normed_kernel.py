@@ -9,7 +9,6 @@ why it is for a handful), and makes the slice of x that it multiplies. The CTAs 
 # mypy: disable-error-code="assignment,index,misc,var-annotated"
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from katydid_kernels.gemm.ring import launch_next, wait_for_last
 from katydid_kernels.router.few_kernel import finish_few, multiply_slice, new_barriers, request_weights
@@ -59,9 +58,9 @@ def _spread(rows, TOKENS: gl.constexpr, layout: gl.constexpr):
 def normed_router_kernel(
     x_ptr, x_stride, residual_ptr, residual_stride, norm_ptr, eps, total_ptr, y_ptr, q_ptr, given_scale_ptr,
     q_scale_ptr, w_desc, partial_ptr, bias_ptr, scale, weights_ptr, ids_ptr, tokens, experts,
-    HIDDEN: gl.constexpr, ROWS: gl.constexpr, X_LAYOUT: gl.constexpr, E_PAD: gl.constexpr, SPLITS: gl.constexpr,
-    POWER_S: gl.constexpr, AT_ONCE: gl.constexpr, TOP_K: gl.constexpr, POWER_K: gl.constexpr, SIGMOID: gl.constexpr,
-    RENORMALISE: gl.constexpr,
+    HIDDEN: gl.constexpr, ROWS: gl.constexpr, X_LAYOUT: gl.constexpr, E_PAD: gl.constexpr, TERMS: gl.constexpr,
+    SPLITS: gl.constexpr, POWER_S: gl.constexpr, AT_ONCE: gl.constexpr, TOP_K: gl.constexpr, POWER_K: gl.constexpr,
+    SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr,
 ):  # fmt: skip
     """`few_tokens_kernel` with x = bf16 y, ``y = total / rms(total) * norm``, ``total = x + residual`` rounded.
 
@@ -70,16 +69,16 @@ def normed_router_kernel(
     """
     TOKENS: gl.constexpr = 8
     DEPTH: gl.constexpr = w_desc.block_type.shape[0]
-    EXPERTS: gl.constexpr = w_desc.block_type.shape[2]
-    BLOCK_K: gl.constexpr = w_desc.block_type.shape[3]
+    EXPERTS: gl.constexpr = w_desc.block_type.shape[1]
+    BLOCK_K: gl.constexpr = w_desc.block_type.shape[2]
     E_TILES: gl.constexpr = E_PAD // EXPERTS
     x_bufs = gl.allocate_shared_memory(w_desc.dtype, [1, DEPTH, TOKENS, BLOCK_K], X_LAYOUT)
-    w_bufs = gl.allocate_shared_memory(w_desc.dtype, [1] + w_desc.block_type.shape, w_desc.layout)
+    w_bufs = gl.allocate_shared_memory(w_desc.dtype, [TERMS, DEPTH, EXPERTS, BLOCK_K], w_desc.layout)
     landed = new_barriers(1)
     launch_next()
     first_expert = gl.program_id(0) % E_TILES * EXPERTS
     split = gl.program_id(0) // E_TILES
-    request_weights(w_desc, w_bufs, landed, first_expert, split, 0)
+    request_weights(w_desc, w_bufs, landed, first_expert, split, E_PAD)
     wait_for_last()
 
     SCALED: gl.constexpr = q_ptr is not None and given_scale_ptr is None
@@ -106,8 +105,6 @@ def normed_router_kernel(
         y = (totals[d].to(gl.float32) * factor * gains[d].to(gl.float32)).to(x_bufs.dtype)
         x_slice.slice(d * TOKENS, TOKENS).store(y)
         rows = rows + (y,)
-    fence_async_shared()
-    gl.thread_barrier()
     multiply_slice(x_bufs, w_bufs, landed, partial_ptr, first_expert, split, tokens, E_PAD)
 
     # Others wait for the partial logits; what is stored here is for the next kernel.

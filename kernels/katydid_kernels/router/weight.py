@@ -16,13 +16,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["FEW_TOKENS", "MOST_TILES", "SLICE_BLOCKS", "RouterWeight", "experts_per_tile", "split_into_bf16"]
+__all__ = ["FEW_TOKENS", "MOST_TILES", "RouterWeight", "experts_per_tile", "split_into_bf16"]
 
 CHUNK_EXPERTS = 64
 BLOCK_K = 64
-# Up to so many tokens take the kernel of one slice of K a CTA, at least SLICE_BLOCKS blocks of K long.
+# Up to so many tokens take the kernel of one slice of K a CTA, at least a block long.
 FEW_TOKENS = 64
-SLICE_BLOCKS = 2
 MOST_TILES = 1024
 
 
@@ -65,7 +64,7 @@ class RouterWeight:
         if not weight.is_cuda or torch.cuda.get_device_capability(weight.device) != (9, 0):
             return RouterWeight(weight, None)
         parts = split_into_bf16(weight, terms)
-        slices = -(-weight.shape[1] // (SLICE_BLOCKS * BLOCK_K))
+        slices = -(-weight.shape[1] // BLOCK_K)
         return RouterWeight(weight, OnHopper(parts, *_scratch(weight.device, slices * FEW_TOKENS * parts.shape[1])))
 
 
