@@ -11,18 +11,19 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from katydid_kernels.gemm.expert_tiles import multiply
 from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_for_last
-from katydid_kernels.gemm.stream_k import interval_of, stages_within, sum_parts, tiles_of
+from katydid_kernels.gemm.stream_k import interval_of, next_stage, stages_within, sum_parts, tiles_of
 
 __all__ = ["finish_columns", "narrow_gemm_kernel"]
 
 
 @gluon.jit
-def _fetch_weights(w_desc, w_bufs, bar, step, tiles_k, stage, WGS: gl.constexpr):
+def _fetch_weights(w_desc, w_bufs, bar, tile, k, stage, WGS: gl.constexpr):
     ROWS: gl.constexpr = w_desc.block_type.shape[0]
-    row = step // tiles_k * (WGS * ROWS)
-    k = step % tiles_k * w_desc.block_type.shape[1]
+    BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
     for part in gl.static_range(WGS):
-        tma.async_copy_global_to_shared(w_desc, [row + part * ROWS, k], bar, w_bufs.index(stage * WGS + part))
+        tma.async_copy_global_to_shared(
+            w_desc, [(tile * WGS + part) * ROWS, k * BLOCK_K], bar, w_bufs.index(stage * WGS + part)
+        )
 
 
 @gluon.jit
@@ -32,20 +33,27 @@ def _produce(x_desc, w_desc, ring, interval, tiles_k, STAGES: gl.constexpr, WGS:
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
     STAGE_BYTES: gl.constexpr = WGS * w_desc.block_type.nbytes + x_desc.block_type.nbytes
     ahead = gl.minimum(end - begin, STAGES)
+    tile = begin // tiles_k
+    k = begin % tiles_k
     for i in range(ahead):
         mbarrier.expect(full.index(i), STAGE_BYTES)
-        _fetch_weights(w_desc, w_bufs, full.index(i), begin + i, tiles_k, i, WGS)
+        _fetch_weights(w_desc, w_bufs, full.index(i), tile, k, i, WGS)
+        tile, k = next_stage(tile, k, tiles_k)
     wait_for_last()
+    x_tile = begin // tiles_k
+    x_k = begin % tiles_k
     for i in range(ahead):
-        tma.async_copy_global_to_shared(x_desc, [0, (begin + i) % tiles_k * BLOCK_K], full.index(i), x_bufs.index(i))
+        tma.async_copy_global_to_shared(x_desc, [0, x_k * BLOCK_K], full.index(i), x_bufs.index(i))
+        x_tile, x_k = next_stage(x_tile, x_k, tiles_k)
     stage = 0
     phase = 0
-    for step in range(begin + STAGES, end):
+    for _ in range(begin + STAGES, end):
         bar = full.index(stage)
         mbarrier.wait(empty.index(stage), phase)
         mbarrier.expect(bar, STAGE_BYTES)
-        _fetch_weights(w_desc, w_bufs, bar, step, tiles_k, stage, WGS)
-        tma.async_copy_global_to_shared(x_desc, [0, step % tiles_k * BLOCK_K], bar, x_bufs.index(stage))
+        _fetch_weights(w_desc, w_bufs, bar, tile, k, stage, WGS)
+        tma.async_copy_global_to_shared(x_desc, [0, k * BLOCK_K], bar, x_bufs.index(stage))
+        tile, k = next_stage(tile, k, tiles_k)
         stage, phase = advance(stage, phase, STAGES)
 
 

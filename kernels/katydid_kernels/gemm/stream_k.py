@@ -8,7 +8,7 @@ same every time.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["interval_of", "stages_within", "sum_parts", "tiles_of"]
+__all__ = ["interval_of", "next_stage", "stages_within", "sum_parts", "tiles_of"]
 
 
 @gluon.jit
@@ -35,6 +35,14 @@ def stages_within(tile, interval, tiles_k):
 
 
 @gluon.jit
+def next_stage(tile, k, tiles_k):
+    """Tile and stage of K of the stage after this one: a producer has no time to divide for each."""
+    k += 1
+    over = k == tiles_k
+    return gl.where(over, tile + 1, tile), gl.where(over, 0, k)
+
+
+@gluon.jit
 def sum_parts(WHO: gl.constexpr, WGS: gl.constexpr, acc, tile, first_k, interval, tiles_k, partials):
     """Leave this CTA's part of a cut tile; whoever is last gets the sum of all parts, and True.
 
@@ -45,7 +53,7 @@ def sum_parts(WHO: gl.constexpr, WGS: gl.constexpr, acc, tile, first_k, interval
     TOKENS: gl.constexpr = acc.shape[1]
     layout: gl.constexpr = acc.type.layout
     # Parts read at once, as the registers allow.
-    AT_ONCE: gl.constexpr = 2 if TOKENS == 64 else 4
+    AT_ONCE: gl.constexpr = 8 if TOKENS == 8 else 2 if TOKENS == 64 else 4
     lane = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None] * TOKENS
     lane += gl.arange(0, TOKENS, gl.SliceLayout(0, layout))[None, :]
     # A CTA has two places: 1 for a tile it begins, 0 for one it takes up.

@@ -19,7 +19,6 @@ from katydid_kernels.w4a8.packed_tiles import (
     accumulator_layout,
     copy_groups,
     fetch_weights,
-    flush_groups,
     multiply_packed,
     strip_of,
     weight_buffers,
@@ -121,7 +120,7 @@ def _produce_weights(
 @gluon.jit
 def _produce_rows(
     x, hidden, strips13, plan, sync_ptr, ring, shape, interval,
-    TOP_K: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
+    TOP_K: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     x_ptr, x_stride, columns = x
     h_ptr, h_stride = hidden
@@ -133,7 +132,6 @@ def _produce_rows(
     lane = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
     stage = 0
     phase = 1
-    sent = 0
     wait_for_last()
     first, last = tiles_of(interval, up_k)
     for item in range(first, last):
@@ -143,10 +141,8 @@ def _produce_rows(
         first_k, last_k = stages_within(item, interval, up_k)
         for k in range(first_k, last_k):
             mbarrier.wait(empty.index(stage), phase)
-            sent = copy_groups(x_bufs, full, stage, sent, source, k, columns, valid, STAGES, LAG)
+            copy_groups(x_bufs, stage, source, k, columns, valid, full.index(stage))
             stage, phase = advance(stage, phase, STAGES)
-    flush_groups(full, stage, sent, STAGES, LAG)
-    sent = 0
     first, last = _down_share(shape, RUN)
     # The tile's numbers are read while waiting, and again only where the next tile begins.
     known = first // down_n * RUN
@@ -161,9 +157,8 @@ def _produce_rows(
             source = gather(h_ptr, row + lane, h_stride, cols)
             for k in range(down_k):
                 mbarrier.wait(empty.index(stage), phase)
-                sent = copy_groups(x_bufs, full, stage, sent, source, k, h_stride, valid, STAGES, LAG)
+                copy_groups(x_bufs, stage, source, k, h_stride, valid, full.index(stage))
                 stage, phase = advance(stage, phase, STAGES)
-    flush_groups(full, stage, sent, STAGES, LAG)
     if RUN > 1:
         # No consumer waits for all: the last CTA to have seen h resets what it waited for.
         gl.thread_barrier()
@@ -196,7 +191,9 @@ def _consume(
         # Loaded here, the tile's numbers arrive while it multiplies.
         row, end = _rows_of(item // up_n, plan)
         first_k, last_k = stages_within(item, interval, up_k)
-        acc, stage, phase = multiply_packed(WHO, ring, stage, phase, last_k - first_k, TOKENS, STAGES, WGS)
+        acc, stage, phase = multiply_packed(
+            WHO, ring, stage, phase, last_k - first_k, TOKENS, STAGES, WGS, GATHERED=True
+        )
         whole = last_k - first_k == up_k
         if not whole:
             acc, whole = sum_parts(WHO, WGS, acc, item, first_k, interval, up_k, partials)
@@ -215,7 +212,7 @@ def _consume(
         col = (item % down_n * WGS + WHO) * 64 + gl.arange(0, 64, gl.SliceLayout(1, accumulator_layout(TOKENS)))
         if RUN == 1:
             row, end = _rows_of(item // down_n, plan)
-            acc, stage, phase = multiply_packed(WHO, ring, stage, phase, down_k, TOKENS, STAGES, WGS)
+            acc, stage, phase = multiply_packed(WHO, ring, stage, phase, down_k, TOKENS, STAGES, WGS, GATHERED=True)
             # Straight from the accumulator: through shared memory it would be wider stores, and two barriers a tile.
             inside = (row + lane < end)[None, :] & (col < H)[:, None]
             target = y_ptr + (row + lane).to(gl.int64)[None, :] * H + col[:, None]
@@ -226,7 +223,7 @@ def _consume(
             for j in range(RUN):
                 row, end = _rows_of(token * RUN + j, plan)
                 weight = gl.load(weights_ptr + token * RUN + j) * scale
-                acc, stage, phase = multiply_packed(WHO, ring, stage, phase, down_k, TOKENS, STAGES, WGS)
+                acc, stage, phase = multiply_packed(WHO, ring, stage, phase, down_k, TOKENS, STAGES, WGS, GATHERED=True)
                 # Where no row was copied the product may be NaN: it is left out, not multiplied by zero.
                 total += gl.where(row < end, acc * weight, 0.0)
             inside = (lane == 0)[None, :] & (col < H)[:, None]
@@ -285,7 +282,7 @@ def experts_decode_w4a8_kernel(
     """
     x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, TOKENS, 128], X_LAYOUT)
     codes, code_scales = weight_buffers(codes13_desc, scales13_desc, STAGES, WGS)
-    full, empty = make_barriers(STAGES, 2, WGS)
+    full, empty = make_barriers(STAGES, 129, WGS)
     # Without a plan a CTA has all of a token's tiles of a strip one after the other, and sums them itself.
     RUN: gl.constexpr = TOP_K if tiles_ptr is None else 1
     up_n = gl.cdiv(WIDTH // 32, WGS)
@@ -314,7 +311,7 @@ def experts_decode_w4a8_kernel(
                 (_consume, (1, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, shape, interval,
                             H, TOP_K, RUN, PIECE, STAGES, WGS, SCALE_A_TOKEN)),
                 (_produce_rows, ((x_ptr, x_stride, H), hidden, WIDTH // 32, plan, sync_ptr, ring, shape, interval,
-                                 TOP_K, RUN, STAGES, 3)),
+                                 TOP_K, RUN, STAGES)),
                 (_produce_weights, (w13, w2, plan, ring, shape, interval, RUN, STAGES, WGS)),
             ],
             [4, 4, 1],
@@ -330,7 +327,7 @@ def experts_decode_w4a8_kernel(
                 (_consume, (2, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, shape, interval,
                             H, TOP_K, RUN, PIECE, STAGES, WGS, SCALE_A_TOKEN)),
                 (_produce_rows, ((x_ptr, x_stride, H), hidden, WIDTH // 32, plan, sync_ptr, ring, shape, interval,
-                                 TOP_K, RUN, STAGES, 3)),
+                                 TOP_K, RUN, STAGES)),
                 (_produce_weights, (w13, w2, plan, ring, shape, interval, RUN, STAGES, WGS)),
             ],
             [4, 4, 4, 1],

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from katydid_kernels.gemm.narrow_kernel import finish_columns
 from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_for_last
-from katydid_kernels.gemm.stream_k import interval_of, stages_within, sum_parts, tiles_of
+from katydid_kernels.gemm.stream_k import interval_of, next_stage, stages_within, sum_parts, tiles_of
 from katydid_kernels.w4a8.packed_tiles import fetch_weights, multiply_packed, strip_of, weight_buffers
 
 __all__ = ["narrow_w4a8_kernel"]
@@ -37,21 +37,27 @@ def _produce(x_desc, weight, ring, interval, tiles_k, STAGES: gl.constexpr, WGS:
     WEIGHT_BYTES: gl.constexpr = weight[0].block_type.nbytes + weight[1].block_type.nbytes
     STAGE_BYTES: gl.constexpr = WGS * WEIGHT_BYTES + 2 * x_desc.block_type.nbytes
     ahead = gl.minimum(end - begin, STAGES)
+    tile = begin // tiles_k
+    k = begin % tiles_k
     for i in range(ahead):
-        step = begin + i
         mbarrier.expect(full.index(i), STAGE_BYTES)
-        _fetch_strips(weight, step // tiles_k, step % tiles_k, full.index(i), ring, i, WGS)
+        _fetch_strips(weight, tile, k, full.index(i), ring, i, WGS)
+        tile, k = next_stage(tile, k, tiles_k)
     wait_for_last()
+    x_tile = begin // tiles_k
+    x_k = begin % tiles_k
     for i in range(ahead):
-        _fetch_x(x_desc, (begin + i) % tiles_k, full.index(i), x_bufs, i)
+        _fetch_x(x_desc, x_k, full.index(i), x_bufs, i)
+        x_tile, x_k = next_stage(x_tile, x_k, tiles_k)
     stage = 0
     phase = 0
-    for step in range(begin + STAGES, end):
+    for _ in range(begin + STAGES, end):
         bar = full.index(stage)
         mbarrier.wait(empty.index(stage), phase)
         mbarrier.expect(bar, STAGE_BYTES)
-        _fetch_strips(weight, step // tiles_k, step % tiles_k, bar, ring, stage, WGS)
-        _fetch_x(x_desc, step % tiles_k, bar, x_bufs, stage)
+        _fetch_strips(weight, tile, k, bar, ring, stage, WGS)
+        _fetch_x(x_desc, k, bar, x_bufs, stage)
+        tile, k = next_stage(tile, k, tiles_k)
         stage, phase = advance(stage, phase, STAGES)
 
 
@@ -66,7 +72,9 @@ def _consume(
     first, last = tiles_of(interval, tiles_k)
     for tile in range(first, last):
         first_k, last_k = stages_within(tile, interval, tiles_k)
-        acc, stage, phase = multiply_packed(WHO, ring, stage, phase, last_k - first_k, TOKENS, STAGES, WGS)
+        acc, stage, phase = multiply_packed(
+            WHO, ring, stage, phase, last_k - first_k, TOKENS, STAGES, WGS, GATHERED=False
+        )
         done = last_k - first_k == tiles_k
         if not done:
             acc, done = sum_parts(WHO, WGS, acc, tile, first_k, interval, tiles_k, partials)

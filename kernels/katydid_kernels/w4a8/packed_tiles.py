@@ -22,7 +22,6 @@ __all__ = [
     "accumulator_layout",
     "copy_groups",
     "fetch_weights",
-    "flush_groups",
     "multiply_halves",
     "multiply_packed",
     "strip_of",
@@ -56,37 +55,13 @@ def fetch_weights(codes_desc, scales_desc, strip, k, groups, bar, codes, scales,
 
 
 @gluon.jit
-def copy_groups(x_bufs, full, stage, sent, source, k, columns, valid, STAGES: gl.constexpr, LAG: gl.constexpr):
-    """Copy both groups of the valid token rows to a stage; past the last column, where codes are zero, any. The rows of
-    the stage LAG before have then landed, and are handed over: `sent` counts the stages since the last `flush_groups`.
-
-    cp.async writes through the generic proxy and wgmma reads through the async one. The fence between is here, because
-    consumers have less time than whoever copies for them.
-    """
+def copy_groups(x_bufs, stage, source, k, columns, valid, bar):
+    """Copy both groups of the valid token rows, as `gemm.expert_tiles.copy_rows`; past the last column, where codes are
+    zero, any."""
     for group in gl.static_range(2):
         col = gl.minimum(k * 256 + group * 128, columns - 128)
         async_copy.async_copy_global_to_shared(x_bufs.index(stage * 2 + group), source + col, mask=valid)
-    async_copy.commit_group()
-    async_copy.wait_group(LAG)
-    fence_async_shared()
-    gl.thread_barrier()
-    mbarrier.arrive(full.index(_back(stage, LAG, STAGES)), count=1, pred=sent >= LAG)
-    return sent + 1
-
-
-@gluon.jit
-def flush_groups(full, stage, sent, STAGES: gl.constexpr, LAG: gl.constexpr):
-    """Hand over what `copy_groups` has not, `stage` being the next one."""
-    async_copy.wait_group(0)
-    fence_async_shared()
-    gl.thread_barrier()
-    for i in gl.static_range(LAG):
-        mbarrier.arrive(full.index(_back(stage, LAG - i, STAGES)), count=1, pred=sent >= LAG - i)
-
-
-@gluon.jit
-def _back(stage, n: gl.constexpr, STAGES: gl.constexpr):
-    return gl.where(stage >= n, stage - n, stage - n + STAGES)
+    async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
 @gluon.jit
@@ -168,7 +143,8 @@ def _scale(scales, group: gl.constexpr, TOKENS: gl.constexpr):
 
 @gluon.jit
 def multiply_packed(
-    WHO: gl.constexpr, ring, stage, phase, steps, TOKENS: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr
+    WHO: gl.constexpr, ring, stage, phase, steps, TOKENS: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr,
+    GATHERED: gl.constexpr,
 ):  # fmt: skip
     """The product of `steps` stages with the first TOKENS rows of x, ``[64, TOKENS]``, `packing.CODE_SCALE` times too
     small; and the place in the ring after them."""
@@ -176,6 +152,9 @@ def multiply_packed(
     acc = gl.zeros([64, TOKENS], gl.float32, accumulator_layout(TOKENS))
     for _ in range(steps):
         mbarrier.wait(full.index(stage), phase)
+        if GATHERED:
+            # cp.async writes through the generic proxy, wgmma reads through the async one.
+            fence_async_shared()
         codes = codes_bufs.index(stage * WGS + WHO).reshape([64, 128])
         scales = scales_bufs.index(stage * WGS + WHO)
         first_scale = _scale(scales, 0, TOKENS)
@@ -206,6 +185,7 @@ def multiply_halves(WHO: gl.constexpr, ring, stage, phase, steps, STAGES: gl.con
     right = gl.zeros([64, 64], gl.float32, accumulator_layout(64))
     for _ in range(steps):
         mbarrier.wait(full.index(stage), phase)
+        fence_async_shared()
         codes = codes_bufs.index(stage * WGS + WHO).reshape([64, 128])
         scales = scales_bufs.index(stage * WGS + WHO)
         first_scale = _scale(scales, 0, 64)
