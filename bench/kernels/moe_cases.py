@@ -108,10 +108,7 @@ class Batch:
         tile = launches.choose_tile(ids.numel(), len(w2), w2.shape[2], w2.shape[1], w2.dtype)
         calls = {"plan": [partial(plan_routes, ids, plan, len(w2), tile.tokens)] * 4}
         if isinstance(tile, UpTile):
-            whole = launches.Beside(0, 0)
-            up = partial(
-                launches._launch_up, self.x, scales=self.scales, workspace=self.workspace, tile=tile, sharing=whole
-            )
+            up = partial(launches._launch_up, self.x, scales=self.scales, workspace=self.workspace, tile=tile)
             calls["up"] = [partial(up, w13=w13) for w13, _ in self.weights]
             calls["down"] = [
                 partial(
@@ -187,8 +184,9 @@ def tiles(name: str) -> dict[str, Any]:
         DecodeTile(8, 64, 2, 11, True),
         DecodeTile(16, 64, 2, 10, True),
         DecodeTile(32, 64, 2, 9, True),
-        DecodeTile(64, 64, 2, 8, True),
-        up_tile(shard.width, shard.hidden, shard.dtype),
+        DecodeTile(64, 64, 3, 6, True),
+        DecodeTile(128, 64, 2, 6, True),
+        up_tile(0, shard.width, shard.hidden, shard.dtype),
     ]
     with preparing():
         weights = _weights(shard)

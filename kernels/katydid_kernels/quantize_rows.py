@@ -241,7 +241,7 @@ def quantize_fp8_reference(
 
 def _quantize_reference(y: Tensor, scale: Tensor | None, group: int | None) -> tuple[Tensor, Tensor]:
     if group is not None:
-        q, scales = _quantize_reference(y.view(len(y), -1, group), None, None)
+        q, scales = _quantize_reference(y.unflatten(1, (y.shape[1] // group, group)), None, None)
         return q.view(y.shape), scales
     scales = (y.abs().amax(-1) / FP8_MAX).clamp(min=_SMALLEST_SCALE) if scale is None else scale
     inverse = 1 / (scales[..., None] if scale is None else scales)

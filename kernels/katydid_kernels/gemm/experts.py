@@ -26,12 +26,10 @@ from katydid_kernels.gemm.plan import RoutePlan, plan_routes
 from katydid_kernels.gemm.tuning import (
     BLOCK_DOWN_TILE,
     BLOCK_UP_TILE,
-    Beside,
     DecodeTile,
     FewTile,
     UpTile,
     WideTile,
-    beside,
     decode_tile,
     down_tile,
     few_tokens_tile,
@@ -43,7 +41,7 @@ __all__ = ["ExpertWorkspace", "run_experts"]
 
 _K_BYTES = 128
 # Up to here the sum is part of the decode kernel; for more tokens a launch of its own has more loads in flight.
-SUMMED_TOKENS = 32
+SUMMED_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ def choose_tile(
 ) -> FewTile | DecodeTile | UpTile:
     """The tuned tile: decode's as long as an expert sees few rows."""
     few = None if of_blocks else few_tokens_tile(pairs, experts, dtype)
-    many = BLOCK_UP_TILE if of_blocks else up_tile(intermediate, hidden, dtype)
+    many = BLOCK_UP_TILE if of_blocks else up_tile(pairs / experts, intermediate, hidden, dtype)
     return few or decode_tile(pairs, experts, intermediate, dtype) or many
 
 
@@ -113,7 +111,6 @@ def run_experts(
     shared: Tensor | None = None,
     tile: FewTile | DecodeTile | UpTile | None = None,
     down: WideTile | None = None,
-    sharing: Beside | None = None,
 ) -> Tensor:
     """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``; arguments as `fused_moe`'s."""
     tile = tile or choose_tile(ids.numel(), len(w2), w2.shape[2], w2.shape[1], w2.dtype, of_blocks=scales.of_blocks)
@@ -131,11 +128,10 @@ def run_experts(
         if not summed:
             combine(workspace.y, plan.slots[: len(ids)], weights, out, shared=shared, early=True)
     else:
-        sharing = sharing or beside(ids.numel() / len(w2))
-        _launch_up(x, w13, scales, workspace, tile, sharing)
+        _launch_up(x, w13, scales, workspace, tile)
         launch_wide(
             workspace.h, w2, workspace.y, down or down_tile(w2.shape[1], tile.tokens), col_scale=scales.down,
-            tiles=plan.tiles, tile_count=plan.tile_count, ready=2 * w2.shape[2] // tile.rows, beside=sharing,
+            tiles=plan.tiles, tile_count=plan.tile_count,
         )  # fmt: skip
         combine(workspace.y, plan.slots[: len(ids)], weights, out, shared=shared, early=True)
     return out
@@ -158,7 +154,7 @@ def _run_blocks(
     assert h is not None
     assert h_scales is not None
     plan = plan_routes(ids, workspace.plan, len(w2), BLOCK_UP_TILE.tokens, first_expert=first_expert)
-    _launch_up(x, w13, scales, workspace, BLOCK_UP_TILE, Beside(0, 0))
+    _launch_up(x, w13, scales, workspace, BLOCK_UP_TILE)
     rows = ids.numel()
     quantize_fp8(h[:rows], group=BLOCK, out=(workspace.h[:rows], h_scales[:rows]))
     launch_wide(
@@ -184,12 +180,10 @@ def _rows_layout(tokens: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([tokens, _K_BYTES // dtype.itemsize], GLUON_TYPE[dtype])
 
 
-def _launch_up(
-    x: Tensor, w13: Tensor, scales: ExpertScales, workspace: ExpertWorkspace, tile: UpTile, sharing: Beside
-) -> None:
+def _launch_up(x: Tensor, w13: Tensor, scales: ExpertScales, workspace: ExpertWorkspace, tile: UpTile) -> None:
     plan = workspace.plan
     h = workspace.h if workspace.h_unquantised is None else workspace.h_unquantised
-    experts_up_kernel[(sm_count(x.device) - sharing.early,)](
+    experts_up_kernel[(sm_count(x.device),)](
         x, x.stride(0), _interleaved(w13, tile.rows), h, plan.rows, plan.tiles, plan.tile_count,
         scales.up, scales.inverse_h, scales.token,
         H=w13.shape[2], WIDTH=w13.shape[1] // 2, H_STRIDE=h.stride(0),

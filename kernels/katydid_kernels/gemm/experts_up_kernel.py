@@ -26,7 +26,6 @@ from katydid_kernels.gemm.expert_tiles import (
     store_columns,
     tokens_of,
 )
-from katydid_kernels.gemm.experts_order import count
 from katydid_kernels.gemm.ring import advance, before, launch_next, make_barriers, wait_for_last
 
 __all__ = ["experts_up_kernel"]
@@ -197,7 +196,6 @@ def _consume(
             acc, extra, stage, phase = _multiply_both(WHO, ring, extra_ring, stage, phase, tiles_k, ROWS, STAGES, WGS)
             _finish(acc, 0, col, entry, target, scales, rows_ptr, BITS, BLOCKS)
             _finish(extra, TOKENS, col, entry, target, scales, rows_ptr, BITS, BLOCKS)
-        count(entry + 3)
 
 
 @gluon.jit
@@ -229,9 +227,8 @@ def experts_up_kernel(
         scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     tiles_n: gl.constexpr = WIDTH // (GROUPS * 8 * WGS)
     tiles_k: gl.constexpr = H // BLOCK_K
-    wait_for_last()
-    # The down product may begin now: the plan is there, and it waits for the tiles it needs.
     launch_next()
+    wait_for_last()
     scales = (up_scale_ptr, inverse_scale_ptr, token_scale_ptr)
     target = (h_ptr, H_STRIDE)
     problem = (gl.load(tile_count_ptr) * tiles_n, tiles_n, tiles_k)

@@ -12,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from katydid_kernels.gemm.narrow_kernel import narrow_gemm_kernel
 from katydid_kernels.gemm.plain import scale_step
-from katydid_kernels.gemm.tuning import Beside, NarrowTile, WideTile
+from katydid_kernels.gemm.tuning import NarrowTile, WideTile
 from katydid_kernels.gemm.wide_kernel import wide_gemm_kernel
 
 __all__ = ["GLUON_TYPE", "REGISTERS", "descriptor", "launch_narrow", "launch_wide", "sm_count"]
@@ -51,14 +51,12 @@ def launch_wide(
     promote: bool = False,
     tiles: Tensor | None = None,
     tile_count: Tensor | None = None,
-    ready: int | None = None,
-    beside: Beside | None = None,
 ) -> Tensor:
     """The wide kernel itself, grouped where `tiles` and `tile_count` of a `RoutePlan` are given.
 
     Grouped, b is ``[E, N, K]``, N a multiple of the tile's columns, and col_scale ``[E]``. Columns of `a` past K
     must be finite. Scales of blocks are ``[M, K / 128]`` and ``[ceil(N / 128), K / 128]``, grouped ``[E, N / 128,
-    K / 128]``, for e4m3. ready, beside: for a down product that runs beside its gate-up; see the kernel.
+    K / 128]``, for e4m3.
     """
     n, k = b.shape[-2:]
     block_k = 128 // a.element_size()
@@ -75,7 +73,6 @@ def launch_wide(
         out.stride(0),
         tiles,
         tile_count,
-        ready,
         row_scale,
         col_scale,
         bias,
@@ -92,8 +89,6 @@ def launch_wide(
         ROW_VECTOR=row_scale is not None and row_scale.numel() > 1 and not blocks,
         COL_VECTOR=tiles is None and col_scale is not None and col_scale.numel() > 1 and not blocks,
         BLOCKS=blocks,
-        EARLY=0 if beside is None else beside.early,
-        PART=0 if beside is None else beside.part,
         num_warps=4,
         maxnreg=REGISTERS[tile.warpgroups],
         launch_pdl=tiles is not None,

@@ -31,8 +31,7 @@ class RoutePlan:
 
     rows: int32 ``[T * top_k]``: the token of sorted row r; rows past the local pairs are not written.
     slots: int32 ``[T, top_k]``: the sorted row of each pair, -1 where the expert is not local.
-    tiles: int32 ``[max_tiles, 4]``: expert, first row, end of the expert's rows, 0. In the last field the gate-up
-        product counts what it has made of a tile.
+    tiles: int32 ``[max_tiles, 4]``: expert, first row, end of the expert's rows, 0.
     tile_count: int32 ``[1]``: how many tiles are in use.
     scratch: int32, zero between calls.
     bases: int32 ``[T * top_k / 1024, experts]``: the next row of a chunk within each expert's.
@@ -113,7 +112,6 @@ def _lay_out(counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr, TILE:
         tl.store(entry, bins, mask=i < tiles)
         tl.store(entry + 1, start + i * TILE, mask=i < tiles)
         tl.store(entry + 2, end, mask=i < tiles)
-        tl.store(entry + 3, 0, mask=i < tiles)
 
 
 @triton.jit

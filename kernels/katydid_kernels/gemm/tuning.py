@@ -9,13 +9,11 @@ import torch
 __all__ = [
     "BLOCK_DOWN_TILE",
     "BLOCK_UP_TILE",
-    "Beside",
     "DecodeTile",
     "FewTile",
     "NarrowTile",
     "UpTile",
     "WideTile",
-    "beside",
     "decode_tile",
     "down_tile",
     "few_tokens_tile",
@@ -23,6 +21,9 @@ __all__ = [
     "up_tile",
     "wide_tile",
 ]
+
+
+_E4M3 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -92,18 +93,6 @@ class UpTile:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """How gate-up and the down product of many tokens share the SMs: one computes while the other writes.
-
-    early: SMs that gate-up leaves to the down product, which takes the others as gate-up ends.
-    part: how many of 256 down tiles those take.
-    """
-
-    early: int
-    part: int
-
-
-@dataclass(frozen=True)
 class DecodeTile:
     """One configuration of the single-launch decode kernel; fields as `UpTile`'s."""
 
@@ -124,16 +113,17 @@ class FewTile:
     rows: int = 64
 
 
-def up_tile(intermediate: int, hidden: int, dtype: torch.dtype) -> UpTile:
-    """The gate-up tile for experts of this width: three warpgroups where 192 rows divide the expert's, else two.
+def up_tile(rows: float, intermediate: int, hidden: int, dtype: torch.dtype) -> UpTile:
+    """The gate-up tile for experts of this width that see `rows` rows each: three warpgroups where 192 rows divide the
+    expert's, else two.
 
-    Unless `down_tile` cannot follow, tiles have 192 tokens. Their accumulator is the tensor cores' own: h is rounded to
-    e4m3 next, which costs ten times what the short accumulator does.
+    With rows enough, and unless `down_tile` cannot follow, tiles have 192 tokens. Their accumulator is the tensor cores'
+    own: h is rounded to e4m3 next, which costs ten times what the short accumulator does.
     """
-    promote = dtype == torch.float8_e4m3fn
+    promote = dtype == _E4M3
     if intermediate % 96:
         return UpTile(128, 64, 2, 6, promote, 216, 56)
-    if hidden % 256:
+    if hidden % 256 or rows <= 128:
         return UpTile(128, 64, 3, 5, promote, 152, 56)
     return UpTile(192, 64, 3, 4, False, 152, 56)
 
@@ -141,12 +131,6 @@ def up_tile(intermediate: int, hidden: int, dtype: torch.dtype) -> UpTile:
 # With scales of blocks, which leave fewer registers.
 BLOCK_UP_TILE = UpTile(128, 64, 2, 6, True, 216, 56)
 BLOCK_DOWN_TILE = WideTile(64, 128, 64, 2, 6, 1)
-
-
-def beside(rows: float) -> Beside:
-    """For this many rows an expert."""
-    del rows
-    return Beside(0, 0)
 
 
 def down_tile(hidden: int, tokens: int) -> WideTile:
@@ -157,28 +141,29 @@ def down_tile(hidden: int, tokens: int) -> WideTile:
 
 
 # Up to here every pair is a tile of its own: making a plan would take longer than reading an expert twice.
-_UNPLANNED_PAIRS = 48
+_UNPLANNED_PAIRS = 24
 
 
 def few_tokens_tile(pairs: int, experts: int, dtype: torch.dtype) -> FewTile | None:
     """The tile for batches whose pairs hardly share an expert, or None for larger ones."""
     if pairs > min(_UNPLANNED_PAIRS, experts):
         return None
-    return FewTile(22, dtype == torch.float8_e4m3fn)
+    return FewTile(22, dtype == _E4M3)
+
+
+# Rows an expert up to which a tile is best: tokens, warpgroups, stages.
+_DECODE = {3: (8, 2, 11), 8: (16, 2, 10), 24: (32, 2, 9), 48: (64, 3, 6), 96: (128, 2, 6)}
+# Narrower experts go to the grouped GEMMs sooner.
+_WIDE_EXPERT = 512
 
 
 def decode_tile(pairs: int, experts: int, intermediate: int, dtype: torch.dtype) -> DecodeTile | None:
     """The decode tile for this many routed rows, or None where the grouped GEMMs are faster."""
-    del intermediate
-    promote = dtype == torch.float8_e4m3fn
-    mean = pairs / experts
-    if mean > 32:
-        return None
-    if mean <= 3:
-        return DecodeTile(8, 64, 2, 11, promote)
-    if mean <= 8:
-        return DecodeTile(16, 64, 2, 10, promote)
-    return DecodeTile(32, 64, 2, 9, promote)
+    rows = pairs / experts
+    for most, (tokens, warpgroups, stages) in _DECODE.items():
+        if rows <= most and (tokens <= 64 or intermediate >= _WIDE_EXPERT):
+            return DecodeTile(tokens, 64, warpgroups if intermediate % 96 == 0 else 2, stages, dtype == _E4M3)
+    return None
 
 
 @dataclass(frozen=True)

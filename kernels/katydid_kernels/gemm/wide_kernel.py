@@ -16,7 +16,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from katydid_kernels.gemm.experts_order import wait_for_count
 from katydid_kernels.gemm.ring import advance, banded_tile, before, launch_next, make_barriers, wait_for_last
 from katydid_kernels.gemm.wide_epilogue import copy_out, halves, quarters, store_ragged
 
@@ -24,19 +23,8 @@ __all__ = ["wide_gemm_kernel"]
 
 
 @gluon.jit
-def _share(items, EARLY: gl.constexpr, PART: gl.constexpr):
-    """This CTA's tiles: first, end and step. The first EARLY CTAs deal out PART / 256 of all, the others the rest."""
-    me = gl.program_id(0)
-    border = items * PART // 256
-    early = me < EARLY
-    first = gl.where(early, me, border + me - EARLY)
-    return first, gl.where(early, border, items), gl.where(early, EARLY, gl.num_programs(0) - EARLY)
-
-
-@gluon.jit
 def _produce(
-    a_desc, b_desc, tiles_ptr, ready, ring, problem, BAND: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr,
-    EARLY: gl.constexpr, PART: gl.constexpr,
+    a_desc, b_desc, tiles_ptr, ring, problem, BAND: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr
 ):  # fmt: skip
     a_bufs, b_bufs, _, full, empty = ring
     _, _, tiles_m, tiles_n, tiles_k = problem
@@ -46,8 +34,7 @@ def _produce(
     STAGE_BYTES: gl.constexpr = WGS * a_desc.block_type.nbytes + b_desc.block_type.nbytes
     stage = 0
     phase = 1
-    begin, finish, step = _share(tiles_m * tiles_n, EARLY, PART)
-    for item in range(begin, finish, step):
+    for item in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         if tiles_ptr is None:
             tile_m, tile_n = banded_tile(item, tiles_m, tiles_n, BAND)
             row = tile_m * (WGS * BLOCK_M)
@@ -57,8 +44,6 @@ def _produce(
             entry = tiles_ptr + item // tiles_n * 4
             row = gl.load(entry + 1)
             b_row = (gl.load(entry) * tiles_n + tile_n) * BLOCK_N
-            if ready is not None:
-                wait_for_count(entry + 3, ready)
         for k in range(tiles_k):
             bar = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
@@ -173,7 +158,6 @@ def _consume(
     WHO: gl.constexpr, target, hooks, scalar, tiles_ptr, ring, problem, BAND: gl.constexpr, STAGES: gl.constexpr,
     WGS: gl.constexpr, STAGED: gl.constexpr, PROMOTE: gl.constexpr,
     ROW_VECTOR: gl.constexpr, COL_VECTOR: gl.constexpr, BLOCKS: gl.constexpr,
-    EARLY: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     a_bufs, b_bufs, out_bufs, _, _ = ring
     out_desc, out_ptr, out_stride = target
@@ -185,8 +169,7 @@ def _consume(
     piece_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, K_STEP])
     stage = 0
     phase = 0
-    begin, finish, step = _share(tiles_m * tiles_n, EARLY, PART)
-    for item in range(begin, finish, step):
+    for item in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
         if not BLOCKS:
             left, right, stage, phase = _multiply(WHO, ring, stage, phase, tiles_k, STAGES, WGS, PROMOTE)
         if tiles_ptr is None:
@@ -230,11 +213,10 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["M", "N", "K"])
 def wide_gemm_kernel(
-    a_desc, b_desc, out_desc, out_ptr, out_stride, tiles_ptr, tile_count_ptr, ready,
+    a_desc, b_desc, out_desc, out_ptr, out_stride, tiles_ptr, tile_count_ptr,
     row_scale_ptr, col_scale_ptr, bias_ptr, residual_ptr, residual_stride, M, N, K,
     BAND: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, STAGED: gl.constexpr, PROMOTE: gl.constexpr,
     ROW_VECTOR: gl.constexpr, COL_VECTOR: gl.constexpr, BLOCKS: gl.constexpr,
-    EARLY: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """D[M, N] = A[M, K] B[N, K]^T, or grouped: rows of tile t by the weight ``B[tiles[t, 0]]``.
 
@@ -244,9 +226,6 @@ def wide_gemm_kernel(
     the ragged last tile of a group. ROW_VECTOR, COL_VECTOR: those scales are vectors; otherwise they are one number, or
     None. Grouped, col_scale is one number a group, and the only scale. BLOCKS: they are of blocks, row_scale fp32
     ``[M, K / 128]`` and col_scale ``[ceil(N / 128), K / 128]`` (its groups stacked); BLOCK_N is 128.
-
-    ready: for the down product of experts, how often gate-up counts a tile that is done; the kernel then runs beside
-    gate-up, its first EARLY CTAs, which find SMs at once, taking PART / 256 of the tiles. Else None, 0 and 0.
     """
     BLOCK_M: gl.constexpr = a_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = b_desc.block_type.shape[0]
@@ -257,8 +236,7 @@ def wide_gemm_kernel(
     out_bufs = gl.allocate_shared_memory(out_desc.dtype, [WGS * STAGED, BLOCK_M, PIECE], out_desc.layout)
     full, empty = make_barriers(STAGES, 1, WGS)
     launch_next()
-    if ready is None:
-        wait_for_last()
+    wait_for_last()
     hooks = (row_scale_ptr, col_scale_ptr, bias_ptr, residual_ptr, residual_stride)
     scalar = 1.0
     if row_scale_ptr is not None and not ROW_VECTOR and not BLOCKS:
@@ -279,10 +257,10 @@ def wide_gemm_kernel(
         gl.warp_specialize(
             [
                 (_consume, (0, target, hooks, scalar, tiles_ptr, ring, problem,
-                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR, BLOCKS, EARLY, PART)),
+                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR, BLOCKS)),
                 (_consume, (1, target, hooks, scalar, tiles_ptr, ring, problem,
-                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR, BLOCKS, EARLY, PART)),
-                (_produce, (a_desc, b_desc, tiles_ptr, ready, ring, problem, BAND, STAGES, WGS, EARLY, PART)),
+                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR, BLOCKS)),
+                (_produce, (a_desc, b_desc, tiles_ptr, ring, problem, BAND, STAGES, WGS)),
             ],
             [4, 1],
             [240, 24],
@@ -291,12 +269,12 @@ def wide_gemm_kernel(
         gl.warp_specialize(
             [
                 (_consume, (0, target, hooks, scalar, tiles_ptr, ring, problem,
-                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR, BLOCKS, EARLY, PART)),
+                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR, BLOCKS)),
                 (_consume, (1, target, hooks, scalar, tiles_ptr, ring, problem,
-                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR, BLOCKS, EARLY, PART)),
+                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR, BLOCKS)),
                 (_consume, (2, target, hooks, scalar, tiles_ptr, ring, problem,
-                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR, BLOCKS, EARLY, PART)),
-                (_produce, (a_desc, b_desc, tiles_ptr, ready, ring, problem, BAND, STAGES, WGS, EARLY, PART)),
+                            BAND, STAGES, WGS, STAGED, PROMOTE, ROW_VECTOR, COL_VECTOR, BLOCKS)),
+                (_produce, (a_desc, b_desc, tiles_ptr, ring, problem, BAND, STAGES, WGS)),
             ],
             [4, 4, 1],
             [160, 160, 24],
