@@ -94,7 +94,7 @@ def choose_tile(
     """The tuned tile: decode's as long as an expert sees few rows."""
     few = None if of_blocks else few_tokens_tile(pairs, experts, dtype)
     many = BLOCK_UP_TILE if of_blocks else up_tile(pairs / experts, intermediate, hidden, dtype)
-    return few or decode_tile(pairs, experts, intermediate, dtype) or many
+    return few or decode_tile(pairs, experts, intermediate, dtype, of_blocks=of_blocks) or many
 
 
 def run_experts(

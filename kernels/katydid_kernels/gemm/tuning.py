@@ -117,8 +117,8 @@ def up_tile(rows: float, intermediate: int, hidden: int, dtype: torch.dtype) -> 
     """The gate-up tile for experts of this width that see `rows` rows each: three warpgroups where 192 rows divide the
     expert's, else two.
 
-    With rows enough, and unless `down_tile` cannot follow, tiles have 192 tokens. Their accumulator is the tensor cores'
-    own: h is rounded to e4m3 next, which costs ten times what the short accumulator does.
+    With rows enough, and unless `down_tile` cannot follow, tiles have 192 tokens. Their accumulator is the tensor
+    cores' own: h is rounded to e4m3 next, which costs ten times what the short accumulator does.
     """
     promote = dtype == _E4M3
     if intermediate % 96:
@@ -157,11 +157,14 @@ _DECODE = {3: (8, 2, 11), 8: (16, 2, 10), 24: (32, 2, 9), 48: (64, 3, 6), 96: (1
 _WIDE_EXPERT = 512
 
 
-def decode_tile(pairs: int, experts: int, intermediate: int, dtype: torch.dtype) -> DecodeTile | None:
+def decode_tile(
+    pairs: int, experts: int, intermediate: int, dtype: torch.dtype, *, of_blocks: bool = False
+) -> DecodeTile | None:
     """The decode tile for this many routed rows, or None where the grouped GEMMs are faster."""
     rows = pairs / experts
     for most, (tokens, warpgroups, stages) in _DECODE.items():
-        if rows <= most and (tokens <= 64 or intermediate >= _WIDE_EXPERT):
+        # Scales of blocks leave no registers for 128 tokens.
+        if rows <= most and (tokens <= 64 or (intermediate >= _WIDE_EXPERT and not of_blocks)):
             return DecodeTile(tokens, 64, warpgroups if intermediate % 96 == 0 else 2, stages, dtype == _E4M3)
     return None
 
