@@ -3,8 +3,8 @@
     PYTHONPATH=kernels:bench/kernels python bench/kernels/qkv_post.py --out bench/results
 
 The chain is what one writes without the kernel: norm, RoPE, quantisation, two indexed stores; as it is and through
-torch.compile, both in a CUDA graph. Correctness is `tests/kernels/test_qkv_post_gpu.py`; here the stored bytes are
-compared with the chain's once before anything is timed.
+torch.compile, both in a CUDA graph. FlashInfer's figures come from `qkv_post_peer.py`, run before. Correctness is
+`tests/kernels/test_qkv_post_gpu.py`; here the stored bytes are compared with the chain's once before anything is timed.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def same_pages(case: Case) -> bool:
     return error < (2e-2 if case.dtype == E4M3 else 4e-3)
 
 
-def time_case(case: Case, compiled: Callable[[Layer], object] | None) -> list[Row]:
+def time_case(case: Case, compiled: Callable[[Layer], object] | None, flashinfer: dict[str, float]) -> list[Row]:
     tokens = len(case.slots)
     with preparing():
         if not same_pages(case):
@@ -145,6 +145,10 @@ def time_case(case: Case, compiled: Callable[[Layer], object] | None) -> list[Ro
     if compiled_us is not None:
         figure = f"{name}: times faster than the compiled chain"
         rows.append(row(figure, compiled_us / us, "x", 1, None if few else 5, None, None))
+    flashinfer_us = flashinfer.get(f"{case.q_heads}/{case.kv_heads} {tokens}") if case.dtype == E4M3 else None
+    if flashinfer_us is not None:
+        figure = f"{name}: times faster than norm + norm + RoPE, quantise, append"
+        rows.append(row(figure, flashinfer_us / us, "x", 1, None, "FlashInfer 0.6.14, us", flashinfer_us))
     if not few:
         wide = case.q_heads == 64 and case.dtype == E4M3
         share = 100 * floor / us
@@ -156,7 +160,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     parser.add_argument("--compile", action="store_true", help="time the chain through torch.compile too")
+    parser.add_argument("--peer", type=Path, help="what qkv_post_peer.py printed")
     arguments = parser.parse_args()
+    flashinfer = json.loads(arguments.peer.read_text())["us"] if arguments.peer else {}
     os.environ.setdefault("GEMM_BENCH_LOCK", tempfile.mkstemp()[1])
     torch.manual_seed(0)
     with preparing():
@@ -169,7 +175,7 @@ def main() -> None:
     ]:  # fmt: skip
         case = Case.make(q_heads, kv_heads, tokens, dtype, table)
         compiled = torch.compile(case.chain) if arguments.compile and tokens in (64, 8192) and q_heads == 64 else None
-        for found in time_case(case, compiled):
+        for found in time_case(case, compiled, flashinfer):
             print(json.dumps(found), flush=True)
             rows.append(found)
     write_rows(arguments.out / "fused.json", rows, "qkv_post.py")

@@ -48,14 +48,29 @@ def _hadamard(r1, r2, ROWS: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
+def _load_heads(
+    source, group, end_group, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr
+):
+    """Both halves of a group of the q or k heads of the token at `source`, as they are stored; none past the end."""
+    HALF: tl.constexpr = D // 2
+    Q_GROUPS: tl.constexpr = (Q_HEADS + ROWS - 1) // ROWS
+    first = tl.where(group < Q_GROUPS, group * ROWS, Q_HEADS + (group - Q_GROUPS) * ROWS)
+    first = tl.where(group < end_group, first, Q_HEADS + KV_HEADS)
+    head = first + tl.arange(0, ROWS)[:, None]
+    place = source + head * D + tl.arange(0, HALF)[None, :]
+    inside = head < Q_HEADS + KV_HEADS
+    return tl.load(place, mask=inside, other=0.0), tl.load(place + HALF, mask=inside, other=0.0)
+
+
+@triton.jit
 def _rotated(
-    source, inside, half, coefficients, weight_ptr, eps,
+    x1, x2, half, coefficients, weight_ptr, eps,
     ROWS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, HADAMARD: tl.constexpr,
 ):  # fmt: skip
     """Both halves of normed and rotated heads but for the factor a head, and that factor."""
     c1, s2, c2, s1 = coefficients
-    x1 = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    x2 = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    x1 = x1.to(tl.float32)
+    x2 = x2.to(tl.float32)
     r1 = x1 * c1[None, :] - x2 * s2[None, :]
     r2 = x2 * c2[None, :] + x1 * s1[None, :]
     factor = tl.full([ROWS], 1.0, tl.float32)
@@ -152,34 +167,34 @@ def qkv_post_kernel(
         item -= v_programs
         token = item // PARTS
         first_group = item % PARTS * LOOP
+        end_group = tl.minimum(first_group + LOOP, GROUPS)
         half = tl.arange(0, HALF)
         row = tl.arange(0, ROWS)
         table_row = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * D
         q_coefficients = _coefficients(table_row, q_weight_ptr, half, HALF, NORM)
-        source = qkv_ptr + token.to(tl.int64) * qkv_stride + half[None, :]
+        source = qkv_ptr + token.to(tl.int64) * qkv_stride
         if EARLY:
             gdc_wait()
-        for group in range(first_group, tl.minimum(first_group + LOOP, GROUPS)):
-            if group < Q_GROUPS:
-                head = group * ROWS + row
-                inside = head < Q_HEADS
-                r1, r2, factor = _rotated(
-                    source + head[:, None] * D, inside[:, None], half, q_coefficients, q_weight_ptr, eps,
-                    ROWS, HALF, NORM, HADAMARD,
-                )  # fmt: skip
-                _store_q(
-                    r1, r2, factor, token, head, inside, half, q_ptr, q_scale_ptr, q_scales_ptr,
-                    Q_HEADS, D, Q_SCALE,
-                )  # fmt: skip
-            else:
+        x1, x2 = _load_heads(source, first_group, end_group, Q_HEADS, KV_HEADS, D, ROWS)
+        # The next group is loaded before this one is stored: no load may pass a store.
+        for group in range(first_group, tl.minimum(end_group, Q_GROUPS)):
+            next1, next2 = _load_heads(source, group + 1, end_group, Q_HEADS, KV_HEADS, D, ROWS)
+            head = group * ROWS + row
+            r1, r2, factor = _rotated(x1, x2, half, q_coefficients, q_weight_ptr, eps, ROWS, HALF, NORM, HADAMARD)
+            _store_q(
+                r1, r2, factor, token, head, head < Q_HEADS, half, q_ptr, q_scale_ptr, q_scales_ptr,
+                Q_HEADS, D, Q_SCALE,
+            )  # fmt: skip
+            x1 = next1
+            x2 = next2
+        if end_group > Q_GROUPS:
+            slot = tl.load(slots_ptr + token)
+            k_coefficients = _coefficients(table_row, k_weight_ptr, half, HALF, NORM)
+            for group in range(tl.maximum(first_group, Q_GROUPS), end_group):
+                next1, next2 = _load_heads(source, group + 1, end_group, Q_HEADS, KV_HEADS, D, ROWS)
                 head = (group - Q_GROUPS) * ROWS + row
-                slot = tl.load(slots_ptr + token)
                 inside = (head < KV_HEADS) & (slot >= 0)
-                r1, r2, factor = _rotated(
-                    source + (Q_HEADS + head)[:, None] * D, inside[:, None], half,
-                    _coefficients(table_row, k_weight_ptr, half, HALF, NORM), k_weight_ptr, eps,
-                    ROWS, HALF, NORM, HADAMARD,
-                )  # fmt: skip
+                r1, r2, factor = _rotated(x1, x2, half, k_coefficients, k_weight_ptr, eps, ROWS, HALF, NORM, HADAMARD)
                 if k_scale_ptr is not None:
                     factor /= tl.load(k_scale_ptr + head * k_scale_step, mask=inside, other=1.0)
                 page_row = ((slot // PAGE).to(tl.int64) * KV_HEADS + head) * PAGE + slot % PAGE
@@ -187,3 +202,5 @@ def qkv_post_kernel(
                 dtype: tl.constexpr = k_pages_ptr.dtype.element_ty
                 tl.store(target, _saturated(r1 * factor[:, None], dtype), mask=inside[:, None])
                 tl.store(target + HALF, _saturated(r2 * factor[:, None], dtype), mask=inside[:, None])
+                x1 = next1
+                x2 = next2

@@ -169,11 +169,13 @@ def _launch(
     kv_heads, page_size = k_pages.shape[1], k_pages.shape[2]
     if tokens == 0:
         return
+    # Few tokens are spread over many programs; of many, a program takes a token whole, with few threads, so that what
+    # depends on the position alone is computed once and an SM has many tokens on their way.
     few = tokens <= FEW_TOKENS
-    rows = min(2048 // head_dim, triton.next_power_of_2(q_heads))
+    rows = min((2048 if few else 1024) // head_dim, triton.next_power_of_2(q_heads))
     groups = triton.cdiv(q_heads, rows) + triton.cdiv(kv_heads, rows)
-    loop = 1
-    v_tokens, v_columns = (16, min(32, head_dim)) if few else (32, head_dim)
+    loop, warps = (1, 4) if few else (groups, 2)
+    v_tokens, v_columns = (16, min(16, head_dim)) if few else (32, head_dim)
     programs = triton.cdiv(tokens, v_tokens) * kv_heads * (head_dim // v_columns) + tokens * triton.cdiv(groups, loop)
     options = {"launch_pdl": True} if overlap else {}
     qkv_post_kernel[(programs,)](
@@ -182,5 +184,5 @@ def _launch(
         v_scale, int(v_scale is not None and v_scale.numel() > 1), tokens, eps,
         Q_HEADS=q_heads, KV_HEADS=kv_heads, D=head_dim, PAGE=page_size, NORM=qk_norm, HADAMARD=hadamard,
         Q_SCALE="none" if scales is None else ("dynamic" if q_scale is None else "static"),
-        ROWS=rows, LOOP=loop, V_TOKENS=v_tokens, V_COLUMNS=v_columns, EARLY=overlap, num_warps=4, **options,
+        ROWS=rows, LOOP=loop, V_TOKENS=v_tokens, V_COLUMNS=v_columns, EARLY=overlap, num_warps=warps, **options,
     )  # fmt: skip
