@@ -30,7 +30,9 @@ from katydid_kvcache.store import Write
 
 __all__ = ["Pulled", "Puller"]
 
-_BATCH_BYTES = 32 * 1024 * 1024
+# A lane's share of a pull goes in about four batches of blocks.
+_BATCHES = 4
+_BATCH_BYTES = (4 * 1024 * 1024, 32 * 1024 * 1024)
 _BATCH_BLOCKS = 4096
 _STALL_S = 2.0
 _ATTACH_S = 2.0
@@ -53,7 +55,8 @@ class Puller:
         self._cache = cache
         self._sources = sources
         self._workers = LaneWorkers(cache.arena, lanes)
-        self._turns = asyncio.Semaphore(lanes)
+        # Two a lane: one is on its way while the next has its slots taken and is prepared by the source.
+        self._turns = asyncio.Semaphore(2 * lanes)
         self._attaching: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._tls = tls
         self._token = token
@@ -80,7 +83,9 @@ class Puller:
         async with self._attaching[source]:
             client = await self._client(namespace, source)
         pulled = Pulled()
-        step = max(1, min(_BATCH_BYTES // namespace.layout.block_bytes, _BATCH_BLOCKS))
+        size = namespace.layout.block_bytes
+        share = size * len(hashes) // (_BATCHES * self._workers.count)
+        step = max(1, min(min(max(share, _BATCH_BYTES[0]), _BATCH_BYTES[1]) // size, _BATCH_BLOCKS))
         deadline = time.monotonic() + deadline_s
 
         async def batch(start: int) -> None:
@@ -100,7 +105,7 @@ class Puller:
             await asyncio.gather(*tasks, return_exceptions=True)
         pulled.missed = len(hashes) - pulled.pulled - pulled.present
         self._cache.traffic.pulled_blocks += pulled.pulled
-        self._cache.traffic.pulled_bytes += pulled.pulled * namespace.layout.block_bytes
+        self._cache.traffic.pulled_bytes += pulled.pulled * size
         return pulled
 
     async def close(self) -> None:
