@@ -11,6 +11,7 @@ from katydid_runtime.server import RpcServer
 from katydid_runtime.telemetry import Telemetry
 
 from katydid_gateway.api_keys import ApiKeys, load_api_keys
+from katydid_gateway.capture import Capture
 from katydid_gateway.engines.fleet import Fleet
 from katydid_gateway.gateway_metrics import GatewayMetrics
 from katydid_gateway.generation import Generator
@@ -37,7 +38,9 @@ class Gateway:
         self._settings = settings
         metrics = GatewayMetrics()
         self.fleet = Fleet(settings, Router(), metrics, text.digest)
-        self.generator = Generator(settings, text, self.fleet, keys, telemetry, metrics)
+        capture = Capture(settings.capture_file, settings.capture_bytes) if settings.capture_file else None
+        self._capture = capture
+        self.generator = Generator(settings, text, self.fleet, keys, telemetry, metrics, capture)
         tls = settings.server_tls()
         self._rpc = RpcServer(settings.listen, services=[_SERVICE], drain_timeout_s=settings.drain_timeout_s, tls=tls)
         servicer = InferenceServicer(self.generator, keys, settings.max_body_bytes)
@@ -86,3 +89,5 @@ class Gateway:
     async def _close(self) -> None:
         await self.fleet.stop()
         await self._http.stop()
+        if self._capture is not None:
+            self._capture.close()

@@ -32,6 +32,7 @@ from katydid_runtime.telemetry import Telemetry
 
 from katydid_gateway.answer import Answer
 from katydid_gateway.api_keys import ApiKeys
+from katydid_gateway.capture import Capture
 from katydid_gateway.chain_cache import ChainCache
 from katydid_gateway.choice_stream import ChoiceStream
 from katydid_gateway.dispatch import Dispatch, Dispatcher
@@ -83,6 +84,7 @@ class Generator:
         keys: ApiKeys,
         telemetry: Telemetry,
         metrics: GatewayMetrics,
+        capture: Capture | None = None,
     ) -> None:
         self.text = text
         self.fleet = fleet
@@ -94,6 +96,7 @@ class Generator:
         self._secret = settings.cache_salt_secret
         self._telemetry = telemetry
         self._metrics = metrics
+        self._capture = capture
         self._chains = ChainCache(settings.chain_cache_bytes)
         self._dispatcher = Dispatcher(fleet, metrics)
         self._flow = FlowControl(
@@ -157,6 +160,9 @@ class Generator:
                 self._finish(answer, clock, api, outcome)
                 if prepared is not None and answer is not None:
                     used = answer.usage
+                    if self._capture is not None and answer.tokens:
+                        chain = prepared.routed().chain
+                        self._capture.finished(caller.received_ns, chain, used.prompt_tokens, used.completion_tokens)
                     for admission in prepared.admissions:
                         self._flow.settle(admission, used.computed_tokens if answer.tokens else 0)
 

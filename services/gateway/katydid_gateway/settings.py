@@ -74,6 +74,10 @@ class GatewaySettings(DialingSettings):
     chain_cache_bytes: int = Field(32 * 2**20, ge=0, description="memory for block hashes of prompts seen before")
     resume: bool = Field(True, description="answers whose engine dies in mid-stream go on, token-exact, on another")
     request_timeout_s: float = Field(7200.0, gt=0, description="longest run of a request whose caller set no deadline")
+    capture_file: str | None = Field(
+        None, description="append lengths and hashes of finished requests here, for `katydid simulate --trace`"
+    )
+    capture_bytes: int = Field(2**30, gt=0, description="the capture grows no further than this")
     sse_keepalive_s: float = Field(15.0, gt=0, description="comment line into a silent event stream this often")
     fault_delays: Annotated[
         dict[str, float], NoDecode, BeforeValidator(delays_at("tokenise", "route", "transport"))

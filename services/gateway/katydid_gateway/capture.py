@@ -1,0 +1,55 @@
+"""Traffic as lengths and hashes, a line a finished request, for `katydid simulate` to replay: no word of a prompt is kept.
+
+Lines are those of Mooncake's traces: {"timestamp": Unix ms, "input_length", "output_length", "hash_ids"}, an id for every
+512 tokens of the prompt. Ids are keyed by this process's secret, so that they cannot be matched with known prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+from katydid_runtime.errors import SettingsError
+
+__all__ = ["Capture"]
+
+# A trace's blocks are eight of ours: a hash of a chain speaks for all before it.
+_BLOCKS = 8
+
+
+class Capture:
+    """Appends to a file, which grows to `most_bytes` and no further."""
+
+    def __init__(self, path: str, most_bytes: int) -> None:
+        """Raises SettingsError when the file cannot be written."""
+        try:
+            self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - open until `close`
+        except OSError as error:
+            raise SettingsError(f"cannot write {path}: {error}", field="capture_file", value=path) from error
+        self._secret = secrets.token_bytes(16)
+        self._most = most_bytes
+        self._size = self._file.tell()
+
+    def finished(self, received_ns: int, chain: Sequence[bytes], prompt_tokens: int, output_tokens: int) -> None:
+        """A request with this chain of block hashes has ended."""
+        ends = [chain[min(place + _BLOCKS, len(chain)) - 1] for place in range(0, len(chain), _BLOCKS)]
+        line = json.dumps(
+            {
+                "timestamp": received_ns // 1_000_000,
+                "input_length": prompt_tokens,
+                "output_length": output_tokens,
+                "hash_ids": [self._id(block) for block in ends] or [secrets.randbits(48)],
+            }
+        )
+        if self._size + len(line) < self._most:
+            self._size += self._file.write(line + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _id(self, block: bytes) -> int:
+        return int.from_bytes(blake2b(block, digest_size=6, key=self._secret).digest(), "little")
