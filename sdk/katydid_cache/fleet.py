@@ -64,6 +64,7 @@ class CacheFleet:
     """A cache over `instances`; belongs to one event loop. Options as of `CacheClient`."""
 
     arena = None
+    in_place = None
     """Instances are read over the network."""
 
     def __init__(

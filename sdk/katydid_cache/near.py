@@ -59,6 +59,9 @@ class _Lease:
 class NearCache:
     """`near` is this host's instance, `others` all of them, itself included. Both degrade, and so does this."""
 
+    in_place = None
+    """What is written is offered to the others as well, so it goes through `put`."""
+
     def __init__(self, near: CacheClient, others: CacheFleet) -> None:
         self._near = near
         self._others = others

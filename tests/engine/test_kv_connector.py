@@ -50,6 +50,7 @@ class ScriptedCache:
         self.disk_eta_s = disk_eta_s
         self.attached = True
         self.arena = None
+        self.in_place = None
         self.held = held
         self.missing = missing
         self.broken = broken

@@ -3,8 +3,9 @@
 A worker asks with a ticket and goes on computing. The chain is looked up under one lease, and blocks are read in
 windows: where the service shares its memory they are checked here and unpacked by the worker from where they lie, and
 the lease ends when it has; otherwise they come in a stream into read slots of the staging buffer. Finished blocks go
-the other way, in batches. When the service is away, lookups find nothing and blocks are given up; it is asked again
-once it is back. Every ticket is answered to its end, whatever happens here.
+the other way, in batches: packed by the worker into slots of that memory, or into write slots of the buffer. When the
+service is away, lookups find nothing and blocks are given up; it is asked again once it is back. Every ticket is
+answered to its end, whatever happens here.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from katydid_runtime.block_hash import BLOCK_TOKENS, HASH_BYTES
 from katydid_runtime.trace_context import TraceContext
 
 from katydid_engine.arena_reads import ArenaReads
+from katydid_engine.arena_writes import ArenaWrites
 from katydid_engine.engine_metrics import EngineMetrics
 from katydid_engine.faults import FaultDelays
 from katydid_engine.fetch_advice import Advice, FetchAdvice
@@ -30,8 +32,10 @@ from katydid_engine.messages import (
     KvAsk,
     KvCancel,
     KvFound,
+    KvGiveUp,
     KvLookup,
     KvReadSlotsFree,
+    KvReserve,
     KvStore,
     KvWriteSlotsFree,
     SetKv,
@@ -39,7 +43,7 @@ from katydid_engine.messages import (
 )
 from katydid_engine.phase_spans import CacheSpans
 from katydid_engine.request import Tier
-from katydid_engine.staging import Staging
+from katydid_engine.staging import Staging, arena_place
 
 __all__ = ["KvConnector"]
 
@@ -80,6 +84,7 @@ class KvConnector:
         self._prefill_speed = prefill_speed
         self._advice = FetchAdvice(BLOCK_TOKENS)
         self._in_place = ArenaReads(client, staging.shape.slot_bytes, limit=staging.shape.read_slots)
+        self._writes = ArenaWrites(client, staging.shape.slot_bytes, send, metrics)
         self._slots_freed = asyncio.Event()
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._stores: asyncio.Queue[KvStore] = asyncio.Queue()
@@ -97,13 +102,20 @@ class KvConnector:
                     fetch.cancel()
             case KvReadSlotsFree(slots):
                 self._give_back(self._in_place.unpacked(slots))
+            case KvReserve():
+                self._writes.reserve(ask)
+            case KvStore(slot) if arena_place(slot) is not None:
+                self._writes.settle(slot, packed=True)
+            case KvGiveUp(slots):
+                for slot in slots:
+                    self._writes.settle(slot, packed=False)
             case KvStore():
                 self._stores.put_nowait(ask)
 
     async def run(self) -> None:
         """Writes blocks, and tells the worker whether the service can be asked, until cancelled."""
         try:
-            await asyncio.gather(self._follow_attachment(), self._write())
+            await asyncio.gather(self._follow_attachment(), self._write(), self._writes.run())
         finally:
             fetches = list(self._fetches.values())
             for fetch in fetches:
@@ -114,7 +126,7 @@ class KvConnector:
         while True:
             if self.attached != self._client.attached:
                 self.attached = self._client.attached
-                self._send(SetKv(self.attached))
+                self._send(SetKv(self.attached, self.attached and self._writes.possible))
                 self._metrics.kv_attached.set(self.attached)
                 logger.info("the cache service is %s", "attached" if self.attached else "away")
             await asyncio.sleep(_ATTACHED_POLL_S)

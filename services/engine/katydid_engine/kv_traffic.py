@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 
 from katydid_runtime.block_hash import BLOCK_TOKENS, RUN_BLOCKS
 
-from katydid_engine.messages import KvAsk, KvCancel, KvLookup, KvReadSlotsFree, KvStore
+from katydid_engine.messages import KvAsk, KvCancel, KvGiveUp, KvGranted, KvLookup, KvReadSlotsFree, KvReserve, KvStore
 from katydid_engine.plan import Transfer
 from katydid_engine.request import CachedTokens, Request, Sequence, Tier, fetch_span_id
 
 __all__ = ["Arrival", "KvTraffic", "Ticket"]
 
 _QUEUE_LIMIT = 65_536
+_RESERVED_LEAST = 64
 
 
 @dataclass(slots=True)
@@ -80,10 +81,18 @@ class _Finished:
 
 
 class KvTraffic:
-    """Tickets and slots of one scheduler. ``write_slots`` numbers the staging slots it may pack into."""
+    """Tickets and slots of one scheduler. ``write_slots`` numbers the staging slots it may pack into.
+
+    A service that shares its memory grants slots of it, block by block, and then those are packed into.
+    """
 
     def __init__(self, write_slots: range) -> None:
         self.attached = False
+        self._in_place = False
+        # Blocks that wait for a slot or have been granted one, by hash; at most so many at a time.
+        self._reserved: dict[bytes, _Finished] = {}
+        self._granted: list[tuple[_Finished, int]] = []
+        self._reserve_limit = max(_RESERVED_LEAST, len(write_slots))
         self._free_slots = list(write_slots)
         self._tickets: dict[int, Ticket] = {}
         self._arrivals: list[Arrival] = []
@@ -173,14 +182,28 @@ class KvTraffic:
     def take_packs(self, hash_of: Callable[[int], bytes | None]) -> tuple[tuple[Transfer, KvStore], ...]:
         """Blocks for this step to pack: those whose page still bears their hash, as many as slots are free."""
         packs = []
-        while self._finished and self._free_slots:
+        while not self._in_place and self._finished and self._free_slots:
             block = self._finished.popleft()
             if hash_of(block.page) == block.hash:
-                slot = self._free_slots.pop()
-                request = block.request
-                store = KvStore(slot, block.hash, block.parent, request.tenant, request.hold_s, block.run)
-                packs.append((Transfer(block.page, slot), store))
+                packs.append(_pack(block, self._free_slots.pop()))
+        given_up = []
+        for block, slot in self._granted:
+            del self._reserved[block.hash]
+            if hash_of(block.page) == block.hash:
+                packs.append(_pack(block, slot))
+            else:
+                given_up.append(slot)
+        self._granted.clear()
+        self._give_up(given_up)
         return tuple(packs)
+
+    def granted(self, message: KvGranted) -> None:
+        """Slots for blocks that waited for them."""
+        for block_hash, slot in zip(message.hashes, message.slots, strict=True):
+            if slot is None:
+                del self._reserved[block_hash]
+            else:
+                self._granted.append((self._reserved[block_hash], slot))
 
     def packed(self, store: KvStore) -> None:
         self._asks.append(store)
@@ -188,13 +211,37 @@ class KvTraffic:
     def free_write_slots(self, slots: tuple[int, ...]) -> None:
         self._free_slots.extend(slots)
 
-    def set_attached(self, attached: bool) -> None:
-        """Whether the service can be asked; while it is away nothing is offered, and what waits is given up."""
-        self.attached = attached
+    def set_attached(self, attached: bool, in_place: bool = False) -> None:
+        """Whether the service can be asked, and grants slots; while it is away nothing is offered or waited for."""
+        self.attached, self._in_place = attached, in_place
         if not attached:
             self._finished.clear()
+            for block, _ in self._granted:
+                del self._reserved[block.hash]
+            self._give_up([slot for _, slot in self._granted])
+            self._granted.clear()
 
     def take_asks(self) -> tuple[KvAsk, ...]:
+        if self._in_place:
+            self._reserve()
         asks = tuple(self._asks)
         self._asks.clear()
         return asks
+
+    def _reserve(self) -> None:
+        while self._finished and len(self._reserved) < self._reserve_limit:
+            block = self._finished.popleft()
+            if block.hash not in self._reserved:
+                self._reserved[block.hash] = block
+                request = block.request
+                self._asks.append(KvReserve(block.hash, block.parent, request.tenant, request.hold_s))
+
+    def _give_up(self, slots: list[int]) -> None:
+        if slots:
+            self._asks.append(KvGiveUp(tuple(slots)))
+
+
+def _pack(block: _Finished, slot: int) -> tuple[Transfer, KvStore]:
+    request = block.request
+    store = KvStore(slot, block.hash, block.parent, request.tenant, request.hold_s, block.run)
+    return Transfer(block.page, slot), store

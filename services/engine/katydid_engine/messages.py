@@ -22,8 +22,11 @@ __all__ = [
     "KvArrived",
     "KvCancel",
     "KvFound",
+    "KvGiveUp",
+    "KvGranted",
     "KvLookup",
     "KvReadSlotsFree",
+    "KvReserve",
     "KvStore",
     "KvWriteSlotsFree",
     "Load",
@@ -71,9 +74,10 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class SetKv:
-    """Whether the cache service can be asked now."""
+    """Whether the cache service can be asked now, and whether blocks are packed into its own memory (KvReserve)."""
 
     attached: bool
+    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +98,26 @@ class KvArrived:
 
 
 @dataclass(frozen=True, slots=True)
+class KvGranted:
+    """Answer to the KvReserve of each hash: the slot to pack the block into, or None: there is nothing to write.
+
+    Every slot is answered by KvStore or KvGiveUp.
+    """
+
+    hashes: tuple[bytes, ...]
+    slots: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class KvWriteSlotsFree:
     """The blocks in these write slots have been stored or given up."""
 
     slots: tuple[int, ...]
 
 
-ToWorker: TypeAlias = Submit | Abort | Flush | Profile | Stop | SetKv | KvFound | KvArrived | KvWriteSlotsFree
+ToWorker: TypeAlias = (
+    Submit | Abort | Flush | Profile | Stop | SetKv | KvFound | KvArrived | KvGranted | KvWriteSlotsFree
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +228,7 @@ class KvReadSlotsFree:
 
 @dataclass(frozen=True, slots=True)
 class KvStore:
-    """A finished block lies in a write slot, to be stored; ``run`` is the hash of the first block of its run."""
+    """A finished block lies in a write slot or a granted one, to be stored; ``run`` is the hash of its run's first."""
 
     slot: int
     hash: bytes
@@ -221,7 +238,24 @@ class KvStore:
     run: bytes = b""
 
 
-KvAsk: TypeAlias = KvLookup | KvCancel | KvReadSlotsFree | KvStore
+@dataclass(frozen=True, slots=True)
+class KvReserve:
+    """A finished block waits for a slot of the cache service's memory."""
+
+    hash: bytes
+    parent: bytes
+    tenant: bytes
+    hold_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class KvGiveUp:
+    """Granted slots that nothing was packed into, because their blocks' pages had gone."""
+
+    slots: tuple[int, ...]
+
+
+KvAsk: TypeAlias = KvLookup | KvCancel | KvReadSlotsFree | KvStore | KvReserve | KvGiveUp
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from katydid_engine.messages import (
     Flush,
     KvArrived,
     KvFound,
+    KvGranted,
     KvWriteSlotsFree,
     Load,
     Profile,
@@ -158,8 +159,10 @@ class StepLoop:
                 self._scheduler.kv_arrived(message)
             case KvWriteSlotsFree(slots):
                 self._scheduler.kv.free_write_slots(slots)
-            case SetKv(attached):
-                self._scheduler.kv.set_attached(attached)
+            case KvGranted():
+                self._scheduler.kv.granted(message)
+            case SetKv(attached, in_place):
+                self._scheduler.kv.set_attached(attached, in_place)
             case Flush(call):
                 self._channel.send(Reply(call, self._pool.flush()))
             case Profile(call, steps, path):
