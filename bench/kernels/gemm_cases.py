@@ -6,7 +6,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from gemm_timing import BF16, BF16_TFLOPS, COPY_TB_PER_S, E4M3, FP8_TFLOPS, Row, measuring, median_us, preparing, row
+from gemm_timing import (
+    BF16,
+    BF16_TFLOPS,
+    COPY_TB_PER_S,
+    E4M3,
+    FP8_TFLOPS,
+    Row,
+    compiling,
+    measuring,
+    median_us,
+    preparing,
+    row,
+)
 from katydid_kernels.gemm.checking import check_gemm
 from katydid_kernels.gemm.launch import launch_narrow, launch_wide
 from katydid_kernels.gemm.tuning import NarrowTile, narrow_tile, wide_tile
@@ -20,6 +32,7 @@ DENSE = {
     "16384x3072x4096": (16384, 3072, 4096),
     "512x10240x4096": (512, 10240, 4096),
 }
+CHECKED_BLOCKS = [(128, 256, 128), (37, 264, 1024), (2049, 4104, 512), (513, 392, 12288)]
 CHECKED = [(128, 256, 128), (37, 264, 96), (2049, 4104, 512), (513, 392, 12288), (8192, 520, 1040)]
 ROUNDING, SHORT_ACCUMULATOR = 2.2e-3, 5e-3
 
@@ -28,30 +41,27 @@ def dense(kind: str) -> dict[str, Any]:
     """`kind` is bf16, fp8 (the tensor cores' short accumulator), fp8 promoted, or fp8 blocks: scales of blocks."""
     dtype, blocks = BF16 if kind == "bf16" else E4M3, kind == "fp8 blocks"
     promote = kind in ("fp8 promoted", "fp8 blocks")
-    if blocks:
-        with preparing():
-            shapes = [(128, 256, 128), (37, 264, 1024), (2049, 4104, 512), (513, 392, 12288)]
-            errors = [
-                check_gemm(
-                    s, E4M3, wide_tile(*s[:2], promote=True, blocks=True), promote=True, hooks=False, blocks=True
-                )
-                for s in shapes
-            ]
-        if max(errors) > ROUNDING:
-            return {"errors": errors, "rows": []}
-        with measuring():
-            return {"errors": errors, "rows": [_dense_row(kind, *case, dtype, promote) for case in DENSE.items()]}
+
+    def check(shape: tuple[int, int, int], hooks: bool) -> float:
+        tile = wide_tile(*shape[:2], promote=promote, blocks=blocks)
+        return check_gemm(shape, dtype, tile, promote=promote, hooks=hooks, blocks=blocks)
+
+    shapes = [(shape, False) for shape in (CHECKED_BLOCKS if blocks else CHECKED)]
+    shapes += [] if blocks else [((3333, 5000, 1024), True)]
+    with compiling():
+        for shape, hooks in shapes:
+            check(shape, hooks)
     with preparing():
-        errors = [
-            check_gemm(shape, dtype, wide_tile(*shape[:2], promote=promote), promote=promote, hooks=hooks)
-            for shape, hooks in [(shape, False) for shape in CHECKED] + [((3333, 5000, 1024), True)]
-        ]
+        errors = [check(shape, hooks) for shape, hooks in shapes]
         if max(errors) > (SHORT_ACCUMULATOR if kind == "fp8" else ROUNDING):
             return {"errors": errors, "rows": []}
-        _dense_row(kind, "warm", (512, 10240, 256), dtype, promote)
-        _dense_row(kind, "warm", (4096, 10240, 256), dtype, promote)
-    with measuring():
-        return {"errors": errors, "rows": [_dense_row(kind, *case, dtype, promote) for case in DENSE.items()]}
+        for shape in ((512, 10240, 256), (4096, 10240, 256)):
+            _dense_row(kind, "warm", shape, dtype, promote)
+    rows = []
+    for case in DENSE.items():
+        with measuring():
+            rows.append(_dense_row(kind, *case, dtype, promote))
+    return {"errors": errors, "rows": rows}
 
 
 def _dense_row(kind: str, name: str, shape: tuple[int, int, int], dtype: torch.dtype, promote: bool) -> Row:

@@ -5,7 +5,7 @@ Measured here, made into rows by `moe_rows`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -66,7 +66,9 @@ Tile = FewTile | DecodeTile | UpTile
 class Batch:
     """One size of one shard: operands, and the call to time."""
 
-    def __init__(self, shard: Shard, tokens: int, weights: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(
+        self, shard: Shard, tokens: int, weights: list[tuple[Tensor, Tensor]], *, token_scales: bool = False
+    ) -> None:
         count, hidden, width = weights[0][1].shape
         dtype = weights[0][0].dtype
         self.shard, self.weights = shard, weights
@@ -74,6 +76,8 @@ class Batch:
         case = (count, width, tokens if shard.of_blocks else 2, TOP_K, 0)
         operands = block_operands(case, hidden) if shard.of_blocks else expert_operands(case, hidden, dtype)
         self.scales = operands[-1]
+        if token_scales and not shard.of_blocks and dtype == E4M3:
+            self.scales = replace(self.scales, token=torch.ones(tokens, device="cuda"))
         self.router_weights = torch.rand(tokens, TOP_K, device="cuda")
         self.shared = torch.randn(tokens, hidden, device="cuda").bfloat16()
         self.out = torch.empty(tokens, hidden, device="cuda", dtype=BF16)
@@ -82,8 +86,7 @@ class Batch:
         )
         # Few tokens hit few experts: many draws, so that no weight is still in L2 when it comes again.
         draws = 12 if tokens <= 4 else 1
-        rows = [torch.rand(min(tokens, 2048), count, device="cuda").topk(TOP_K).indices.int() for _ in range(draws)]
-        self.ids = [draw.repeat(max(1, tokens // 2048), 1) for draw in rows]
+        self.ids = [_ids(tokens, count) for _ in range(draws)]
 
     def run(self, pair: tuple[Tensor, Tensor], ids: Tensor, tile: Tile | None = None) -> Tensor:
         return run_experts(
@@ -123,6 +126,12 @@ class Batch:
         return {name: round(median_us(call, 8), 1) for name, call in calls.items()}
 
 
+def _ids(tokens: int, experts: int) -> Tensor:
+    """Uniform routing, the same every 2,048 tokens."""
+    draw = torch.rand(min(tokens, 2048), experts, device="cuda").topk(TOP_K).indices.int()
+    return draw.repeat(max(1, tokens // 2048), 1)
+
+
 def _weights(shard: Shard) -> list[tuple[Tensor, Tensor]]:
     _, w13, w2, *_ = expert_operands((shard.experts, shard.width, 1, TOP_K, 0), shard.hidden, shard.dtype)
     # Two layers, unless one is far beyond L2 already.
@@ -135,11 +144,14 @@ def experts(name: str) -> dict[str, Any]:
     with preparing():
         weights = _weights(shard)
         batches = [Batch(shard, tokens, weights) for tokens in shard.sizes]
+    checked = _checked(shard)
     with compiling():
         for batch in batches:
             batch.run(weights[0], batch.ids[0])
+        for case in checked:
+            Batch(shard, case[2], weights, token_scales=case[2] % 2 == 1).run(weights[0], _ids(case[2], shard.experts))
     errors = []
-    for case in _checked(shard):
+    for case in checked:
         with preparing():
             errors.append(
                 check_block_experts(case, shard.hidden)
@@ -164,6 +176,11 @@ def _checked(shard: Shard) -> list[tuple[int, int, int, int, int]]:
     few = {1, 3, 64, 2 * shard.experts - 1, 4 * shard.experts + 1, 1000}
     small = {3, 64, 501} if shard.experts * shard.width * shard.hidden > 2e8 else few
     return [(shard.experts, shard.width, tokens, TOP_K, 0) for tokens in sorted(small)]
+
+
+def _worth(batch: Batch, tile: Tile) -> bool:
+    tokens = len(batch.x)
+    return tokens <= 6 if isinstance(tile, FewTile) else tokens * TOP_K / batch.shard.experts <= 4 * tile.tokens
 
 
 def odd_shapes() -> dict[str, Any]:
@@ -191,14 +208,12 @@ def tiles(name: str) -> dict[str, Any]:
     with preparing():
         weights = _weights(shard)
         batches = [Batch(shard, tokens, weights) for tokens in shard.sizes if tokens <= 1024]
+    pairs = [(batch, tile) for batch in batches for tile in candidates if _worth(batch, tile)]
     with compiling():
-        for tile in candidates:
-            batches[0].run(weights[0], batches[0].ids[0], tile)
+        for batch, tile in pairs:
+            batch.run(weights[0], batch.ids[0], tile)
     found = {}
-    for batch in batches:
-        rows = len(batch.x) * TOP_K / shard.experts
+    for batch, tile in pairs:
         with measuring():
-            for tile in candidates:
-                if not rows > 4 * tile.tokens and not (isinstance(tile, FewTile) and len(batch.x) > 6):
-                    found[f"{len(batch.x)} tokens, {tile}"] = round(batch.time_us(tile, 8), 1)
+            found[f"{len(batch.x)} tokens, {tile}"] = round(batch.time_us(tile, 8), 1)
     return {"us": found, "rows": []}
