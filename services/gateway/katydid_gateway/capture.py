@@ -1,7 +1,7 @@
 """Traffic as lengths and hashes, a line a finished request, for `katydid simulate`: no word of a prompt is kept.
 
 Lines are those of Mooncake's traces: {"timestamp": Unix ms, "input_length", "output_length", "hash_ids"}, an id for
-every 512 tokens of the prompt. Ids are keyed by this process's secret, so that they cannot be matched with known prompts.
+every 512 tokens of the prompt. Ids are keyed by this process's secret, so they cannot be matched with known prompts.
 """
 
 from __future__ import annotations
