@@ -19,7 +19,9 @@ from katydid_kernels.w4a8.packed_tiles import (
     accumulator_layout,
     copy_groups,
     fetch_weights,
+    multiply_one,
     multiply_packed,
+    multiply_two,
     strip_of,
     weight_buffers,
 )
@@ -168,15 +170,66 @@ def _produce_rows(
 
 
 @gluon.jit
+def _store_tile(WHO: gl.constexpr, acc, item, plan, y_ptr, down_n, H: gl.constexpr, WGS: gl.constexpr):
+    """Straight from the accumulator: through shared memory it would be wider stores, and two barriers a tile."""
+    layout: gl.constexpr = acc.type.layout
+    row, end = _rows_of(item // down_n, plan)
+    rows = row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+    cols = (item % down_n * WGS + WHO) * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    inside = (rows < end)[None, :] & (cols < H)[:, None]
+    gl.store(y_ptr + rows.to(gl.int64)[None, :] * H + cols[:, None], acc.to(gl.bfloat16), mask=inside)
+
+
+@gluon.jit
+def _sum_token(
+    WHO: gl.constexpr, plan, result, scale, ring, stage, phase, item, down_n,
+    H: gl.constexpr, RUN: gl.constexpr, DOWN_K: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr,
+):  # fmt: skip
+    """A token's strip of the result: the tiles of its RUN experts, weighted, and the place in the ring after them."""
+    _, _, weights_ptr, shared_ptr, out_ptr, _ = result
+    TOKENS: gl.constexpr = ring[0].type.shape[1]
+    layout: gl.constexpr = accumulator_layout(TOKENS)
+    token = item // down_n
+    total = gl.zeros([64, TOKENS], gl.float32, layout)
+    # Where no row was copied a product may be NaN: it is left out, not multiplied by zero.
+    if DOWN_K == 1 and RUN % 2 == 0:
+        for j in range(0, RUN, 2):
+            pair = token * RUN + j
+            row, end = _rows_of(pair, plan)
+            next_row, next_end = _rows_of(pair + 1, plan)
+            weight = gl.load(weights_ptr + pair) * scale
+            next_weight = gl.load(weights_ptr + pair + 1) * scale
+            one, other, stage, phase = multiply_two(WHO, ring, stage, phase, TOKENS, STAGES, WGS, GATHERED=True)
+            total += gl.where(row < end, one * weight, 0.0)
+            total += gl.where(next_row < next_end, other * next_weight, 0.0)
+    else:
+        for j in range(RUN):
+            row, end = _rows_of(token * RUN + j, plan)
+            weight = gl.load(weights_ptr + token * RUN + j) * scale
+            acc, stage, phase = multiply_packed(
+                WHO, ring, stage, phase, DOWN_K, TOKENS, STAGES, WGS, GATHERED=True
+            )  # fmt: skip
+            total += gl.where(row < end, acc * weight, 0.0)
+    lane = gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
+    cols = (item % down_n * WGS + WHO) * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    inside = (lane == 0)[None, :] & (cols < H)[:, None]
+    source = (token.to(gl.int64) * H + lane)[None, :] + cols[:, None]
+    if shared_ptr is not None:
+        total += gl.load(shared_ptr + source, mask=inside, other=0.0).to(gl.float32)
+    gl.store(out_ptr + source, total.to(out_ptr.dtype.element_ty), mask=inside)
+    return stage, phase
+
+
+@gluon.jit
 def _consume(
     WHO: gl.constexpr, plan, hidden, result, scales, strips13, partials, sync_ptr, ring, shape, interval,
-    H: gl.constexpr, TOP_K: gl.constexpr, RUN: gl.constexpr, PIECE: gl.constexpr, STAGES: gl.constexpr,
-    WGS: gl.constexpr, SCALE_A_TOKEN: gl.constexpr,
+    H: gl.constexpr, TOP_K: gl.constexpr, RUN: gl.constexpr, DOWN_K: gl.constexpr, PIECE: gl.constexpr,
+    STAGES: gl.constexpr, WGS: gl.constexpr, SCALE_A_TOKEN: gl.constexpr,
 ):  # fmt: skip
     h_ptr, h_stride = hidden
-    y_ptr, _, weights_ptr, shared_ptr, out_ptr, _ = result
+    y_ptr = result[0]
     x_scale_ptr, h_scale_ptr = scales
-    up_n, down_n, up_k, down_k = shape[1:]
+    up_n, down_n, up_k = shape[1], shape[2], shape[3]
     TOKENS: gl.constexpr = ring[0].type.shape[1]
     h_layout: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
     stage = 0
@@ -205,32 +258,27 @@ def _consume(
             _count(sync_ptr)
 
     scale = 512.0 * h_scale
-    columns: gl.constexpr = gl.SliceLayout(0, accumulator_layout(TOKENS))
-    lane = gl.arange(0, TOKENS, columns)
     first, last = _down_share(shape, RUN)
-    for item in range(first, last):
-        col = (item % down_n * WGS + WHO) * 64 + gl.arange(0, 64, gl.SliceLayout(1, accumulator_layout(TOKENS)))
-        if RUN == 1:
-            row, end = _rows_of(item // down_n, plan)
-            acc, stage, phase = multiply_packed(WHO, ring, stage, phase, down_k, TOKENS, STAGES, WGS, GATHERED=True)
-            # Straight from the accumulator: through shared memory it would be wider stores, and two barriers a tile.
-            inside = (row + lane < end)[None, :] & (col < H)[:, None]
-            target = y_ptr + (row + lane).to(gl.int64)[None, :] * H + col[:, None]
-            gl.store(target, (acc * scale).to(gl.bfloat16), mask=inside)
-        else:
-            token = item // down_n
-            total = gl.zeros([64, TOKENS], gl.float32, accumulator_layout(TOKENS))
-            for j in range(RUN):
-                row, end = _rows_of(token * RUN + j, plan)
-                weight = gl.load(weights_ptr + token * RUN + j) * scale
-                acc, stage, phase = multiply_packed(WHO, ring, stage, phase, down_k, TOKENS, STAGES, WGS, GATHERED=True)
-                # Where no row was copied the product may be NaN: it is left out, not multiplied by zero.
-                total += gl.where(row < end, acc * weight, 0.0)
-            inside = (lane == 0)[None, :] & (col < H)[:, None]
-            source = (token.to(gl.int64) * H + lane)[None, :] + col[:, None]
-            if shared_ptr is not None:
-                total += gl.load(shared_ptr + source, mask=inside, other=0.0).to(gl.float32)
-            gl.store(out_ptr + source, total.to(out_ptr.dtype.element_ty), mask=inside)
+    if RUN > 1:
+        for item in range(first, last):
+            stage, phase = _sum_token(
+                WHO, plan, result, scale, ring, stage, phase, item, down_n, H, RUN, DOWN_K, STAGES, WGS
+            )  # fmt: skip
+    elif DOWN_K == 1 and TOKENS <= 16:
+        # A tile of one stage is latency: two at a time.
+        for item in range(first, last - 1, 2):
+            one, other, stage, phase = multiply_two(WHO, ring, stage, phase, TOKENS, STAGES, WGS, GATHERED=True)
+            _store_tile(WHO, one * scale, item, plan, y_ptr, down_n, H, WGS)
+            _store_tile(WHO, other * scale, item + 1, plan, y_ptr, down_n, H, WGS)
+        if (last - first) % 2 == 1:
+            one, stage, phase = multiply_one(WHO, ring, stage, phase, TOKENS, STAGES, WGS, GATHERED=True)
+            _store_tile(WHO, one * scale, last - 1, plan, y_ptr, down_n, H, WGS)
+    else:
+        for item in range(first, last):
+            acc, stage, phase = multiply_packed(
+                WHO, ring, stage, phase, DOWN_K, TOKENS, STAGES, WGS, GATHERED=True
+            )  # fmt: skip
+            _store_tile(WHO, acc * scale, item, plan, y_ptr, down_n, H, WGS)
 
     if RUN == 1:
         _count(sync_ptr + 1)
@@ -270,16 +318,18 @@ def experts_decode_w4a8_kernel(
     shared_ptr, out_ptr, ids_ptr, first_expert, experts, rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr,
     partial_ptr, counters_ptr, sync_ptr, x_scale_ptr, h_scale_ptr, tokens,
     H: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr, PIECE: gl.constexpr, TOKENS: gl.constexpr,
-    STAGES: gl.constexpr, WGS: gl.constexpr, SCALE_A_TOKEN: gl.constexpr, X_LAYOUT: gl.constexpr,
+    STAGES: gl.constexpr, SCALE_A_TOKEN: gl.constexpr, X_LAYOUT: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, ROWS_REGISTERS: gl.constexpr, WEIGHTS_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``, e the expert of pair (t, j).
 
     Descriptors are `launch.weight_descriptors`' of the packed w13, gated, and w2. h: e4m3 ``[pairs, *]``, rows padded
-    with zeros to a multiple of 256; y: bf16 ``[pairs, H]``; partial: fp32 ``[2 * CTAs, WGS, 64, TOKENS]``; counters:
+    with zeros to a multiple of 256; y: bf16 ``[pairs, H]``; partial: fp32 ``[2 * CTAs, 2, 64, TOKENS]``; counters:
     int32 zeros, one a gate-up strip of every tile; sync: three zeros. Rows, slots and tiles are a `RoutePlan`'s, or
     None where few pairs share an expert: then every pair is a tile. x_scale: fp32 ``[T]`` where SCALE_A_TOKEN, else
     one.
     """
+    WGS: gl.constexpr = 2
     x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, TOKENS, 128], X_LAYOUT)
     codes, code_scales = weight_buffers(codes13_desc, scales13_desc, STAGES, WGS)
     full, empty = make_barriers(STAGES, 129, WGS)
@@ -288,7 +338,7 @@ def experts_decode_w4a8_kernel(
     up_n = gl.cdiv(WIDTH // 32, WGS)
     down_n = gl.cdiv(H // 64, WGS)
     up_k = (H + 255) // 256
-    down_k = (WIDTH + 255) // 256
+    DOWN_K: gl.constexpr = (WIDTH + 255) // 256
     launch_next()
     # Launched while the plan is still being made: everything it wrote is read after this.
     wait_for_last()
@@ -299,37 +349,20 @@ def experts_decode_w4a8_kernel(
     result = (y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, tokens)
     partials = (partial_ptr, counters_ptr)
     ring = (x_bufs, codes, code_scales, full, empty)
-    shape = (tiles, up_n, down_n, up_k, down_k)
+    shape = (tiles, up_n, down_n, up_k, DOWN_K)
     scales = (x_scale_ptr, h_scale_ptr)
     w13 = (codes13_desc, scales13_desc, WIDTH // 32, H // 128)
     w2 = (codes2_desc, scales2_desc, H // 64, (WIDTH + 127) // 128)
-    if WGS == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (0, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, shape, interval,
-                            H, TOP_K, RUN, PIECE, STAGES, WGS, SCALE_A_TOKEN)),
-                (_consume, (1, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, shape, interval,
-                            H, TOP_K, RUN, PIECE, STAGES, WGS, SCALE_A_TOKEN)),
-                (_produce_rows, ((x_ptr, x_stride, H), hidden, WIDTH // 32, plan, sync_ptr, ring, shape, interval,
-                                 TOP_K, RUN, STAGES)),
-                (_produce_weights, (w13, w2, plan, ring, shape, interval, RUN, STAGES, WGS)),
-            ],
-            [4, 4, 1],
-            [184, 72, 40],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (0, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, shape, interval,
-                            H, TOP_K, RUN, PIECE, STAGES, WGS, SCALE_A_TOKEN)),
-                (_consume, (1, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, shape, interval,
-                            H, TOP_K, RUN, PIECE, STAGES, WGS, SCALE_A_TOKEN)),
-                (_consume, (2, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, shape, interval,
-                            H, TOP_K, RUN, PIECE, STAGES, WGS, SCALE_A_TOKEN)),
-                (_produce_rows, ((x_ptr, x_stride, H), hidden, WIDTH // 32, plan, sync_ptr, ring, shape, interval,
-                                 TOP_K, RUN, STAGES)),
-                (_produce_weights, (w13, w2, plan, ring, shape, interval, RUN, STAGES, WGS)),
-            ],
-            [4, 4, 4, 1],
-            [120, 120, 80, 40],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consume, (0, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, shape, interval,
+                        H, TOP_K, RUN, DOWN_K, PIECE, STAGES, WGS, SCALE_A_TOKEN)),
+            (_consume, (1, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, shape, interval,
+                        H, TOP_K, RUN, DOWN_K, PIECE, STAGES, WGS, SCALE_A_TOKEN)),
+            (_produce_rows, ((x_ptr, x_stride, H), hidden, WIDTH // 32, plan, sync_ptr, ring, shape, interval,
+                             TOP_K, RUN, STAGES)),
+            (_produce_weights, (w13, w2, plan, ring, shape, interval, RUN, STAGES, WGS)),
+        ],
+        [4, 4, 1],
+        [CONSUMER_REGISTERS, ROWS_REGISTERS, WEIGHTS_REGISTERS],
+    )  # fmt: skip

@@ -1,6 +1,6 @@
 """Grouped GEMM of packed int4 for many tokens: gate-up with SwiGLU and quantisation, or down, as one persistent kernel.
 
-A CTA's tile is `WGS` strips of an expert's weight by 128 of its rows, over all of K. The weights come from L2 at
+A CTA's tile is two strips of an expert's weight by 128 of its rows, over all of K. The weights come from L2 at
 half the bytes of fp8, and are unpacked once a tile; the token rows are read through the index and never gathered into
 memory. One dense weight is one
 expert with the rows in their own order.
@@ -117,7 +117,7 @@ def _store(
 def grouped_w4a8_kernel(
     x_ptr, x_stride, columns, codes_desc, scales_desc, strips, out_ptr, out_stride, rows_ptr, tiles_ptr, tile_count_ptr,
     x_scale_ptr, h_scale_ptr, bias_ptr, residual_ptr, residual_stride, M, N,
-    STAGES: gl.constexpr, WGS: gl.constexpr, GATED: gl.constexpr, X_SCALE_STEP: gl.constexpr,
+    STAGES: gl.constexpr, GATED: gl.constexpr, X_SCALE_STEP: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, X_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """For every tile of a `RoutePlan`, with the weight of its expert, ``[strips * 64, columns]``,
@@ -130,6 +130,7 @@ def grouped_w4a8_kernel(
     x: rows of whole groups of 128. codes_desc: boxes ``[1, 64, 128]`` of packed codes; scales_desc: boxes ``[128]``.
     x_scale: fp32, one for each row of x where X_SCALE_STEP is 1, one for all where it is 0.
     """
+    WGS: gl.constexpr = 2
     x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, 128, 128], X_LAYOUT)
     codes, scales = weight_buffers(codes_desc, scales_desc, STAGES, WGS)
     full, empty = make_barriers(STAGES, 129, WGS)
@@ -145,29 +146,14 @@ def grouped_w4a8_kernel(
     x = (x_ptr, x_stride, (columns + 127) // 128 * 128)
     weight = (codes_desc, scales_desc, strips, gl.cdiv(columns, 128))
     limits = (M, N, strips)
-    if WGS == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (0, out, hooks, rows_ptr, tiles_ptr, ring, shape, limits,
-                            STAGES, WGS, GATED, X_SCALE_STEP)),
-                (_consume, (1, out, hooks, rows_ptr, tiles_ptr, ring, shape, limits,
-                            STAGES, WGS, GATED, X_SCALE_STEP)),
-                (_produce, (x, weight, rows_ptr, tiles_ptr, ring, shape, M, STAGES, WGS)),
-            ],
-            [4, 4],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (0, out, hooks, rows_ptr, tiles_ptr, ring, shape, limits,
-                            STAGES, WGS, GATED, X_SCALE_STEP)),
-                (_consume, (1, out, hooks, rows_ptr, tiles_ptr, ring, shape, limits,
-                            STAGES, WGS, GATED, X_SCALE_STEP)),
-                (_consume, (2, out, hooks, rows_ptr, tiles_ptr, ring, shape, limits,
-                            STAGES, WGS, GATED, X_SCALE_STEP)),
-                (_produce, (x, weight, rows_ptr, tiles_ptr, ring, shape, M, STAGES, WGS)),
-            ],
-            [4, 4, 4],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consume, (0, out, hooks, rows_ptr, tiles_ptr, ring, shape, limits,
+                        STAGES, WGS, GATED, X_SCALE_STEP)),
+            (_consume, (1, out, hooks, rows_ptr, tiles_ptr, ring, shape, limits,
+                        STAGES, WGS, GATED, X_SCALE_STEP)),
+            (_produce, (x, weight, rows_ptr, tiles_ptr, ring, shape, M, STAGES, WGS)),
+        ],
+        [4, 4],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip

@@ -84,7 +84,7 @@ def launch_grouped(
         x, x.stride(0), weight.cols, *weight_descriptors(weight), weight.codes.shape[-3], out, out.stride(0),
         rows, tiles, tile_count, x_scale, h_scale, bias, residual, 0 if residual is None else residual.stride(0),
         x.shape[0], weight.rows,
-        STAGES=tile.stages, WGS=tile.warpgroups, GATED=weight.gated, X_SCALE_STEP=scale_step(x_scale),
+        STAGES=tile.stages, GATED=weight.gated, X_SCALE_STEP=scale_step(x_scale),
         CONSUMER_REGISTERS=consumer, PRODUCER_REGISTERS=producer, X_LAYOUT=rows_layout(tile.tokens),
         num_warps=4, maxnreg=maxnreg, launch_pdl=True,
     )  # fmt: skip

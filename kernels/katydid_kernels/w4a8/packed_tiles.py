@@ -23,7 +23,9 @@ __all__ = [
     "copy_groups",
     "fetch_weights",
     "multiply_halves",
+    "multiply_one",
     "multiply_packed",
+    "multiply_two",
     "strip_of",
     "weight_buffers",
 ]
@@ -142,31 +144,74 @@ def _scale(scales, group: gl.constexpr, TOKENS: gl.constexpr):
 
 
 @gluon.jit
+def _start(WHO: gl.constexpr, ring, stage, phase, TOKENS: gl.constexpr, WGS: gl.constexpr, GATHERED: gl.constexpr):
+    """The products of a stage's two groups, in flight, and their scales."""
+    x_bufs, codes_bufs, scales_bufs, full, _ = ring
+    mbarrier.wait(full.index(stage), phase)
+    if GATHERED:
+        # cp.async writes through the generic proxy, wgmma reads through the async one.
+        fence_async_shared()
+    codes = codes_bufs.index(stage * WGS + WHO).reshape([64, 128])
+    scales = scales_bufs.index(stage * WGS + WHO)
+    first_scale = _scale(scales, 0, TOKENS)
+    second_scale = _scale(scales, 1, TOKENS)
+    first = _product(codes.slice(0, 32), x_bufs.index(stage * 2), TOKENS)
+    second = _product(codes.slice(32, 32), x_bufs.index(stage * 2 + 1), TOKENS)
+    return first, second, first_scale, second_scale
+
+
+@gluon.jit
+def multiply_one(
+    WHO: gl.constexpr, ring, stage, phase, TOKENS: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr,
+    GATHERED: gl.constexpr,
+):  # fmt: skip
+    """The product of one stage, as `multiply_packed`."""
+    first, second, first_scale, second_scale = _start(WHO, ring, stage, phase, TOKENS, WGS, GATHERED)
+    first = warpgroup_mma_wait(1, deps=(first,))
+    acc = first * first_scale
+    second = warpgroup_mma_wait(0, deps=(second,))
+    mbarrier.arrive(ring[4].index(stage), count=1)
+    acc += second * second_scale
+    stage, phase = advance(stage, phase, STAGES)
+    return acc, stage, phase
+
+
+@gluon.jit
+def multiply_two(
+    WHO: gl.constexpr, ring, stage, phase, TOKENS: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr,
+    GATHERED: gl.constexpr,
+):  # fmt: skip
+    """The products of two stages, each by itself: with few tokens a stage's time is latency, which two share."""
+    next_stage, next_phase = advance(stage, phase, STAGES)
+    a, b, a_scale, b_scale = _start(WHO, ring, stage, phase, TOKENS, WGS, GATHERED)
+    c, d, c_scale, d_scale = _start(WHO, ring, next_stage, next_phase, TOKENS, WGS, GATHERED)
+    a, b, c, d = warpgroup_mma_wait(0, deps=(a, b, c, d))
+    mbarrier.arrive(ring[4].index(stage), count=1)
+    mbarrier.arrive(ring[4].index(next_stage), count=1)
+    stage, phase = advance(next_stage, next_phase, STAGES)
+    return a * a_scale + b * b_scale, c * c_scale + d * d_scale, stage, phase
+
+
+@gluon.jit
 def multiply_packed(
     WHO: gl.constexpr, ring, stage, phase, steps, TOKENS: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr,
     GATHERED: gl.constexpr,
 ):  # fmt: skip
     """The product of `steps` stages with the first TOKENS rows of x, ``[64, TOKENS]``, `packing.CODE_SCALE` times too
     small; and the place in the ring after them."""
-    x_bufs, codes_bufs, scales_bufs, full, empty = ring
     acc = gl.zeros([64, TOKENS], gl.float32, accumulator_layout(TOKENS))
-    for _ in range(steps):
-        mbarrier.wait(full.index(stage), phase)
-        if GATHERED:
-            # cp.async writes through the generic proxy, wgmma reads through the async one.
-            fence_async_shared()
-        codes = codes_bufs.index(stage * WGS + WHO).reshape([64, 128])
-        scales = scales_bufs.index(stage * WGS + WHO)
-        first_scale = _scale(scales, 0, TOKENS)
-        second_scale = _scale(scales, 1, TOKENS)
-        first = _product(codes.slice(0, 32), x_bufs.index(stage * 2), TOKENS)
-        second = _product(codes.slice(32, 32), x_bufs.index(stage * 2 + 1), TOKENS)
-        first = warpgroup_mma_wait(1, deps=(first,))
-        acc += first * first_scale
-        second = warpgroup_mma_wait(0, deps=(second,))
-        mbarrier.arrive(empty.index(stage), count=1)
-        acc += second * second_scale
-        stage, phase = advance(stage, phase, STAGES)
+    if TOKENS <= 16:
+        for _ in range(steps // 2):
+            first, second, stage, phase = multiply_two(WHO, ring, stage, phase, TOKENS, STAGES, WGS, GATHERED)
+            acc += first
+            acc += second
+        if steps % 2 == 1:
+            last, stage, phase = multiply_one(WHO, ring, stage, phase, TOKENS, STAGES, WGS, GATHERED)
+            acc += last
+    else:
+        for _ in range(steps):
+            one, stage, phase = multiply_one(WHO, ring, stage, phase, TOKENS, STAGES, WGS, GATHERED)
+            acc += one
     return acc, stage, phase
 
 

@@ -38,12 +38,16 @@ class DecodeTile:
 
     tokens: rows of x in a tile.
     stages: stages of the ring, 256 columns deep.
-    warpgroups: consumers, 2 or 3, a strip of weights each.
     """
 
     tokens: int
     stages: int
-    warpgroups: int = 2
+
+    @property
+    def registers(self) -> tuple[int, int, int, int]:
+        """A thread's at launch, of which a warp's worth is left for the next plan to stand beside; a consumer's, a row
+        producer's, the weight producer's."""
+        return (120, 184, 80, 32) if self.tokens == 16 else (120, 192, 56, 40)
 
 
 @dataclass(frozen=True)
@@ -51,18 +55,13 @@ class GroupedTile:
     """One configuration of the grouped kernel, whose tiles have 128 rows of x.
 
     stages: stages of the ring, 256 columns deep.
-    warpgroups: consumers, 2 or 3, a strip of weights each.
     """
 
     stages: int
-    warpgroups: int
 
     tokens = 128
-
-    @property
-    def registers(self) -> tuple[int, int, int]:
-        """A thread's at launch, a consumer's, a producer's."""
-        return (128, 144, 80) if self.warpgroups == 3 else (168, 224, 56)
+    # A thread's at launch, a consumer's, the producer's.
+    registers = (168, 224, 56)
 
 
 _DECODE = [DecodeTile(8, 11), DecodeTile(16, 10), DecodeTile(32, 8), DecodeTile(64, 6)]
@@ -70,7 +69,7 @@ _DECODE = [DecodeTile(8, 11), DecodeTile(16, 10), DecodeTile(32, 8), DecodeTile(
 
 def grouped_tile() -> GroupedTile:
     """The tile for many rows."""
-    return GroupedTile(4, 2)
+    return GroupedTile(4)
 
 
 def expert_tile(pairs: int, experts: int) -> DecodeTile | GroupedTile:
