@@ -19,6 +19,7 @@ from katydid_cache.lane_reads import LEAST_BYTES
 from katydid_runtime.errors import PermissionDeniedError, UnauthenticatedError, UnsupportedError
 from xxhash import xxh3_128_digest
 
+from tests.certificates import make_certificate, needs_openssl
 from tests.kvcache.running import IDENTITY, MIB, ServiceProcess, run
 
 LAYOUT = BlockLayout(layers=8, kv_heads=8, head_dim=64, dtype="bfloat16")
@@ -268,6 +269,28 @@ def test_a_source_without_lanes_is_pulled_from_by_stream() -> None:
                 await there.put(blocks)
                 assert (await here.pulls.pull(source.address, packed(blocks))).pulled == 10
                 assert workers_of(target) == []
+                assert await whole(here, blocks)
+
+    run(scenario)
+
+
+@needs_openssl
+def test_under_tls_there_are_no_lanes_and_instances_pull_by_stream(tmp_path: Path) -> None:
+    certificate = make_certificate(tmp_path)
+
+    async def scenario() -> None:
+        with ExitStack() as stack:
+            options = {**LANES, **certificate.settings(mutual=True), "listen": "localhost:0"}
+            source = stack.enter_context(ServiceProcess(**options))
+            target = stack.enter_context(
+                ServiceProcess(**options, tls_ca_file=certificate.cert_file, pull_from=source.address)
+            )
+            known = certificate.shown
+            async with client(source.address, tls=known) as there, client(target.address, tls=known) as here:
+                assert there.lane_port == here.lane_port == 0
+                blocks = make(6)
+                await there.put(blocks)
+                assert (await here.pulls.pull(source.address, packed(blocks))).pulled == 6
                 assert await whole(here, blocks)
 
     run(scenario)
