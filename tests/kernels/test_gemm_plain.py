@@ -95,3 +95,12 @@ def test_scales_of_blocks(grouped: bool) -> None:
         plain_gemm(a, b[0], out, row_scale=rows, col_scale=cols[0], block=BLOCK)
     wide_b = b[0].double() * cols[0].double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)
     assert relative_error(out, (a.double() * rows.double().repeat_interleave(128, 1)) @ wide_b.T) < 1e-6
+
+
+@pytest.mark.parametrize("n", [128, 384, 2048])
+def test_combine_of_columns_in_pairs(n: int) -> None:
+    y, slots = torch.randn(9, n, device=DEVICE), torch.randint(-1, 9, (5, 3), device=DEVICE).int()
+    weights, shared = torch.rand(5, 3, device=DEVICE), torch.randn(5, n, device=DEVICE)
+    blocks = y.view(9, n // 128, 64, 2).transpose(2, 3)  # the even columns of every 128 before the odd ones
+    out = combine(blocks.reshape(9, n), slots, weights, poisoned(5, n, dtype=torch.float32), shared=shared, paired=True)
+    torch.testing.assert_close(out, combine_reference(y, slots, weights, shared=shared))

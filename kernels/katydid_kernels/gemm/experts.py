@@ -40,6 +40,8 @@ from katydid_kernels.quantize_rows import quantize_fp8
 __all__ = ["ExpertWorkspace", "run_experts"]
 
 _K_BYTES = 128
+# Bytes of a row of w2 that is read in pairs.
+PAIRED_ROW = 192
 # Up to here the sum is part of the decode kernel; for more tokens a launch of its own has more loads in flight.
 SUMMED_TOKENS = 64
 
@@ -124,9 +126,10 @@ def run_experts(
     plan = plan_routes(ids, workspace.plan, len(w2), tile.tokens, first_expert=first_expert)
     if isinstance(tile, DecodeTile):
         summed = len(ids) <= SUMMED_TOKENS
-        _launch_decode(x, w13, w2, weights, ids, shared, out, scales, workspace, tile, summed=summed)
+        paired = tile.warpgroups == 2 and w2.shape[2] * w2.element_size() == PAIRED_ROW and not scales.of_blocks
+        _launch_decode(x, w13, w2, weights, ids, shared, out, scales, workspace, tile, summed=summed, paired=paired)
         if not summed:
-            combine(workspace.y, plan.slots[: len(ids)], weights, out, shared=shared, early=True)
+            combine(workspace.y, plan.slots[: len(ids)], weights, out, shared=shared, early=True, paired=paired)
     else:
         _launch_up(x, w13, scales, workspace, tile)
         launch_wide(
@@ -194,8 +197,10 @@ def _launch_up(x: Tensor, w13: Tensor, scales: ExpertScales, workspace: ExpertWo
     )  # fmt: skip
 
 
-def _down_weights(w2: Tensor, rows: int) -> TensorDescriptor:
+def _down_weights(w2: Tensor, rows: int, *, paired: bool = False) -> TensorDescriptor:
     experts, hidden, intermediate = w2.shape
+    if paired:
+        hidden, intermediate = hidden // 2, 2 * intermediate
     return _weight_descriptor(
         w2.view(experts, hidden // 8, 8, intermediate), [1, rows // 8, 8, _K_BYTES // w2.element_size()]
     )
@@ -214,16 +219,17 @@ def _launch_decode(
     tile: DecodeTile,
     *,
     summed: bool,
+    paired: bool,
 ) -> None:
     plan, h, y = workspace.plan, workspace.h, workspace.y
     experts_decode_kernel[(sm_count(x.device),)](
-        x, x.stride(0), _interleaved(w13, tile.rows), _down_weights(w2, tile.rows),
+        x, x.stride(0), _interleaved(w13, tile.rows), _down_weights(w2, tile.rows, paired=paired),
         descriptor(h, [tile.tokens, _K_BYTES // h.element_size()]), h, h.stride(0), y, weights, shared, out,
         plan.rows, plan.slots, plan.tiles, plan.tile_count, workspace.ready, workspace.sync,
         scales.up, scales.inverse_h, scales.down, scales.token, workspace.h_unquantised, workspace.h_scales,
         workspace.parts, x.shape[0],
         H=w2.shape[1], WIDTH=w2.shape[2], TOP_K=ids.shape[1], TOKENS=tile.tokens, STAGES=tile.stages,
-        WGS=tile.warpgroups, PROMOTE=tile.promote, SUM=summed, BLOCKS=scales.of_blocks,
+        WGS=tile.warpgroups, PROMOTE=tile.promote, SUM=summed, BLOCKS=scales.of_blocks, PAIRED=paired,
         X_LAYOUT=_rows_layout(tile.tokens, x.dtype),
         num_warps=4, maxnreg=128 if tile.warpgroups == 2 else 96, launch_pdl=True,
     )  # fmt: skip

@@ -24,6 +24,7 @@ from katydid_kernels.gemm.expert_tiles import (
 )
 from katydid_kernels.gemm.experts_blocks import finish_block
 from katydid_kernels.gemm.experts_order import count, down_share, wait_for_count
+from katydid_kernels.gemm.experts_pairs import multiply_pairs, paired_column, stream_pairs
 from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_for_last
 
 __all__ = ["experts_decode_kernel"]
@@ -44,7 +45,7 @@ def _rows_of(tile, tiles_ptr):
 @gluon.jit
 def _stream_weights(
     w13_desc, w2_desc, tiles_ptr, ring, shape,
-    H: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr,
+    H: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, PAIRED: gl.constexpr,
 ):  # fmt: skip
     _, w_bufs, full, empty = ring
     tiles, up_n, down_n, up_k, down_k = shape
@@ -67,17 +68,20 @@ def _stream_weights(
     begin, finish = down_share(tiles * up_n, tiles * down_n, H, WIDTH)
     for item in range(begin, finish):
         expert = gl.load(tiles_ptr + item // down_n * 4)
-        for k in range(down_k):
-            bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(bar, WGS * w2_desc.block_type.nbytes)
-            for part in gl.static_range(WGS):
-                group = (item % down_n * WGS + part) * (2 * GROUPS)
-                tma.async_copy_global_to_shared(
-                    w2_desc, [expert, group, 0, k * BLOCK_K], bar,
-                    w_bufs.index(stage * WGS + part).reshape([1, 2 * GROUPS, 8, BLOCK_K]),
-                )  # fmt: skip
-            stage, phase = advance(stage, phase, STAGES)
+        if PAIRED:
+            stage, phase = stream_pairs(w2_desc, expert, item % down_n, ring, stage, phase, STAGES)
+        else:
+            for k in range(down_k):
+                bar = full.index(stage)
+                mbarrier.wait(empty.index(stage), phase)
+                mbarrier.expect(bar, WGS * w2_desc.block_type.nbytes)
+                for part in gl.static_range(WGS):
+                    group = (item % down_n * WGS + part) * (2 * GROUPS)
+                    tma.async_copy_global_to_shared(
+                        w2_desc, [expert, group, 0, k * BLOCK_K], bar,
+                        w_bufs.index(stage * WGS + part).reshape([1, 2 * GROUPS, 8, BLOCK_K]),
+                    )  # fmt: skip
+                stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -139,7 +143,7 @@ def _copy_tokens(
 def _consume(
     WHO: gl.constexpr, plan, hidden, result, scales, blocks, ring, shape, H: gl.constexpr, WIDTH: gl.constexpr,
     TOP_K: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr, SUM: gl.constexpr,
-    BLOCKS: gl.constexpr, UP_AT_ONCE: gl.constexpr, DOWN_AT_ONCE: gl.constexpr,
+    BLOCKS: gl.constexpr, PAIRED: gl.constexpr, UP_AT_ONCE: gl.constexpr, DOWN_AT_ONCE: gl.constexpr,
 ):  # fmt: skip
     rows_ptr, tiles_ptr, ready_ptr = plan
     h_ptr, h_stride = hidden
@@ -192,15 +196,18 @@ def _consume(
             )  # fmt: skip
         else:
             scale = gl.load(down_scale_ptr + expert)
-            acc, stage, phase = multiply(
-                WHO, ring, stage, phase, down_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, False, DOWN_AT_ONCE
-            )
+            if PAIRED:
+                acc, stage, phase = multiply_pairs(WHO, ring, stage, phase, ROWS, TOKENS, STAGES)
+            else:
+                acc, stage, phase = multiply(
+                    WHO, ring, stage, phase, down_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, False, DOWN_AT_ONCE
+                )
             acc *= scale
         if WGS == 2 or col < H:
             store_columns(acc, y_ptr, H, row, end, col, y_layout)
 
     if SUM:
-        _combine(WHO, result, H, TOP_K, WGS)
+        _combine(WHO, result, H, TOP_K, WGS, PAIRED)
     gl.thread_barrier()
     if gl.atomic_add(sync_ptr + 1, 1, sem="acq_rel") == gl.num_programs(0) * WGS - 1:
         lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -227,7 +234,9 @@ def _chosen(item, result, PIECES: gl.constexpr, TOP_K: gl.constexpr):
 
 
 @gluon.jit
-def _combine(WHO: gl.constexpr, result, H: gl.constexpr, TOP_K: gl.constexpr, WGS: gl.constexpr):
+def _combine(
+    WHO: gl.constexpr, result, H: gl.constexpr, TOP_K: gl.constexpr, WGS: gl.constexpr, PAIRED: gl.constexpr
+):  # fmt: skip
     """The weighted sum of `combine.combine` once all of y is there, in pieces of a row over all warpgroups of the GPU.
     Where a piece's rows are is loaded one piece ahead, for the first one while waiting."""
     y_ptr, _, _, shared_ptr, out_ptr, sync_ptr, tokens = result
@@ -242,12 +251,13 @@ def _combine(WHO: gl.constexpr, result, H: gl.constexpr, TOP_K: gl.constexpr, WG
     for item in range(first, tokens * PIECES, gl.num_programs(0) * WGS):
         token = item // PIECES
         col = item % PIECES * PIECE + column
+        place = paired_column(col) if PAIRED else col
         total = gl.zeros([PIECE], gl.float32, line)
         for j in gl.static_range(TOP_K):
             slot = gl.sum(gl.where(lane == j, slots, 0), 0)
             weight = gl.sum(gl.where(lane == j, weights, 0.0), 0)
             # A row nobody wrote may hold NaN: it is left out, not multiplied by zero.
-            part = gl.load(y_ptr + gl.maximum(slot, 0).to(gl.int64) * H + col)
+            part = gl.load(y_ptr + gl.maximum(slot, 0).to(gl.int64) * H + place)
             total += gl.where(slot >= 0, weight * part.to(gl.float32), 0.0)
         slots, weights, lane = _chosen(item + gl.num_programs(0) * WGS, result, PIECES, TOP_K)
         if shared_ptr is not None:
@@ -261,7 +271,8 @@ def experts_decode_kernel(
     rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr, ready_ptr, sync_ptr,
     up_scale_ptr, inverse_scale_ptr, down_scale_ptr, token_scale_ptr, h_wide_ptr, h_scale_ptr, parts_ptr, tokens,
     H: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
-    WGS: gl.constexpr, PROMOTE: gl.constexpr, SUM: gl.constexpr, BLOCKS: gl.constexpr, X_LAYOUT: gl.constexpr,
+    WGS: gl.constexpr, PROMOTE: gl.constexpr, SUM: gl.constexpr, BLOCKS: gl.constexpr, PAIRED: gl.constexpr,
+    X_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``, e the expert of pair (t, j).
 
@@ -270,6 +281,9 @@ def experts_decode_kernel(
     to a multiple of BLOCK_K, and its boxes ``[TOKENS, BLOCK_K]``; y: ``[pairs, H]``; ready: zeros, an int32 a tile;
     sync: two zeros. Rows, slots and tiles are a `RoutePlan`'s. Scales in fp32: up ``[E, 2]``, down ``[E]``, inverse
     ``[1]`` (what h is multiplied by), token ``[T]`` or None. WGS is 2 or 3. Without SUM the kernel ends with y.
+
+    PAIRED: w2 has rows of 192 bytes and is read in pairs of them, see `experts_pairs`: its boxes are of w2 seen as
+    ``[E, H / 16, 8, 2 * WIDTH]``, and y has its columns as `experts_pairs` says.
 
     BLOCKS: scales are of blocks, as `ExpertScales` has them; h_wide: bf16 ``[pairs, WIDTH]``; h_scale: fp32 ``[pairs,
     WIDTH / 128]``; parts: zeros, an int32 for every 128 columns of a tile. Else those three are None.
@@ -304,12 +318,12 @@ def experts_decode_kernel(
         gl.warp_specialize(
             [
                 (_consume, (0, plan, hidden, result, scales, blocks, ring, shape,
-                            H, WIDTH, TOP_K, STAGES, WGS, PROMOTE, SUM, BLOCKS, UP_AT_ONCE, DOWN_AT_ONCE)),
+                            H, WIDTH, TOP_K, STAGES, WGS, PROMOTE, SUM, BLOCKS, PAIRED, UP_AT_ONCE, DOWN_AT_ONCE)),
                 (_consume, (1, plan, hidden, result, scales, blocks, ring, shape,
-                            H, WIDTH, TOP_K, STAGES, WGS, PROMOTE, SUM, BLOCKS, UP_AT_ONCE, DOWN_AT_ONCE)),
+                            H, WIDTH, TOP_K, STAGES, WGS, PROMOTE, SUM, BLOCKS, PAIRED, UP_AT_ONCE, DOWN_AT_ONCE)),
                 (_copy_tokens, (x_ptr, x_stride, h_desc, plan, token_scale_ptr, blocks, ring, shape,
                                 H, WIDTH, STAGES, WGS, BLOCKS)),
-                (_stream_weights, (w13_desc, w2_desc, tiles_ptr, ring, shape, H, WIDTH, STAGES, WGS)),
+                (_stream_weights, (w13_desc, w2_desc, tiles_ptr, ring, shape, H, WIDTH, STAGES, WGS, PAIRED)),
             ],
             [4, 4, 1],
             [168, 104, 40],
@@ -318,14 +332,14 @@ def experts_decode_kernel(
         gl.warp_specialize(
             [
                 (_consume, (0, plan, hidden, result, scales, blocks, ring, shape,
-                            H, WIDTH, TOP_K, STAGES, WGS, PROMOTE, SUM, BLOCKS, UP_AT_ONCE, DOWN_AT_ONCE)),
+                            H, WIDTH, TOP_K, STAGES, WGS, PROMOTE, SUM, BLOCKS, PAIRED, UP_AT_ONCE, DOWN_AT_ONCE)),
                 (_consume, (1, plan, hidden, result, scales, blocks, ring, shape,
-                            H, WIDTH, TOP_K, STAGES, WGS, PROMOTE, SUM, BLOCKS, UP_AT_ONCE, DOWN_AT_ONCE)),
+                            H, WIDTH, TOP_K, STAGES, WGS, PROMOTE, SUM, BLOCKS, PAIRED, UP_AT_ONCE, DOWN_AT_ONCE)),
                 (_consume, (2, plan, hidden, result, scales, blocks, ring, shape,
-                            H, WIDTH, TOP_K, STAGES, WGS, PROMOTE, SUM, BLOCKS, UP_AT_ONCE, DOWN_AT_ONCE)),
+                            H, WIDTH, TOP_K, STAGES, WGS, PROMOTE, SUM, BLOCKS, PAIRED, UP_AT_ONCE, DOWN_AT_ONCE)),
                 (_copy_tokens, (x_ptr, x_stride, h_desc, plan, token_scale_ptr, blocks, ring, shape,
                                 H, WIDTH, STAGES, WGS, BLOCKS)),
-                (_stream_weights, (w13_desc, w2_desc, tiles_ptr, ring, shape, H, WIDTH, STAGES, WGS)),
+                (_stream_weights, (w13_desc, w2_desc, tiles_ptr, ring, shape, H, WIDTH, STAGES, WGS, PAIRED)),
             ],
             [4, 4, 4, 1],
             [120, 120, 80, 40],
