@@ -140,6 +140,7 @@ def launch_narrow(
         STAGES=tile.stages,
         WGS=tile.warpgroups,
         PROMOTE=promote,
+        AT_ONCE=2 if promote and k % (2 * block_k) == 0 else 1,
         num_warps=4,
         maxnreg=128,
         launch_pdl=True,

@@ -27,9 +27,10 @@ def _fetch_weights(w_desc, w_bufs, bar, tile, k, stage, WGS: gl.constexpr):
 
 
 @gluon.jit
-def _produce(x_desc, w_desc, ring, interval, tiles_k, STAGES: gl.constexpr, WGS: gl.constexpr):
+def _produce(x_desc, w_desc, ring, interval, tiles_k, STAGES: gl.constexpr, WGS: gl.constexpr, AT_ONCE: gl.constexpr):
     x_bufs, w_bufs, full, empty = ring
-    begin, end, _ = interval
+    begin = interval[0] * AT_ONCE
+    end = interval[1] * AT_ONCE
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
     STAGE_BYTES: gl.constexpr = WGS * w_desc.block_type.nbytes + x_desc.block_type.nbytes
     ahead = gl.minimum(end - begin, STAGES)
@@ -83,22 +84,24 @@ def finish_columns(acc, col, target, hooks):
 @gluon.jit
 def _consume(
     WHO: gl.constexpr, target, hooks, partials, ring, interval, tiles_k,
-    STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr,
+    STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr, AT_ONCE: gl.constexpr,
 ):  # fmt: skip
     TOKENS: gl.constexpr = ring[0].type.shape[1]
     ROWS: gl.constexpr = ring[1].type.shape[1]
     stage = 0
     phase = 0
     wait_for_last()
-    first, last = tiles_of(interval, tiles_k)
+    lengths = tiles_k // AT_ONCE
+    first, last = tiles_of(interval, lengths)
     for tile in range(first, last):
-        first_k, last_k = stages_within(tile, interval, tiles_k)
+        first_k, last_k = stages_within(tile, interval, lengths)
         acc, stage, phase = multiply(
-            WHO, ring, stage, phase, last_k - first_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, GATHERED=False
-        )
-        done = last_k - first_k == tiles_k
+            WHO, ring, stage, phase, (last_k - first_k) * AT_ONCE, ROWS, TOKENS, STAGES, WGS, PROMOTE,
+            GATHERED=False, AT_ONCE=AT_ONCE,
+        )  # fmt: skip
+        done = last_k - first_k == lengths
         if not done:
-            acc, done = sum_parts(WHO, WGS, acc, tile, first_k, interval, tiles_k, partials)
+            acc, done = sum_parts(WHO, WGS, acc, tile, first_k, interval, lengths, partials)
         if done:
             finish_columns(acc, (tile * WGS + WHO) * ROWS, target, hooks)
 
@@ -107,12 +110,13 @@ def _consume(
 def narrow_gemm_kernel(
     x_desc, w_desc, out_ptr, out_stride, partial_ptr, counters_ptr, row_scale_ptr, row_step, col_scale_ptr, col_step,
     bias_ptr, residual_ptr, residual_stride, M, N, K,
-    STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr,
+    STAGES: gl.constexpr, WGS: gl.constexpr, PROMOTE: gl.constexpr, AT_ONCE: gl.constexpr,
 ):  # fmt: skip
     """``out = (X[M, K] W[N, K]^T) * row_scale * col_scale + bias + residual`` for M up to the rows of x_desc's box.
 
     x_desc: boxes ``[TOKENS, BLOCK_K]``; w_desc: boxes ``[64, BLOCK_K]``. partial: fp32 ``[2 * CTAs, WGS, 64, TOKENS]``;
-    counters: int32, zero, one a warpgroup's tile. row_step, col_step: 0 where the scale is one number.
+    counters: int32, zero, one a warpgroup's tile. row_step, col_step: 0 where the scale is one number. AT_ONCE: stages
+    multiplied before waiting for the first (PROMOTE), of which K is a multiple.
     """
     TOKENS: gl.constexpr = x_desc.block_type.shape[0]
     ROWS: gl.constexpr = w_desc.block_type.shape[0]
@@ -124,7 +128,7 @@ def narrow_gemm_kernel(
     launch_next()
     tiles_k = gl.cdiv(K, BLOCK_K)
     # Not much more than five pieces a tile: they cost more to sum than they save in reading.
-    interval = interval_of(gl.cdiv(N, WGS * ROWS) * tiles_k, gl.maximum(tiles_k // 5, 1))
+    interval = interval_of(gl.cdiv(N, WGS * ROWS) * (tiles_k // AT_ONCE), gl.maximum(tiles_k // (5 * AT_ONCE), 1))
     hooks = (row_scale_ptr, row_step, col_scale_ptr, col_step, bias_ptr, residual_ptr, residual_stride)
     ring = (x_bufs, w_bufs, full, empty)
     target = (out_ptr, out_stride, M, N)
@@ -132,8 +136,8 @@ def narrow_gemm_kernel(
     if WGS == 1:
         gl.warp_specialize(
             [
-                (_consume, (0, target, hooks, partials, ring, interval, tiles_k, STAGES, WGS, PROMOTE)),
-                (_produce, (x_desc, w_desc, ring, interval, tiles_k, STAGES, WGS)),
+                (_consume, (0, target, hooks, partials, ring, interval, tiles_k, STAGES, WGS, PROMOTE, AT_ONCE)),
+                (_produce, (x_desc, w_desc, ring, interval, tiles_k, STAGES, WGS, AT_ONCE)),
             ],
             [1],
             [24],
@@ -141,9 +145,9 @@ def narrow_gemm_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (0, target, hooks, partials, ring, interval, tiles_k, STAGES, WGS, PROMOTE)),
-                (_consume, (1, target, hooks, partials, ring, interval, tiles_k, STAGES, WGS, PROMOTE)),
-                (_produce, (x_desc, w_desc, ring, interval, tiles_k, STAGES, WGS)),
+                (_consume, (0, target, hooks, partials, ring, interval, tiles_k, STAGES, WGS, PROMOTE, AT_ONCE)),
+                (_consume, (1, target, hooks, partials, ring, interval, tiles_k, STAGES, WGS, PROMOTE, AT_ONCE)),
+                (_produce, (x_desc, w_desc, ring, interval, tiles_k, STAGES, WGS, AT_ONCE)),
             ],
             [4, 1],
             [176, 24],
