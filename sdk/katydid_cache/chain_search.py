@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from katydid_runtime.trace_context import TraceContext
 
@@ -20,6 +21,8 @@ from katydid_cache.members import Members
 from katydid_cache.placement import pick, rank
 
 __all__ = ["SLACK_BYTES", "ChainSearch", "Searched"]
+
+Calls: TypeAlias = "dict[asyncio.Task[Answer], Sequence[range]]"
 
 SLACK_BYTES = 256.0 * 2**20
 """An instance is not overloaded with less than this on its way, whatever the others have."""
@@ -62,7 +65,7 @@ class ChainSearch:
         load = self._members.loads()
         first = {run: self._first(heads[run], ranked[run], load) for run in runs}
 
-        def ask(choice: Mapping[range, str]) -> dict[asyncio.Task[Answer], Sequence[range]]:
+        def ask(choice: Mapping[range, str]) -> Calls:
             by_home: dict[str, list[range]] = {}
             for run, name in choice.items():
                 by_home.setdefault(name, []).append(run)
@@ -72,8 +75,31 @@ class ChainSearch:
             }
 
         calls = ask(first)
+        try:
+            answers, prefix = await self._gather(calls, ask, runs, heads, ranked, first, deadline)
+        except asyncio.CancelledError:
+            for call in calls:
+                call.add_done_callback(self._too_late)
+            raise
+        for call in calls:
+            if not call.done():
+                call.add_done_callback(self._too_late)
+        reachable = any(answer.found.reachable for answer in answers)
+        return Searched(prefix, self._leases(answers, prefix), ranked, answered=reachable)
+
+    async def _gather(
+        self,
+        calls: Calls,
+        ask: Callable[[Mapping[range, str]], Calls],
+        runs: Sequence[range],
+        heads: Mapping[range, bytes],
+        ranked: Mapping[range, Sequence[str]],
+        first: Mapping[range, str],
+        deadline: float,
+    ) -> tuple[list[Answer], Prefix]:
+        """Wait for what is worth it, adding second choices to `calls`; the answers, and the prefix they give."""
         hedge_s = max(self._members[name].hedge_s for name in first.values())
-        await asyncio.wait(calls, timeout=min(hedge_s, timeout_s))
+        await asyncio.wait(calls, timeout=min(hedge_s, max(deadline - time.monotonic(), 0.0)))
         answers = [call.result() for call in calls if call.done()]
         late = len(answers) < len(calls)
         elsewhere = {
@@ -83,7 +109,7 @@ class ChainSearch:
             and (late or self._members.unsettled or self._hot.also_at(heads[run]))
         }
         seconds = ask(elsewhere)
-        calls |= seconds
+        calls.update(seconds)
         prefix = join(runs, answers)
         while waiting := _worth_waiting_for(runs, prefix, calls, seconds):
             done, _ = await asyncio.wait(
@@ -93,11 +119,7 @@ class ChainSearch:
             prefix = join(runs, answers)
             if not done:
                 break
-        for call in calls:
-            if not call.done():
-                call.add_done_callback(self._too_late)
-        reachable = any(answer.found.reachable for answer in answers)
-        return Searched(prefix, self._leases(answers, prefix), ranked, answered=reachable)
+        return answers, prefix
 
     def _first(self, head: bytes, ranked: Sequence[str], load: Mapping[str, float]) -> str:
         """Where to look first: at home, unless a replica is less loaded."""
@@ -145,8 +167,8 @@ def _next(ranked: Sequence[str], first: str) -> str | None:
 def _worth_waiting_for(
     runs: Sequence[range],
     prefix: Prefix,
-    calls: Mapping[asyncio.Task[Answer], Sequence[range]],
-    seconds: Mapping[asyncio.Task[Answer], Sequence[range]],
+    calls: Calls,
+    seconds: Calls,
 ) -> set[asyncio.Task[Answer]]:
     """Calls that may lengthen the prefix: of the run where it ends, but not its home's once the second has answered."""
     end = next((run for run in runs if prefix.blocks < run.stop), None)

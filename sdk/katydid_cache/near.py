@@ -107,7 +107,11 @@ class NearCache:
             return self._with_lease(near, _Lease(near=[near.lease] if near.lease else []))
         run = (len(before) + cut) % (HASH_BYTES * self._others.run_blocks)
         known = (before + hashes[:cut])[len(before) + cut - run :]
-        far = await self._others.lookup(hashes[cut:], before=known, timeout_s=timeout_s, trace=trace)
+        try:
+            far = await self._others.lookup(hashes[cut:], before=known, timeout_s=timeout_s, trace=trace)
+        except asyncio.CancelledError:
+            await asyncio.shield(self._near.release(near.lease))
+            raise
         if not far.blocks:
             return self._with_lease(near, _Lease(near=[near.lease] if near.lease else []))
         names = split_hashes(hashes)

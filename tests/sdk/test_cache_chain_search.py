@@ -147,6 +147,24 @@ def test_a_home_that_hangs_with_nothing_elsewhere_is_not_waited_for_either() -> 
     assert {name for name, _ in fleet.given_back} == homes() - {slow}
 
 
+def test_a_search_that_is_given_up_leaves_no_lease_behind() -> None:
+    fleet = Fleet()
+    fleet.hold()
+    for number, name in enumerate(sorted(homes())):
+        fleet[name].delay_s = 0.02 * number
+        fleet[name].hedge_s = 1.0
+
+    async def body() -> None:
+        search = asyncio.create_task(fleet.search())
+        await asyncio.sleep(0.01)
+        search.cancel()
+        await asyncio.gather(search, return_exceptions=True)
+        await asyncio.sleep(0.1)
+
+    asyncio.run(body())
+    assert {name for name, _ in fleet.given_back} == homes()
+
+
 @pytest.mark.parametrize("delay_s", [0.0, 5.0])
 def test_when_all_hang_the_timeout_ends_it(delay_s: float) -> None:
     fleet = Fleet()
