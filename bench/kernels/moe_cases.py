@@ -201,7 +201,7 @@ def tiles(name: str) -> dict[str, Any]:
         DecodeTile(8, 64, 2, 11, True),
         DecodeTile(16, 64, 2, 10, True),
         DecodeTile(32, 64, 2, 9, True),
-        DecodeTile(64, 64, 3, 6, True),
+        DecodeTile(64, 64, 2, 8, True),
         DecodeTile(128, 64, 2, 6, True),
         up_tile(0, shard.width, shard.hidden, shard.dtype),
     ]

@@ -126,7 +126,7 @@ def run_experts(
     plan = plan_routes(ids, workspace.plan, len(w2), tile.tokens, first_expert=first_expert)
     if isinstance(tile, DecodeTile):
         summed = len(ids) <= SUMMED_TOKENS
-        paired = tile.warpgroups == 2 and w2.shape[2] * w2.element_size() == PAIRED_ROW and not scales.of_blocks
+        paired = w2.shape[2] * w2.element_size() == PAIRED_ROW and not scales.of_blocks
         _launch_decode(x, w13, w2, weights, ids, shared, out, scales, workspace, tile, summed=summed, paired=paired)
         if not summed:
             combine(workspace.y, plan.slots[: len(ids)], weights, out, shared=shared, early=True, paired=paired)
@@ -231,7 +231,7 @@ def _launch_decode(
         H=w2.shape[1], WIDTH=w2.shape[2], TOP_K=ids.shape[1], TOKENS=tile.tokens, STAGES=tile.stages,
         WGS=tile.warpgroups, PROMOTE=tile.promote, SUM=summed, BLOCKS=scales.of_blocks, PAIRED=paired,
         X_LAYOUT=_rows_layout(tile.tokens, x.dtype),
-        num_warps=4, maxnreg=128 if tile.warpgroups == 2 else 96, launch_pdl=True,
+        num_warps=4, maxnreg=128, launch_pdl=True,
     )  # fmt: skip
 
 

@@ -189,7 +189,7 @@ def _consume(
         expert = gl.load(tiles_ptr + item // down_n * 4)
         col = (item % down_n * WGS + WHO) * ROWS
         if BLOCKS:
-            scale_row = down_scale_ptr + (expert * (H // 128) + gl.minimum(col, H - 1) // 128) * down_k
+            scale_row = down_scale_ptr + (expert * (H // 128) + col // 128) * down_k
             acc, stage, phase = multiply_blocks(
                 WHO, ring, scale_bufs, (scale_row, scale_row), stage, phase, down_k,
                 ROWS, TOKENS, STAGES, WGS, False,
@@ -203,8 +203,7 @@ def _consume(
                     WHO, ring, stage, phase, down_k, ROWS, TOKENS, STAGES, WGS, PROMOTE, False, DOWN_AT_ONCE
                 )
             acc *= scale
-        if WGS == 2 or col < H:
-            store_columns(acc, y_ptr, H, row, end, col, y_layout)
+        store_columns(acc, y_ptr, H, row, end, col, y_layout)
 
     if SUM:
         _combine(WHO, result, H, TOP_K, WGS, PAIRED)
@@ -280,7 +279,7 @@ def experts_decode_kernel(
     ``[1, ROWS / 8, 8, BLOCK_K]`` of w2 seen as ``[E, H / 8, 8, WIDTH]``. h: ``[pairs, WIDTH]``, rows padded with zeros
     to a multiple of BLOCK_K, and its boxes ``[TOKENS, BLOCK_K]``; y: ``[pairs, H]``; ready: zeros, an int32 a tile;
     sync: two zeros. Rows, slots and tiles are a `RoutePlan`'s. Scales in fp32: up ``[E, 2]``, down ``[E]``, inverse
-    ``[1]`` (what h is multiplied by), token ``[T]`` or None. WGS is 2 or 3. Without SUM the kernel ends with y.
+    ``[1]`` (what h is multiplied by), token ``[T]`` or None. WGS is 2. Without SUM the kernel ends with y.
 
     PAIRED: w2 has rows of 192 bytes and is read in pairs of them, see `experts_pairs`: its boxes are of w2 seen as
     ``[E, H / 16, 8, 2 * WIDTH]``, and y has its columns as `experts_pairs` says.
@@ -294,8 +293,7 @@ def experts_decode_kernel(
     w_bufs = gl.allocate_shared_memory(w13_desc.dtype, [STAGES * WGS, 1, GROUPS, 2, 8, BLOCK_K], w13_desc.layout)
     full, empty = make_barriers(STAGES, 130 if BLOCKS else 129, WGS)
     up_n = WIDTH // (GROUPS * 8 * WGS)
-    # With three warpgroups the last down tile of an expert may stand out over H: it reads zeros and is not stored.
-    down_n = (H + GROUPS * 16 * WGS - 1) // (GROUPS * 16 * WGS)
+    down_n = H // (GROUPS * 16 * WGS)
     up_k: gl.constexpr = H // BLOCK_K
     down_k: gl.constexpr = (WIDTH + BLOCK_K - 1) // BLOCK_K
     UP_AT_ONCE: gl.constexpr = 2 if TOKENS <= 32 and up_k % 2 == 0 else 1
@@ -314,33 +312,16 @@ def experts_decode_kernel(
     blocks = (scale_bufs, h_wide_ptr, h_scale_ptr, parts_ptr)
     ring = (x_bufs, w_bufs, full, empty)
     shape = (tiles, up_n, down_n, up_k, down_k)
-    if WGS == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (0, plan, hidden, result, scales, blocks, ring, shape,
-                            H, WIDTH, TOP_K, STAGES, WGS, PROMOTE, SUM, BLOCKS, PAIRED, UP_AT_ONCE, DOWN_AT_ONCE)),
-                (_consume, (1, plan, hidden, result, scales, blocks, ring, shape,
-                            H, WIDTH, TOP_K, STAGES, WGS, PROMOTE, SUM, BLOCKS, PAIRED, UP_AT_ONCE, DOWN_AT_ONCE)),
-                (_copy_tokens, (x_ptr, x_stride, h_desc, plan, token_scale_ptr, blocks, ring, shape,
-                                H, WIDTH, STAGES, WGS, BLOCKS)),
-                (_stream_weights, (w13_desc, w2_desc, tiles_ptr, ring, shape, H, WIDTH, STAGES, WGS, PAIRED)),
-            ],
-            [4, 4, 1],
-            [168, 104, 40],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (0, plan, hidden, result, scales, blocks, ring, shape,
-                            H, WIDTH, TOP_K, STAGES, WGS, PROMOTE, SUM, BLOCKS, PAIRED, UP_AT_ONCE, DOWN_AT_ONCE)),
-                (_consume, (1, plan, hidden, result, scales, blocks, ring, shape,
-                            H, WIDTH, TOP_K, STAGES, WGS, PROMOTE, SUM, BLOCKS, PAIRED, UP_AT_ONCE, DOWN_AT_ONCE)),
-                (_consume, (2, plan, hidden, result, scales, blocks, ring, shape,
-                            H, WIDTH, TOP_K, STAGES, WGS, PROMOTE, SUM, BLOCKS, PAIRED, UP_AT_ONCE, DOWN_AT_ONCE)),
-                (_copy_tokens, (x_ptr, x_stride, h_desc, plan, token_scale_ptr, blocks, ring, shape,
-                                H, WIDTH, STAGES, WGS, BLOCKS)),
-                (_stream_weights, (w13_desc, w2_desc, tiles_ptr, ring, shape, H, WIDTH, STAGES, WGS, PAIRED)),
-            ],
-            [4, 4, 4, 1],
-            [120, 120, 80, 40],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consume, (0, plan, hidden, result, scales, blocks, ring, shape,
+                        H, WIDTH, TOP_K, STAGES, WGS, PROMOTE, SUM, BLOCKS, PAIRED, UP_AT_ONCE, DOWN_AT_ONCE)),
+            (_consume, (1, plan, hidden, result, scales, blocks, ring, shape,
+                        H, WIDTH, TOP_K, STAGES, WGS, PROMOTE, SUM, BLOCKS, PAIRED, UP_AT_ONCE, DOWN_AT_ONCE)),
+            (_copy_tokens, (x_ptr, x_stride, h_desc, plan, token_scale_ptr, blocks, ring, shape,
+                            H, WIDTH, STAGES, WGS, BLOCKS)),
+            (_stream_weights, (w13_desc, w2_desc, tiles_ptr, ring, shape, H, WIDTH, STAGES, WGS, PAIRED)),
+        ],
+        [4, 4, 1],
+        [168, 104, 40],
+    )  # fmt: skip

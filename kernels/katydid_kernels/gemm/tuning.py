@@ -151,8 +151,8 @@ def few_tokens_tile(pairs: int, experts: int, dtype: torch.dtype) -> FewTile | N
     return FewTile(22, dtype == _E4M3)
 
 
-# Rows an expert up to which a tile is best: tokens, warpgroups, stages.
-_DECODE = {3: (8, 2, 11), 8: (16, 2, 10), 24: (32, 2, 9), 48: (64, 3, 6), 96: (128, 2, 6)}
+# Rows an expert up to which a tile is best: tokens, stages.
+_DECODE = {3: (8, 11), 8: (16, 10), 24: (32, 9), 48: (64, 8), 96: (128, 6)}
 # Narrower experts go to the grouped GEMMs sooner.
 _WIDE_EXPERT = 512
 
@@ -162,10 +162,10 @@ def decode_tile(
 ) -> DecodeTile | None:
     """The decode tile for this many routed rows, or None where the grouped GEMMs are faster."""
     rows = pairs / experts
-    for most, (tokens, warpgroups, stages) in _DECODE.items():
+    for most, (tokens, stages) in _DECODE.items():
         # Scales of blocks leave no registers for 128 tokens.
         if rows <= most and (tokens <= 64 or (intermediate >= _WIDE_EXPERT and not of_blocks)):
-            return DecodeTile(tokens, 64, warpgroups if intermediate % 96 == 0 else 2, stages, dtype == _E4M3)
+            return DecodeTile(tokens, 64, 2, stages, dtype == _E4M3)
     return None
 
 
