@@ -53,7 +53,7 @@ def main() -> None:
         "1 token": lambda: run(1, 192, 2, "sigmoid"),
         "64 tokens, three terms": lambda: run(64, 192, 3, "sigmoid"),
         "1024 tokens": lambda: run(1024, 192, 2, "sigmoid"),
-        "16384 tokens": lambda: run(16384, 192, 2, "sigmoid"),
+        "16384 tokens, three terms": lambda: run(16384, 192, 3, "sigmoid"),
         "257 experts, softmax": lambda: run(4096, 257, 2, "softmax"),
         "norm of 1 token": lambda: run_normed(1, False),
         "norm of 8 tokens, quantised": lambda: run_normed(8, True),

