@@ -122,7 +122,7 @@ class Members:
             addresses = self._instances.addresses
             for name in [name for name in self._members if name not in addresses]:
                 logger.info("cache instance %s has left", name)
-                await self._members.pop(name).client.close()
+                await asyncio.gather(self._members.pop(name).client.close(), return_exceptions=True)
             for name in [name for name in addresses if name not in self._members]:
                 logger.info("cache instance %s has joined", name)
                 try:

@@ -237,7 +237,6 @@ class Worker:
 @contextlib.asynccontextmanager
 async def _started(settings: EngineSettings, telemetry: Telemetry, metrics: EngineMetrics) -> AsyncIterator[Engine]:
     """An engine whose workers have loaded the model; they end with the block, whatever happens in it."""
-    tls = settings.client_tls()
     model = await _read_model(settings)
     async with contextlib.AsyncExitStack() as stack:
 
@@ -247,21 +246,28 @@ async def _started(settings: EngineSettings, telemetry: Telemetry, metrics: Engi
             stack.push_async_callback(group.stop)
             return Worker(group, await group.start(), staging)
 
-        workers = await asyncio.gather(*(start(rank) for rank in range(settings.dp_ranks)))
-        cache = None
-        if settings.kvcache_address is not None:
-            keep_buffers_mapped()
-            cache = open_cache(
-                settings.kvcache_address,
-                others=settings.kvcache_instances,
-                name=f"engine {os.getpid()}",
-                tls=tls,
-                token=settings.kvcache_token(),
-                lanes=settings.kvcache_lanes,
-            )
+        cache = _open_cache(settings)
+        if cache is not None:
             stack.push_async_callback(cache.close)
+        workers = await asyncio.gather(*(start(rank) for rank in range(settings.dp_ranks)))
+        if cache is not None:
+            keep_buffers_mapped()
             await cache.attach(model.identity, model.layout, arena=True)
         yield Engine(settings, telemetry, metrics, model, workers, cache)
+
+
+def _open_cache(settings: EngineSettings) -> Cache | None:
+    """A client of the cache that the settings name, before the long start of workers: raises SettingsError."""
+    if settings.kvcache_address is None:
+        return None
+    return open_cache(
+        settings.kvcache_address,
+        others=settings.kvcache_instances,
+        name=f"engine {os.getpid()}",
+        tls=settings.client_tls(),
+        token=settings.kvcache_token(),
+        lanes=settings.kvcache_lanes,
+    )
 
 
 async def _read_model(settings: EngineSettings) -> ModelFacts:
