@@ -20,7 +20,7 @@ launch = importlib.import_module("katydid_kernels.router.launch")
 
 
 def run(tokens: int, experts: int, terms: int, scoring: Literal["sigmoid", "softmax"]) -> None:
-    x, weight = torch.zeros(tokens, 4096, dtype=torch.bfloat16), torch.zeros(experts, 4096)
+    x, weight = torch.zeros(tokens, 4104, dtype=torch.bfloat16)[:, :4096], torch.zeros(experts, 4096)
     weights, ids = torch.zeros(tokens, 8), torch.zeros(tokens, 8, dtype=torch.int32)
     bias = torch.zeros(experts) if scoring == "sigmoid" else None
     choice = launch.Choice(8, scoring, bias, True, 2.826, weights, ids)

@@ -1,7 +1,8 @@
 """The router for few tokens in one launch: every CTA multiplies a slice of K, then a CTA for a token or two finishes.
 
 All of a CTA's weights are requested at once, before it waits for the kernel that makes x, so the launch costs little
-more than one trip to memory.
+more than one trip to memory. Up to 16 tokens are wgmma's columns and 64 experts its rows; more tokens are its rows, for
+then a tile can be of fewer experts, and more CTAs share the choosing.
 
 Partial logits are handed over without counters or fences, as Lamport's queue does: the place of a value that has not
 arrived holds EMPTY, which no product is, and whoever reads a value puts EMPTY back for the next launch. The CTAs of the
@@ -34,6 +35,7 @@ _NAN = gl.constexpr(0x7FFFFFFF)
 
 @gluon.jit
 def new_barriers(COUNT: gl.constexpr):
+    """As many mbarriers, each for the copies of one part of the weights."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=1)
@@ -57,7 +59,7 @@ def request_weights(w_desc, w_bufs, landed, first_expert, split, E_PAD: gl.const
 
 
 @gluon.jit
-def _request_tokens(x_ptr, x_stride, x_bufs, split, tokens):
+def _request_tokens(x_ptr, x_pitch, x_bufs, split, tokens):
     """A slice of x, each part a group of copies. The rows of tokens that are not there keep what they held: they only
     reach logits that are never stored."""
     PARTS: gl.constexpr = x_bufs.type.shape[0]
@@ -67,7 +69,7 @@ def _request_tokens(x_ptr, x_stride, x_bufs, split, tokens):
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_K, BLOCK_K // 8], [4, 1], [1, 0])
     row = gl.arange(0, DEPTH * TOKENS, gl.SliceLayout(1, layout))[:, None]
     token = row % TOKENS
-    source = x_ptr + token * x_stride + (split * (PARTS * DEPTH) + row // TOKENS) * BLOCK_K
+    source = x_ptr + token * (x_pitch * 8) + (split * (PARTS * DEPTH) + row // TOKENS) * BLOCK_K
     source += gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))[None, :]
     for part in gl.static_range(PARTS):
         x_part = x_bufs.index(part).reshape([DEPTH * TOKENS, BLOCK_K])
@@ -167,16 +169,16 @@ def finish_few(
 
 @gluon.jit(do_not_specialize=["tokens", "experts"])
 def few_tokens_kernel(
-    x_ptr, x_stride, w_desc, partial_ptr, bias_ptr, scale, weights_ptr, ids_ptr, tokens, experts,
+    x_ptr, x_pitch, w_desc, partial_ptr, bias_ptr, scale, weights_ptr, ids_ptr, tokens, experts,
     TOKENS: gl.constexpr, X_LAYOUT: gl.constexpr, E_PAD: gl.constexpr, TERMS: gl.constexpr, PARTS: gl.constexpr,
     SPLITS: gl.constexpr, POWER_S: gl.constexpr, AT_ONCE: gl.constexpr, TOP_K: gl.constexpr, POWER_K: gl.constexpr,
     SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr,
 ):  # fmt: skip
     """A grid of ``SPLITS * E_PAD / EXPERTS`` CTAs, each for a tile of experts and ``PARTS * DEPTH`` blocks of K.
 
-    x: bf16 ``[tokens, K]``; w_desc: boxes ``[DEPTH, EXPERTS, 64]`` of the terms seen as ``[K / 64, TERMS * E_PAD,
-    64]``: TOKENS, at least tokens, or EXPERTS is 64. partial: int32 ``[SPLITS, tokens, E_PAD]``, all EMPTY between
-    calls.
+    x: bf16 ``[tokens, K]``, a row every `x_pitch` times 16 bytes; w_desc: boxes ``[DEPTH, EXPERTS, 64]`` of the terms
+    seen as ``[K / 64, TERMS * E_PAD, 64]``: TOKENS, at least tokens, or EXPERTS is 64. partial: int32 ``[SPLITS,
+    tokens, E_PAD]``, all EMPTY between calls.
     """
     DEPTH: gl.constexpr = w_desc.block_type.shape[0]
     EXPERTS: gl.constexpr = w_desc.block_type.shape[1]
@@ -191,7 +193,7 @@ def few_tokens_kernel(
     request_weights(w_desc, w_bufs, landed, first_expert, split, E_PAD)
     wait_for_last()
     # Not by TMA: its descriptor of x would have to be fetched first, while everything waits.
-    _request_tokens(x_ptr, x_stride, x_bufs, split, tokens)
+    _request_tokens(x_ptr, x_pitch, x_bufs, split, tokens)
     multiply_slice(x_bufs, w_bufs, landed, partial_ptr, first_expert, split, tokens, E_PAD)
     finish_few(
         partial_ptr, (bias_ptr, scale, weights_ptr, ids_ptr, experts), tokens,

@@ -86,7 +86,7 @@ def launch_few(x: Tensor, weight: OnHopper, experts: int, choice: Choice, *, sli
     depth = slices.depth // slices.parts
     rows = max(8, triton.next_power_of_2(tokens)) if slices.experts == CHUNK_EXPERTS else FEW_TOKENS
     few_tokens_kernel[(splits * (padded // slices.experts),)](
-        x, x.stride(0), _blocked_terms(weight.terms, depth, slices.experts),
+        x, x.stride(0) // 8, _blocked_terms(weight.terms, depth, slices.experts),
         weight.handover, choice.selection_bias, choice.scale, choice.weights, choice.ids, tokens, experts,
         TOKENS=rows, X_LAYOUT=gl.NVMMASharedLayout.get_default_for([depth, rows, BLOCK_K], gl.bfloat16),
         E_PAD=padded, TERMS=count, PARTS=slices.parts, SPLITS=splits, POWER_S=max(4, triton.next_power_of_2(splits)),
