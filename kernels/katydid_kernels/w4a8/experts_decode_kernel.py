@@ -71,9 +71,9 @@ def _rows_of(tile, plan):
 
 
 @gluon.jit
-def _down_share(shape, RUN: gl.constexpr):
-    """First and end of this CTA's down items: so many strips of RUN tiles, a token's where they are summed."""
-    items = shape[0] // RUN * shape[2]
+def _down_share(shape, strips, RUN: gl.constexpr):
+    """First and end of this CTA's down items: two strips of a tile, or one strip of a token's RUN tiles."""
+    items = shape[0] * shape[2] if RUN == 1 else shape[0] // RUN * strips
     return items * gl.program_id(0) // gl.num_programs(0), items * (gl.program_id(0) + 1) // gl.num_programs(0)
 
 
@@ -103,25 +103,34 @@ def _produce_weights(
                     codes13_desc, scales13_desc, strip, k, groups13, bar, ring[1], ring[2], stage * WGS + part
                 )
             stage, phase = advance(stage, phase, STAGES)
-    first, last = _down_share(shape, RUN)
+    first, last = _down_share(shape, strips2, RUN)
     for item in range(first, last):
-        for j in range(RUN):
-            expert = _expert_of(item // down_n * RUN + j, plan)
+        for j in range(0, RUN, 2):
+            if RUN == 1:
+                expert = _expert_of(item // down_n, plan)
+                first_strip = strip_of(expert, item % down_n * WGS, strips2)
+                second_strip = strip_of(expert, item % down_n * WGS + 1, strips2)
+            else:
+                pair = item // strips2 * RUN + j
+                first_strip = strip_of(_expert_of(pair, plan), item % strips2, strips2)
+                expert = _expert_of(pair + gl.where(j + 1 < RUN, 1, 0), plan)
+                second_strip = strip_of(expert, gl.where(j + 1 < RUN, item % strips2, strips2), strips2)
             for k in range(down_k):
                 bar = full.index(stage)
                 mbarrier.wait(empty.index(stage), phase)
                 mbarrier.expect(bar, BYTES)
-                for part in gl.static_range(WGS):
-                    strip = strip_of(expert, item % down_n * WGS + part, strips2)
-                    fetch_weights(
-                        codes2_desc, scales2_desc, strip, k, groups2, bar, ring[1], ring[2], stage * WGS + part
-                    )
+                fetch_weights(
+                    codes2_desc, scales2_desc, first_strip, k, groups2, bar, ring[1], ring[2], stage * WGS
+                )  # fmt: skip
+                fetch_weights(
+                    codes2_desc, scales2_desc, second_strip, k, groups2, bar, ring[1], ring[2], stage * WGS + 1
+                )
                 stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
 def _produce_rows(
-    x, hidden, strips13, plan, sync_ptr, ring, shape, interval,
+    x, hidden, strips13, strips2, plan, sync_ptr, ring, shape, interval,
     TOP_K: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     x_ptr, x_stride, columns = x
@@ -145,15 +154,18 @@ def _produce_rows(
             mbarrier.wait(empty.index(stage), phase)
             copy_groups(x_bufs, stage, source, k, columns, valid, full.index(stage))
             stage, phase = advance(stage, phase, STAGES)
-    first, last = _down_share(shape, RUN)
+    first, last = _down_share(shape, strips2, RUN)
     # The tile's numbers are read while waiting, and again only where the next tile begins.
-    known = first // down_n * RUN
+    known = first // down_n
     row, end = _rows_of(gl.minimum(known, tiles - 1), plan)
     _wait_for(sync_ptr, tiles * strips13)
     for item in range(first, last):
-        for j in range(RUN):
-            if item // down_n * RUN + j != known:
-                known = item // down_n * RUN + j
+        for j in range(0, RUN, 2):
+            if RUN > 1:
+                row = item // strips2 * RUN + j
+                end = row + gl.where(j + 1 < RUN, 2, 1)
+            elif item // down_n != known:
+                known = item // down_n
                 row, end = _rows_of(known, plan)
             valid = (row + lane < end)[:, None]
             source = gather(h_ptr, row + lane, h_stride, cols)
@@ -182,47 +194,59 @@ def _store_tile(WHO: gl.constexpr, acc, item, plan, y_ptr, down_n, H: gl.constex
 
 @gluon.jit
 def _sum_token(
-    WHO: gl.constexpr, plan, result, scale, ring, stage, phase, item, down_n,
-    H: gl.constexpr, RUN: gl.constexpr, DOWN_K: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr,
+    WHO: gl.constexpr, plan, result, scale, ring, meeting, stage, phase, item, turn, H: gl.constexpr,
+    RUN: gl.constexpr, DOWN_K: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr,
 ):  # fmt: skip
-    """A token's strip of the result: the tiles of its RUN experts, weighted, and the place in the ring after them."""
+    """A token's strip of the result, and the place in the ring after it: each warpgroup weighs and sums every other of
+    the token's RUN tiles, whose rows are columns 0 and 1 of the product."""
     _, _, weights_ptr, shared_ptr, out_ptr, _ = result
+    buffer, filled, free = meeting
     TOKENS: gl.constexpr = ring[0].type.shape[1]
+    STRIPS: gl.constexpr = H // 64
     layout: gl.constexpr = accumulator_layout(TOKENS)
-    token = item // down_n
+    pairs = item // STRIPS * RUN
     total = gl.zeros([64, TOKENS], gl.float32, layout)
     # Where no row was copied a product may be NaN: it is left out, not multiplied by zero.
-    if DOWN_K == 1 and RUN % 2 == 0:
-        for j in range(0, RUN, 2):
-            pair = token * RUN + j
-            row, end = _rows_of(pair, plan)
-            next_row, next_end = _rows_of(pair + 1, plan)
-            weight = gl.load(weights_ptr + pair) * scale
-            next_weight = gl.load(weights_ptr + pair + 1) * scale
+    if DOWN_K == 1 and RUN % 4 == 0:
+        for j in range(WHO, RUN, 4):
+            row, end = _rows_of(pairs + j, plan)
+            next_row, next_end = _rows_of(pairs + j + 2, plan)
+            weight = gl.load(weights_ptr + pairs + j) * scale
+            next_weight = gl.load(weights_ptr + pairs + j + 2) * scale
             one, other, stage, phase = multiply_two(WHO, ring, stage, phase, TOKENS, STAGES, WGS, GATHERED=True)
             total += gl.where(row < end, one * weight, 0.0)
             total += gl.where(next_row < next_end, other * next_weight, 0.0)
     else:
-        for j in range(RUN):
-            row, end = _rows_of(token * RUN + j, plan)
-            weight = gl.load(weights_ptr + token * RUN + j) * scale
+        for j in range(WHO, RUN + WHO, 2):
+            pair = pairs + gl.minimum(j, RUN - 1)
+            row, end = _rows_of(pair, plan)
+            weight = gl.load(weights_ptr + pair) * scale
             acc, stage, phase = multiply_packed(
                 WHO, ring, stage, phase, DOWN_K, TOKENS, STAGES, WGS, GATHERED=True
             )  # fmt: skip
-            total += gl.where(row < end, acc * weight, 0.0)
+            total += gl.where((row < end) & (j < RUN), acc * weight, 0.0)
     lane = gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
-    cols = (item % down_n * WGS + WHO) * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    inside = (lane == 0)[None, :] & (cols < H)[:, None]
-    source = (token.to(gl.int64) * H + lane)[None, :] + cols[:, None]
-    if shared_ptr is not None:
-        total += gl.load(shared_ptr + source, mask=inside, other=0.0).to(gl.float32)
-    gl.store(out_ptr + source, total.to(out_ptr.dtype.element_ty), mask=inside)
+    mine = gl.sum(gl.where((lane == WHO)[None, :], total, 0.0), 1)
+    if WHO == 1:
+        mbarrier.wait(free.index(0), (turn & 1) ^ 1)
+        buffer.store(mine)
+        gl.thread_barrier()
+        mbarrier.arrive(filled.index(0), count=1)
+    else:
+        cols = item // STRIPS * H + item % STRIPS * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+        if shared_ptr is not None:
+            mine += gl.load(shared_ptr + cols).to(gl.float32)
+        mbarrier.wait(filled.index(0), turn & 1)
+        mine += buffer.load(gl.SliceLayout(1, layout))
+        gl.thread_barrier()
+        mbarrier.arrive(free.index(0), count=1)
+        gl.store(out_ptr + cols, mine.to(out_ptr.dtype.element_ty))
     return stage, phase
 
 
 @gluon.jit
 def _consume(
-    WHO: gl.constexpr, plan, hidden, result, scales, strips13, partials, sync_ptr, ring, shape, interval,
+    WHO: gl.constexpr, plan, hidden, result, scales, strips13, partials, sync_ptr, ring, meeting, shape, interval,
     H: gl.constexpr, TOP_K: gl.constexpr, RUN: gl.constexpr, DOWN_K: gl.constexpr, PIECE: gl.constexpr,
     STAGES: gl.constexpr, WGS: gl.constexpr, SCALE_A_TOKEN: gl.constexpr,
 ):  # fmt: skip
@@ -258,12 +282,12 @@ def _consume(
             _count(sync_ptr)
 
     scale = 512.0 * h_scale
-    first, last = _down_share(shape, RUN)
+    first, last = _down_share(shape, H // 64, RUN)
     if RUN > 1:
         for item in range(first, last):
             stage, phase = _sum_token(
-                WHO, plan, result, scale, ring, stage, phase, item, down_n, H, RUN, DOWN_K, STAGES, WGS
-            )  # fmt: skip
+                WHO, plan, result, scale, ring, meeting, stage, phase, item, item - first, H, RUN, DOWN_K, STAGES, WGS
+            )
     elif DOWN_K == 1 and TOKENS <= 16:
         # A tile of one stage is latency: two at a time.
         for item in range(first, last - 1, 2):
@@ -333,6 +357,10 @@ def experts_decode_w4a8_kernel(
     x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, TOKENS, 128], X_LAYOUT)
     codes, code_scales = weight_buffers(codes13_desc, scales13_desc, STAGES, WGS)
     full, empty = make_barriers(STAGES, 129, WGS)
+    # Where the two consumers' sums of a token meet.
+    buffer = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    filled, free = make_barriers(1, 1, 1)
+    meeting = (buffer, filled, free)
     # Without a plan a CTA has all of a token's tiles of a strip one after the other, and sums them itself.
     RUN: gl.constexpr = TOP_K if tiles_ptr is None else 1
     up_n = gl.cdiv(WIDTH // 32, WGS)
@@ -355,11 +383,11 @@ def experts_decode_w4a8_kernel(
     w2 = (codes2_desc, scales2_desc, H // 64, (WIDTH + 127) // 128)
     gl.warp_specialize(
         [
-            (_consume, (0, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, shape, interval,
-                        H, TOP_K, RUN, DOWN_K, PIECE, STAGES, WGS, SCALE_A_TOKEN)),
-            (_consume, (1, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, shape, interval,
-                        H, TOP_K, RUN, DOWN_K, PIECE, STAGES, WGS, SCALE_A_TOKEN)),
-            (_produce_rows, ((x_ptr, x_stride, H), hidden, WIDTH // 32, plan, sync_ptr, ring, shape, interval,
+            (_consume, (0, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, meeting, shape,
+                        interval, H, TOP_K, RUN, DOWN_K, PIECE, STAGES, WGS, SCALE_A_TOKEN)),
+            (_consume, (1, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, meeting, shape,
+                        interval, H, TOP_K, RUN, DOWN_K, PIECE, STAGES, WGS, SCALE_A_TOKEN)),
+            (_produce_rows, ((x_ptr, x_stride, H), hidden, WIDTH // 32, H // 64, plan, sync_ptr, ring, shape, interval,
                              TOP_K, RUN, STAGES)),
             (_produce_weights, (w13, w2, plan, ring, shape, interval, RUN, STAGES, WGS)),
         ],
