@@ -15,8 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from katydid_kernels.gemm.expert_tiles import gather, row_layout, scaled_swiglu, store_columns, tokens_of
 from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_for_last
 from katydid_kernels.gemm.stream_k import interval_of, stages_within, sum_parts, tiles_of
+from katydid_kernels.w4a8.decode_order import count, down_share, expert_of, rows_of, wait_for
+from katydid_kernels.w4a8.decode_sums import combine_rows, store_tile, sum_token
 from katydid_kernels.w4a8.packed_tiles import (
-    accumulator_layout,
     copy_groups,
     fetch_weights,
     multiply_one,
@@ -27,54 +28,6 @@ from katydid_kernels.w4a8.packed_tiles import (
 )
 
 __all__ = ["experts_decode_w4a8_kernel"]
-
-
-@gluon.jit
-def _wait_for(counter_ptr, count):
-    """Spin until the counter has reached `count`; what was written before it was counted is then visible."""
-    seen = 0
-    while seen < count:
-        seen = gl.inline_asm_elementwise(
-            "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [counter_ptr], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def _count(counter_ptr):
-    """Publish what this warpgroup has stored."""
-    gl.thread_barrier()
-    gl.atomic_add(counter_ptr, 1, sem="release")
-
-
-@gluon.jit
-def _expert_of(tile, plan):
-    """Index of the tile's weights. Without a plan every pair is a tile."""
-    if plan[1] is None:
-        expert = gl.load(plan[2] + tile) - plan[3]
-        expert = gl.where((expert >= 0) & (expert < plan[4]), expert, 0)
-    else:
-        expert = gl.load(plan[1] + tile * 4)
-    return expert
-
-
-@gluon.jit
-def _rows_of(tile, plan):
-    """First row and end of the rows of a tile: without a plan one row, or none where its expert is not local."""
-    if plan[1] is None:
-        expert = gl.load(plan[2] + tile) - plan[3]
-        row = tile
-        end = gl.where((expert >= 0) & (expert < plan[4]), tile + 1, tile)
-    else:
-        row = gl.load(plan[1] + tile * 4 + 1)
-        end = gl.load(plan[1] + tile * 4 + 2)
-    return row, end
-
-
-@gluon.jit
-def _down_share(shape, strips, RUN: gl.constexpr):
-    """First and end of this CTA's down items: two strips of a tile, or one strip of a token's RUN tiles."""
-    items = shape[0] * shape[2] if RUN == 1 else shape[0] // RUN * strips
-    return items * gl.program_id(0) // gl.num_programs(0), items * (gl.program_id(0) + 1) // gl.num_programs(0)
 
 
 @gluon.jit
@@ -91,7 +44,7 @@ def _produce_weights(
     wait_for_last()
     first, last = tiles_of(interval, up_k)
     for item in range(first, last):
-        expert = _expert_of(item // up_n, plan)
+        expert = expert_of(item // up_n, plan)
         first_k, last_k = stages_within(item, interval, up_k)
         for k in range(first_k, last_k):
             bar = full.index(stage)
@@ -103,17 +56,17 @@ def _produce_weights(
                     codes13_desc, scales13_desc, strip, k, groups13, bar, ring[1], ring[2], stage * WGS + part
                 )
             stage, phase = advance(stage, phase, STAGES)
-    first, last = _down_share(shape, strips2, RUN)
+    first, last = down_share(shape, strips2, RUN)
     for item in range(first, last):
         for j in range(0, RUN, 2):
             if RUN == 1:
-                expert = _expert_of(item // down_n, plan)
+                expert = expert_of(item // down_n, plan)
                 first_strip = strip_of(expert, item % down_n * WGS, strips2)
                 second_strip = strip_of(expert, item % down_n * WGS + 1, strips2)
             else:
                 pair = item // strips2 * RUN + j
-                first_strip = strip_of(_expert_of(pair, plan), item % strips2, strips2)
-                expert = _expert_of(pair + gl.where(j + 1 < RUN, 1, 0), plan)
+                first_strip = strip_of(expert_of(pair, plan), item % strips2, strips2)
+                expert = expert_of(pair + gl.where(j + 1 < RUN, 1, 0), plan)
                 second_strip = strip_of(expert, gl.where(j + 1 < RUN, item % strips2, strips2), strips2)
             for k in range(down_k):
                 bar = full.index(stage)
@@ -146,7 +99,7 @@ def _produce_rows(
     wait_for_last()
     first, last = tiles_of(interval, up_k)
     for item in range(first, last):
-        row, end = _rows_of(item // up_n, plan)
+        row, end = rows_of(item // up_n, plan)
         valid = (row + lane < end)[:, None]
         source = gather(x_ptr, tokens_of(row + lane, end, plan[0], TOP_K), x_stride, cols)
         first_k, last_k = stages_within(item, interval, up_k)
@@ -154,11 +107,11 @@ def _produce_rows(
             mbarrier.wait(empty.index(stage), phase)
             copy_groups(x_bufs, stage, source, k, columns, valid, full.index(stage))
             stage, phase = advance(stage, phase, STAGES)
-    first, last = _down_share(shape, strips2, RUN)
+    first, last = down_share(shape, strips2, RUN)
     # The tile's numbers are read while waiting, and again only where the next tile begins.
     known = first // down_n
-    row, end = _rows_of(gl.minimum(known, tiles - 1), plan)
-    _wait_for(sync_ptr, tiles * strips13)
+    row, end = rows_of(gl.minimum(known, tiles - 1), plan)
+    wait_for(sync_ptr, tiles * strips13)
     for item in range(first, last):
         for j in range(0, RUN, 2):
             if RUN > 1:
@@ -166,7 +119,7 @@ def _produce_rows(
                 end = row + gl.where(j + 1 < RUN, 2, 1)
             elif item // down_n != known:
                 known = item // down_n
-                row, end = _rows_of(known, plan)
+                row, end = rows_of(known, plan)
             valid = (row + lane < end)[:, None]
             source = gather(h_ptr, row + lane, h_stride, cols)
             for k in range(down_k):
@@ -179,69 +132,6 @@ def _produce_rows(
         if gl.atomic_add(sync_ptr + 2, 1, sem="acq_rel") == gl.num_programs(0) - 1:
             gl.store(sync_ptr, 0)
             gl.store(sync_ptr + 2, 0)
-
-
-@gluon.jit
-def _store_tile(WHO: gl.constexpr, acc, item, plan, y_ptr, down_n, H: gl.constexpr, WGS: gl.constexpr):
-    """Straight from the accumulator: through shared memory it would be wider stores, and two barriers a tile."""
-    layout: gl.constexpr = acc.type.layout
-    row, end = _rows_of(item // down_n, plan)
-    rows = row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
-    cols = (item % down_n * WGS + WHO) * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    inside = (rows < end)[None, :] & (cols < H)[:, None]
-    gl.store(y_ptr + rows.to(gl.int64)[None, :] * H + cols[:, None], acc.to(gl.bfloat16), mask=inside)
-
-
-@gluon.jit
-def _sum_token(
-    WHO: gl.constexpr, plan, result, scale, ring, meeting, stage, phase, item, turn, H: gl.constexpr,
-    RUN: gl.constexpr, DOWN_K: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr,
-):  # fmt: skip
-    """A token's strip of the result, and the place in the ring after it: each warpgroup weighs and sums every other of
-    the token's RUN tiles, whose rows are columns 0 and 1 of the product."""
-    _, _, weights_ptr, shared_ptr, out_ptr, _ = result
-    buffer, filled, free = meeting
-    TOKENS: gl.constexpr = ring[0].type.shape[1]
-    STRIPS: gl.constexpr = H // 64
-    layout: gl.constexpr = accumulator_layout(TOKENS)
-    pairs = item // STRIPS * RUN
-    total = gl.zeros([64, TOKENS], gl.float32, layout)
-    # Where no row was copied a product may be NaN: it is left out, not multiplied by zero.
-    if DOWN_K == 1 and RUN % 4 == 0:
-        for j in range(WHO, RUN, 4):
-            row, end = _rows_of(pairs + j, plan)
-            next_row, next_end = _rows_of(pairs + j + 2, plan)
-            weight = gl.load(weights_ptr + pairs + j) * scale
-            next_weight = gl.load(weights_ptr + pairs + j + 2) * scale
-            one, other, stage, phase = multiply_two(WHO, ring, stage, phase, TOKENS, STAGES, WGS, GATHERED=True)
-            total += gl.where(row < end, one * weight, 0.0)
-            total += gl.where(next_row < next_end, other * next_weight, 0.0)
-    else:
-        for j in range(WHO, RUN + WHO, 2):
-            pair = pairs + gl.minimum(j, RUN - 1)
-            row, end = _rows_of(pair, plan)
-            weight = gl.load(weights_ptr + pair) * scale
-            acc, stage, phase = multiply_packed(
-                WHO, ring, stage, phase, DOWN_K, TOKENS, STAGES, WGS, GATHERED=True
-            )  # fmt: skip
-            total += gl.where((row < end) & (j < RUN), acc * weight, 0.0)
-    lane = gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
-    mine = gl.sum(gl.where((lane == WHO)[None, :], total, 0.0), 1)
-    if WHO == 1:
-        mbarrier.wait(free.index(0), (turn & 1) ^ 1)
-        buffer.store(mine)
-        gl.thread_barrier()
-        mbarrier.arrive(filled.index(0), count=1)
-    else:
-        cols = item // STRIPS * H + item % STRIPS * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
-        if shared_ptr is not None:
-            mine += gl.load(shared_ptr + cols).to(gl.float32)
-        mbarrier.wait(filled.index(0), turn & 1)
-        mine += buffer.load(gl.SliceLayout(1, layout))
-        gl.thread_barrier()
-        mbarrier.arrive(free.index(0), count=1)
-        gl.store(out_ptr + cols, mine.to(out_ptr.dtype.element_ty))
-    return stage, phase
 
 
 @gluon.jit
@@ -266,7 +156,7 @@ def _consume(
     first, last = tiles_of(interval, up_k)
     for item in range(first, last):
         # Loaded here, the tile's numbers arrive while it multiplies.
-        row, end = _rows_of(item // up_n, plan)
+        row, end = rows_of(item // up_n, plan)
         first_k, last_k = stages_within(item, interval, up_k)
         acc, stage, phase = multiply_packed(
             WHO, ring, stage, phase, last_k - first_k, TOKENS, STAGES, WGS, GATHERED=True
@@ -279,61 +169,39 @@ def _consume(
             token_scale_ptr = x_scale_ptr if SCALE_A_TOKEN else None
             h = scaled_swiglu(acc, gate_scale, gate_scale / h_scale, row, end, token_scale_ptr, plan[0], TOP_K)
             store_columns(h, h_ptr, h_stride, row, end, strip * 32, h_layout)
-            _count(sync_ptr)
+            count(sync_ptr)
 
     scale = 512.0 * h_scale
-    first, last = _down_share(shape, H // 64, RUN)
+    first, last = down_share(shape, H // 64, RUN)
     if RUN > 1:
         for item in range(first, last):
-            stage, phase = _sum_token(
+            stage, phase = sum_token(
                 WHO, plan, result, scale, ring, meeting, stage, phase, item, item - first, H, RUN, DOWN_K, STAGES, WGS
             )
     elif DOWN_K == 1 and TOKENS <= 16:
         # A tile of one stage is latency: two at a time.
         for item in range(first, last - 1, 2):
             one, other, stage, phase = multiply_two(WHO, ring, stage, phase, TOKENS, STAGES, WGS, GATHERED=True)
-            _store_tile(WHO, one * scale, item, plan, y_ptr, down_n, H, WGS)
-            _store_tile(WHO, other * scale, item + 1, plan, y_ptr, down_n, H, WGS)
+            store_tile(WHO, one * scale, item, plan, y_ptr, down_n, H, WGS)
+            store_tile(WHO, other * scale, item + 1, plan, y_ptr, down_n, H, WGS)
         if (last - first) % 2 == 1:
             one, stage, phase = multiply_one(WHO, ring, stage, phase, TOKENS, STAGES, WGS, GATHERED=True)
-            _store_tile(WHO, one * scale, last - 1, plan, y_ptr, down_n, H, WGS)
+            store_tile(WHO, one * scale, last - 1, plan, y_ptr, down_n, H, WGS)
     else:
         for item in range(first, last):
             acc, stage, phase = multiply_packed(
                 WHO, ring, stage, phase, DOWN_K, TOKENS, STAGES, WGS, GATHERED=True
             )  # fmt: skip
-            _store_tile(WHO, acc * scale, item, plan, y_ptr, down_n, H, WGS)
+            store_tile(WHO, acc * scale, item, plan, y_ptr, down_n, H, WGS)
 
     if RUN == 1:
-        _count(sync_ptr + 1)
-        _wait_for(sync_ptr + 1, gl.num_programs(0) * WGS)
-        _combine(WHO, result, H, TOP_K, WGS, PIECE)
+        count(sync_ptr + 1)
+        wait_for(sync_ptr + 1, gl.num_programs(0) * WGS)
+        combine_rows(WHO, result, H, TOP_K, WGS, PIECE)
         gl.thread_barrier()
         if gl.atomic_add(sync_ptr + 2, 1, sem="acq_rel") == gl.num_programs(0) * WGS - 1:
             for i in gl.static_range(3):
                 gl.store(sync_ptr + i, 0)
-
-
-@gluon.jit
-def _combine(WHO: gl.constexpr, result, H: gl.constexpr, TOP_K: gl.constexpr, WGS: gl.constexpr, PIECE: gl.constexpr):
-    """The weighted sum of `gemm.combine`, in pieces of a row over all warpgroups of the GPU."""
-    y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, tokens = result
-    PIECES: gl.constexpr = H // PIECE
-    line: gl.constexpr = gl.BlockedLayout([PIECE // 128], [32], [4], [0])
-    lane = gl.arange(0, PIECE, line)
-    for item in range(gl.program_id(0) * WGS + WHO, tokens * PIECES, gl.num_programs(0) * WGS):
-        token = item // PIECES
-        col = item % PIECES * PIECE + lane
-        total = gl.zeros([PIECE], gl.float32, line)
-        for j in gl.static_range(TOP_K):
-            slot = gl.load(slots_ptr + token * TOP_K + j)
-            weight = gl.load(weights_ptr + token * TOP_K + j)
-            # A row nobody wrote may hold NaN: it is left out, not multiplied by zero.
-            part = gl.load(y_ptr + gl.maximum(slot, 0).to(gl.int64) * H + col)
-            total += gl.where(slot >= 0, weight * part.to(gl.float32), 0.0)
-        if shared_ptr is not None:
-            total += gl.load(shared_ptr + token.to(gl.int64) * H + col).to(gl.float32)
-        gl.store(out_ptr + token.to(gl.int64) * H + col, total.to(out_ptr.dtype.element_ty))
 
 
 @gluon.jit(do_not_specialize=["tokens", "first_expert", "experts"])

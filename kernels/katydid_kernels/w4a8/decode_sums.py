@@ -1,0 +1,99 @@
+"""Where the down products of the decode kernel of experts go: to rows that all CTAs sum together at the end or, where
+a CTA has all of a token's tiles, into the token's sum.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from katydid_kernels.w4a8.decode_order import rows_of
+from katydid_kernels.w4a8.packed_tiles import accumulator_layout, multiply_packed, multiply_two
+
+__all__ = ["combine_rows", "store_tile", "sum_token"]
+
+
+@gluon.jit
+def store_tile(WHO: gl.constexpr, acc, item, plan, y_ptr, down_n, H: gl.constexpr, WGS: gl.constexpr):
+    """Straight from the accumulator: through shared memory it would be wider stores, and two barriers a tile."""
+    layout: gl.constexpr = acc.type.layout
+    row, end = rows_of(item // down_n, plan)
+    rows = row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
+    cols = (item % down_n * WGS + WHO) * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    inside = (rows < end)[None, :] & (cols < H)[:, None]
+    gl.store(y_ptr + rows.to(gl.int64)[None, :] * H + cols[:, None], acc.to(gl.bfloat16), mask=inside)
+
+
+@gluon.jit
+def sum_token(
+    WHO: gl.constexpr, plan, result, scale, ring, meeting, stage, phase, item, turn, H: gl.constexpr,
+    RUN: gl.constexpr, DOWN_K: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr,
+):  # fmt: skip
+    """A token's strip of the result, and the place in the ring after it: each warpgroup weighs and sums every other of
+    the token's RUN tiles, whose rows are columns 0 and 1 of the product."""
+    _, _, weights_ptr, shared_ptr, out_ptr, _ = result
+    buffer, filled, free = meeting
+    TOKENS: gl.constexpr = ring[0].type.shape[1]
+    STRIPS: gl.constexpr = H // 64
+    layout: gl.constexpr = accumulator_layout(TOKENS)
+    pairs = item // STRIPS * RUN
+    total = gl.zeros([64, TOKENS], gl.float32, layout)
+    # Where no row was copied a product may be NaN: it is left out, not multiplied by zero.
+    if DOWN_K == 1 and RUN % 4 == 0:
+        for j in range(WHO, RUN, 4):
+            row, end = rows_of(pairs + j, plan)
+            next_row, next_end = rows_of(pairs + j + 2, plan)
+            weight = gl.load(weights_ptr + pairs + j) * scale
+            next_weight = gl.load(weights_ptr + pairs + j + 2) * scale
+            one, other, stage, phase = multiply_two(WHO, ring, stage, phase, TOKENS, STAGES, WGS, GATHERED=True)
+            total += gl.where(row < end, one * weight, 0.0)
+            total += gl.where(next_row < next_end, other * next_weight, 0.0)
+    else:
+        for j in range(WHO, RUN + WHO, 2):
+            pair = pairs + gl.minimum(j, RUN - 1)
+            row, end = rows_of(pair, plan)
+            weight = gl.load(weights_ptr + pair) * scale
+            acc, stage, phase = multiply_packed(
+                WHO, ring, stage, phase, DOWN_K, TOKENS, STAGES, WGS, GATHERED=True
+            )  # fmt: skip
+            total += gl.where((row < end) & (j < RUN), acc * weight, 0.0)
+    lane = gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
+    mine = gl.sum(gl.where((lane == WHO)[None, :], total, 0.0), 1)
+    if WHO == 1:
+        mbarrier.wait(free.index(0), (turn & 1) ^ 1)
+        buffer.store(mine)
+        gl.thread_barrier()
+        mbarrier.arrive(filled.index(0), count=1)
+    else:
+        cols = item // STRIPS * H + item % STRIPS * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+        if shared_ptr is not None:
+            mine += gl.load(shared_ptr + cols).to(gl.float32)
+        mbarrier.wait(filled.index(0), turn & 1)
+        mine += buffer.load(gl.SliceLayout(1, layout))
+        gl.thread_barrier()
+        mbarrier.arrive(free.index(0), count=1)
+        gl.store(out_ptr + cols, mine.to(out_ptr.dtype.element_ty))
+    return stage, phase
+
+
+@gluon.jit
+def combine_rows(
+    WHO: gl.constexpr, result, H: gl.constexpr, TOP_K: gl.constexpr, WGS: gl.constexpr, PIECE: gl.constexpr
+):
+    """The weighted sum of `gemm.combine`, in pieces of a row over all warpgroups of the GPU."""
+    y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, tokens = result
+    PIECES: gl.constexpr = H // PIECE
+    line: gl.constexpr = gl.BlockedLayout([PIECE // 128], [32], [4], [0])
+    lane = gl.arange(0, PIECE, line)
+    for item in range(gl.program_id(0) * WGS + WHO, tokens * PIECES, gl.num_programs(0) * WGS):
+        token = item // PIECES
+        col = item % PIECES * PIECE + lane
+        total = gl.zeros([PIECE], gl.float32, line)
+        for j in gl.static_range(TOP_K):
+            slot = gl.load(slots_ptr + token * TOP_K + j)
+            weight = gl.load(weights_ptr + token * TOP_K + j)
+            # A row nobody wrote may hold NaN: it is left out, not multiplied by zero.
+            part = gl.load(y_ptr + gl.maximum(slot, 0).to(gl.int64) * H + col)
+            total += gl.where(slot >= 0, weight * part.to(gl.float32), 0.0)
+        if shared_ptr is not None:
+            total += gl.load(shared_ptr + token.to(gl.int64) * H + col).to(gl.float32)
+        gl.store(out_ptr + token.to(gl.int64) * H + col, total.to(out_ptr.dtype.element_ty))
