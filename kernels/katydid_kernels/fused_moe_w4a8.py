@@ -66,7 +66,7 @@ def fused_moe_w4a8(
 
         capacity = max(64, 1 << (len(x) - 1).bit_length())
         return run_experts_w4a8(
-            x.contiguous(), w13, w2, topk_weights.contiguous(), topk_ids.contiguous(), x_scale, h_scale,
+            x.contiguous(), w13, w2, topk_weights.contiguous(), topk_ids.contiguous(), x_scale.contiguous(), h_scale,
             torch.empty(x.shape, dtype=torch.bfloat16, device=x.device),
             _workspace(capacity, topk_ids.shape[1], len(w2.codes), w2.rows, w2.cols, x.device),
             first_expert=first_expert, shared=None if shared_output is None else shared_output.contiguous(),

@@ -39,6 +39,7 @@ def linear_w4a8(
     _check(x, weight, x_scale, bias, residual)
     if not x.is_cuda or not x.numel():
         return linear_w4a8_reference(x, weight, x_scale, bias=bias, residual=residual)
+    x_scale = x_scale.contiguous()
     out = torch.empty(len(x), weight.rows, dtype=torch.bfloat16, device=x.device)
     if runs_gluon(x.device) and x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0:
         # Imported where it runs: the kernels speak to one generation of GPUs and of Triton.
