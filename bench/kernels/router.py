@@ -22,7 +22,8 @@ from typing import Any
 import torch
 import triton
 from gemm_timing import BF16_TFLOPS, COPY_TB_PER_S, Row, measuring, median_us, preparing, row
-from katydid_kernels.router import RouterWeight, router
+from katydid_kernels import add_rms_norm, quantize_fp8
+from katydid_kernels.router import RouterWeight, add_rms_norm_route, router
 from torch import Tensor
 
 EXPERTS, HIDDEN, TOP_K, SCALE = 192, 4096, 8, 2.826
@@ -119,6 +120,32 @@ def time_case(tokens: int, terms: int) -> list[Row]:
     ]
 
 
+def time_with_norm(tokens: int) -> Row:
+    """What stands before the experts: residual, norm, e4m3 rows and router, in one launch and op by op."""
+    with preparing():
+        x, residual = (torch.randn(tokens, HIDDEN, device="cuda").bfloat16() for _ in range(2))
+        norm = torch.rand(HIDDEN, device="cuda").bfloat16()
+        layers = [(RouterWeight.prepare(weight), bias) for weight, bias in (make_weight() for _ in range(40))]
+
+        def together(weight: RouterWeight, bias: Tensor) -> object:
+            return add_rms_norm_route(
+                x, residual, norm, 1e-5, weight, top_k=TOP_K, scoring="sigmoid", selection_bias=bias, scale=SCALE,
+                fp8=True,
+            )  # fmt: skip
+
+        def apart(weight: RouterWeight, bias: Tensor) -> object:
+            y, total = add_rms_norm(x, residual, norm, 1e-5)
+            return total, quantize_fp8(y), route(y, weight, bias)
+
+        together(*layers[0])
+        apart(*layers[0])
+    with measuring():
+        us = median_us([partial(together, *layer) for layer in layers])
+        apart_us = median_us([partial(apart, *layer) for layer in layers])
+    name = f"add + norm + quantise + router with top-8 in one launch, {tokens} tokens"
+    return row(name, us, "us", floor_us(tokens, 2), None, "our three launches", apart_us)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
@@ -135,6 +162,7 @@ def main() -> None:
             rows += time_case(tokens, 2)
         for tokens in (64, 4096, 16384):
             rows += time_case(tokens, 3)
+        rows += [time_with_norm(tokens) for tokens in (1, 8)]
     for found in rows:
         print(json.dumps(found), flush=True)
     head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
