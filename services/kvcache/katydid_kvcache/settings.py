@@ -75,7 +75,7 @@ class KvCacheSettings(DialingSettings):
         1_000_000, ge=1, description="blocks of the shared store known at a time, at about 600 bytes each"
     )
     policy_file: str | None = Field(
-        None, description="YAML file of tiers, times to live, sharing and quotas; see docs/kvcache-policy.md; unset: defaults"
+        None, description="YAML file of tiers, times, sharing and quotas (docs/kvcache-policy.md); unset: defaults"
     )
     prefill_tokens_per_s: float = Field(
         10_000.0, gt=0, description="prefill speed of the engines, for figures of the time that hits saved"
