@@ -234,7 +234,8 @@ def running_fleet(model: Path, folder: Path, *, engine_options: tuple[str, ...] 
 
     disk = ("--disk-path", str(folder / "disk"), "--disk-bytes", str(128 << 20), "--memory-bytes", str(64 << 20))
     kvcache = process("katydid_kvcache", *disk)
-    engine = ("--model", str(model), "--threads", "1", "--kvcache-address", kvcache.address, *engine_options)
+    caching = ("--kvcache-address", kvcache.address, "--kvcache-fetch", "always")
+    engine = ("--model", str(model), "--threads", "1", *caching, *engine_options)
     engines = {name: process("katydid_engine", *engine) for name in ("engine-a", "engine-b")}
     where = ",".join(f"{name}={engine.address}" for name, engine in engines.items())
     gateway = process(

@@ -184,7 +184,9 @@ def running_lab(model: Path, folder: Path) -> Iterator[Lab]:
         return start("kvcache", slow, "--disk-path", str(folder / f"disk-{slow}"), *sizes)
 
     def engine(cache: Process, slow: str = "") -> Process:
-        options = ("--threads", "1", "--kv-pages", "64", "--kvcache-address", cache.address)
+        # However slow a fetch is made, it is made: else the engine would compute what is faster computed.
+        fetching = ("--kvcache-address", cache.address, "--kvcache-fetch", "always")
+        options = ("--threads", "1", "--kv-pages", "64", *fetching)
         return start("engine", slow, "--model", str(model), *options)
 
     def gateway(of: Process, cache: Process, slow: str = "") -> Process:
