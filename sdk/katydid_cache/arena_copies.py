@@ -31,7 +31,8 @@ from katydid_cache.records import Buffer, Durability, PutBlock, PutOutcome, Tier
 __all__ = ["ArenaCopies", "PutTerms"]
 
 _GROUP_BLOCKS = 8
-_GROUPS_IN_FLIGHT = 2
+# Enough to keep the copying thread busy; and to fill the service's disk queue where blocks are to reach the disk.
+_GROUPS_IN_FLIGHT = {Durability.MEMORY: 2, Durability.DISK: 16}
 _PIECE_BYTES = 1024 * 1024
 # More leases than anyone holds at a time: what is forgotten beyond is read by stream.
 _LEASES = 256
@@ -100,7 +101,7 @@ class ArenaCopies:
         """One outcome a block, in order; payloads hold the runs of `terms.heads`. Raises UnavailableError."""
         groups = [blocks[start : start + _GROUP_BLOCKS] for start in range(0, len(blocks), _GROUP_BLOCKS)]
         runs = layout.runs(terms.heads)
-        turns = asyncio.Semaphore(_GROUPS_IN_FLIGHT)
+        turns = asyncio.Semaphore(_GROUPS_IN_FLIGHT[terms.durability])
 
         async def turn(group: Sequence[PutBlock]) -> list[PutOutcome]:
             async with turns:

@@ -1,4 +1,4 @@
-"""The disk tier at work: one committer thread writes groups of slots and then their index rows, a pool reads.
+"""The disk tier at work: one thread has groups of slots written, a second makes them durable, a pool reads.
 
 A group is: invalidate, write the slots (in parallel), flush the segments, one LMDB transaction, and only then tell the
 writers. A crash anywhere leaves either the row with its data, or no row. A row may outlive its slot's bytes (its
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import logging
 import mmap
 import queue
@@ -107,8 +108,13 @@ class DiskTier:
         self._retry_at = 0.0
         self._speeds = speeds
         self._reading = 0
-        self._committer = threading.Thread(target=self._run, name="disk-commit", daemon=True)
-        self._committer.start()
+        self._written: queue.Queue[tuple[list[_Operation], dict[int, OSError | None]] | None] = queue.Queue(1)
+        self._workers = [
+            threading.Thread(target=self._write_groups, name="disk-groups", daemon=True),
+            threading.Thread(target=self._commit_groups, name="disk-commit", daemon=True),
+        ]
+        for worker in self._workers:
+            worker.start()
 
     @property
     def healthy(self) -> bool:
@@ -158,7 +164,8 @@ class DiskTier:
     def close(self) -> None:
         """Finish what is queued, then stop the threads and close the files. Blocks."""
         self._queue.put(None)
-        self._committer.join()
+        for worker in self._workers:
+            worker.join()
         self._writers.shutdown()
         self._readers.shutdown()
         try:
@@ -168,32 +175,47 @@ class DiskTier:
         self._catalog.close()
         self._segments.close()
 
-    def _run(self) -> None:
+    def _write_groups(self) -> None:
+        """The first thread: erases and writes slots of a group, and hands it on while the next one is written."""
         while True:
             group = [self._queue.get()]
             while len(group) < _GROUP and group[-1] is not None and not self._queue.empty():
                 group.append(self._queue.get())
             operations = [operation for operation in group if operation is not None]
             if operations:
-                try:
-                    errors = self._commit(operations)
-                except Exception as error:
-                    logger.exception("disk commit failed")
-                    failure = OSError(f"internal error: {error}")
-                    errors = dict.fromkeys(map(id, operations), failure)
-                self._loop.call_soon_threadsafe(_tell, operations, errors)
+                self._written.put((operations, self._guarded(operations, self._write_slots)))
             if group[-1] is None:
+                self._written.put(None)
                 return
 
-    def _commit(self, group: list[_Operation]) -> dict[int, OSError | None]:
-        """Carry out a group; the outcome of its writes by identity."""
-        writes = [operation for operation in group if isinstance(operation, _Write)]
+    def _commit_groups(self) -> None:
+        """The second thread: makes a group durable, index last, and says so."""
+        while (written := self._written.get()) is not None:
+            operations, errors = written
+            errors = self._guarded(operations, functools.partial(self._commit, errors=errors))
+            self._loop.call_soon_threadsafe(_tell, operations, errors)
+
+    def _guarded(
+        self, group: list[_Operation], step: Callable[[list[_Operation]], dict[int, OSError | None]]
+    ) -> dict[int, OSError | None]:
+        """The outcome of a group's writes by identity; a defect fails them all, and only them."""
+        try:
+            return step(group)
+        except Exception as error:
+            logger.exception("disk commit failed")
+            failure = OSError(f"internal error: {error}")
+            return {id(operation): failure for operation in group if isinstance(operation, _Write)}
+
+    def _write_slots(self, group: list[_Operation]) -> dict[int, OSError | None]:
         for operation in group:
             if isinstance(operation, _Erase):
                 self._try_erase(operation)
-        errors: dict[int, OSError | None] = dict(
-            zip(map(id, writes), self._writers.map(self._try_write, writes), strict=True)
-        )
+        writes = [operation for operation in group if isinstance(operation, _Write)]
+        return dict(zip(map(id, writes), self._writers.map(self._try_write, writes), strict=True))
+
+    def _commit(self, group: list[_Operation], errors: dict[int, OSError | None]) -> dict[int, OSError | None]:
+        """Flush what was written without error and change the index; the outcome of the group's writes."""
+        writes = [operation for operation in group if isinstance(operation, _Write)]
         if self._sync:
             self._flush_segments(writes, errors)
         namespaces: dict[bytes, BlockLayout] = {}
