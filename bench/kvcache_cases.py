@@ -96,14 +96,14 @@ async def disk(parent: Path) -> dict[str, float | None]:
         folder = Path(name)
         _fio(folder, "--rw=write")
         fio_write = _fio(folder, "--rw=write", "--end_fsync=1")
-        options = ("--memory-bytes", str(1280 * MIB), "--disk-path", f"{folder}/tier", "--disk-bytes", str(2560 * MIB))
+        options = ("--memory-bytes", str(1280 * MIB), "--disk-path", f"{folder}/tier", "--disk-bytes", str(1280 * MIB))
         listen = f"unix:{folder}/cache.sock"
         with service(*options, listen=listen) as (address, _):
             async with CacheClient(address, name="bench-disk") as cache:
                 await cache.attach(IDENTITY, LAYOUT, arena=True)
                 await asyncio.sleep(3.0)
-                # Segment files are made once in a lifetime: the first round is theirs.
-                for number in range(2):
+                # Segment files are made once in a lifetime: the last round writes where blocks were before.
+                for number in range(3):
                     if number:
                         hashes = [os.urandom(32) for _ in range(DISK_BLOCKS)]
                     blocks = [PutBlock(block_hash, b"", payload) for block_hash in hashes]
@@ -130,7 +130,7 @@ async def restart(parent: Path) -> dict[str, float]:
     with tempfile.TemporaryDirectory(dir=parent) as name:
         options = (
             *("--memory-bytes", str(1024 * MIB), "--disk-bytes", str(1536 * MIB), "--disk-path", f"{name}/tier"),
-            *("--disk-sync", "false", "--disk-queue-bytes", str(1024 * MIB)),
+            *("--no-disk-sync", "--disk-queue-bytes", str(1024 * MIB)),
         )
         listen = f"unix:{name}/cache.sock"
         payload = os.urandom(SMALL.block_bytes)

@@ -24,7 +24,7 @@ from katydid_kvcache.attachments import Attachment, Attachments
 from katydid_kvcache.blocks import Block, Namespace
 from katydid_kvcache.disk.catalog import Row
 from katydid_kvcache.disk.recovery import GENERATION_BITS, DiskFolder, lock_folder, open_folder
-from katydid_kvcache.disk.restoring import restore
+from katydid_kvcache.disk.restoring import restore, without_collections
 from katydid_kvcache.disk.slot_header import HEADER_BYTES
 from katydid_kvcache.disk.tier import DiskTier
 from katydid_kvcache.events import EventHub
@@ -175,26 +175,26 @@ class Cache:
         """
         policy = settings.policy()
         settings = settings.with_sizes_of(policy)
-        lock, folder = None, None
-        if settings.disk_path and settings.disk_bytes:
-            path = Path(settings.disk_path)
-            lock = lock_folder(path)
-            try:
-                folder = await asyncio.to_thread(
-                    open_folder,
-                    path,
-                    slabs=settings.disk_bytes // settings.slab_bytes,
-                    slab_bytes=settings.slab_bytes,
-                    direct=settings.disk_direct_io,
-                    map_bytes=settings.index_map_bytes,
-                    sync=settings.disk_sync,
-                )
-            except (OSError, lmdb.Error) as error:
-                logger.error("no disk tier: %s", error, extra={"disk_path": settings.disk_path})
-        backend = None
+        lock, folder, backend = None, None, None
         if settings.shared_url is not None:
             backend = open_backend(settings.shared_url.get_secret_value(), timeout_s=settings.shared_timeout_s)
-        cache = cls(settings, policy, folder, lock, backend)
+        with without_collections():
+            if settings.disk_path and settings.disk_bytes:
+                path = Path(settings.disk_path)
+                lock = lock_folder(path)
+                try:
+                    folder = await asyncio.to_thread(
+                        open_folder,
+                        path,
+                        slabs=settings.disk_bytes // settings.slab_bytes,
+                        slab_bytes=settings.slab_bytes,
+                        direct=settings.disk_direct_io,
+                        map_bytes=settings.index_map_bytes,
+                        sync=settings.disk_sync,
+                    )
+                except (OSError, lmdb.Error) as error:
+                    logger.error("no disk tier: %s", error, extra={"disk_path": settings.disk_path})
+            cache = cls(settings, policy, folder, lock, backend)
         cache._prefault.start()
         if cache.shared is not None:
             cache.shared.start()

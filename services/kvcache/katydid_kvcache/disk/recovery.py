@@ -12,7 +12,6 @@ import logging
 import mmap
 import os
 import shutil
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,16 +141,21 @@ def _newest(
     """The rows that can be true: their segment is there with their slot size, and of two with one key or one slot the
     later generation stays. Oldest first."""
     by_key: dict[bytes, Row] = {}
-    by_slot: dict[int, dict[int, Row]] = defaultdict(dict)
+    by_slot: dict[tuple[int, int], Row] = {}
+    fitting = {
+        identity: HEADER_BYTES + -(-layout.block_bytes // PAGE_BYTES) * PAGE_BYTES
+        for identity, layout in namespaces.items()
+    }
     for row in sorted(rows, key=lambda row: row.slot.generation):
-        layout, size = namespaces.get(row.identity), slot_bytes.get(row.slot.slab)
-        if layout is None or size is None or row.slot.index >= slab_bytes // size:
+        slot = row.slot
+        size = slot_bytes.get(slot.slab)
+        if size is None or size != fitting.get(row.identity) or slot.index >= slab_bytes // size:
             continue
-        if size != HEADER_BYTES + -(-layout.block_bytes // PAGE_BYTES) * PAGE_BYTES:
-            continue
-        if (older := by_slot[row.slot.slab].get(row.slot.index)) is not None and by_key.get(older.key) is older:
+        older = by_slot.get((slot.slab, slot.index))
+        if older is not None and by_key.get(older.key) is older:
             del by_key[older.key]
-        by_slot[row.slot.slab][row.slot.index] = row
-        by_key.pop(row.key, None)
-        by_key[row.key] = row
+        by_slot[slot.slab, slot.index] = row
+        key = row.key
+        by_key.pop(key, None)
+        by_key[key] = row
     return list(by_key.values())
