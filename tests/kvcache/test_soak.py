@@ -138,13 +138,13 @@ def test_a_day_of_churn_leaves_nothing_behind(tmp_path: Path) -> None:
         while done < operations:
             names = range(first := dice.randrange(60_000), first + batch)
             hashes = b"".join(map(key, names))
-            reservation = await cache.in_place.reserve(hashes, parents=bytes(32) + hashes[:-32])
+            reservation = await cache.in_place.reserve(hashes, parents=bytes(32) + hashes[:-32], timeout_s=60)
             for slot in reservation.slots:
                 if slot is not None:
                     cache.in_place.view(slot)[:] = content
             taken = sum(slot is not None for slot in reservation.slots)
             done += batch + len(await cache.in_place.commit(reservation, [checksum] * taken))
-            found = await cache.lookup(hashes)
+            found = await cache.lookup(hashes, timeout_s=60)
             done += batch
             for slot in found.slots[:: batch // 8]:
                 assert cache.in_place.view(slot) == content
@@ -153,7 +153,7 @@ def test_a_day_of_churn_leaves_nothing_behind(tmp_path: Path) -> None:
                 result = await cache.get(0, hashes[: 8 * 32], into=into)
                 assert all(buffer == content for buffer, there in zip(into, result.found, strict=True) if there)
             if dice.random() < 0.9:
-                await cache.release(found.lease)
+                await cache.release(found.lease, timeout_s=60)
                 done += found.blocks
 
     def held(service: ServiceProcess) -> tuple[int, int, int]:
