@@ -1,12 +1,12 @@
 """Partial results of pieces, and how the last piece of an item sums them up inside the same launch.
 
-A piece leaves (maximum, sum, output) in one of its CTA's two slots.  The last piece of a group of `FAN` to arrive takes
-in the others of its group, the last group the other groups' sums: no CTA reads more than `FAN` (or pieces / FAN)
-partials, and a few round trips to L2 combine any number of pieces.  Arrival counters return to zero by themselves, so
-graph replays need no reset.
+A piece leaves (maximum, sum, output) in one of its CTA's two slots.  The last piece of a group of `FAN` to arrive
+sums the group, the last group the groups: no CTA reads more than `FAN` (or pieces / FAN) partials, and a few round
+trips to L2 combine any number of pieces.  The order is that of the pieces, not of their arrival, so the result is the
+same in every run.  Arrival counters return to zero by themselves, so graph replays need no reset.
 
-Outputs are `[M, N]` accumulators of the tensor cores, query rows along N, or along M where ROWS_FIRST.  In memory they
-lie as they do in registers, four neighbours of a lane in 16 bytes; only lanes of the same number read them back.
+Outputs are accumulators of the tensor cores: `[D, ROWS]`, or `[ROWS, D]` where ROWS_FIRST.  A lane's two to four
+neighbours lie together in memory, which for the former means the order of registers, not of rows and columns.
 """
 
 from __future__ import annotations
@@ -32,19 +32,27 @@ def _by_row(x, ROWS_FIRST: gl.constexpr):
 
 
 @gluon.jit
-def _in_memory(acc):
-    """An accumulator with a lane's neighbours (rows r and r + 8, columns c and c + 1) last."""
-    M: gl.constexpr = acc.shape[0]
-    N: gl.constexpr = acc.shape[1]
-    acc = acc.reshape([M // 16, 2, 8, N // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-    return acc.reshape([N // 8, 2 * M, 4])
+def _in_memory(acc, ROWS_FIRST: gl.constexpr):
+    """An accumulator as it is stored: `[D, ROWS]` with a lane's rows r and r + 8, columns c and c + 1 last."""
+    if ROWS_FIRST:
+        return acc
+    else:
+        M: gl.constexpr = acc.shape[0]
+        N: gl.constexpr = acc.shape[1]
+        acc = acc.reshape([M // 16, 2, 8, N // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+        return acc.reshape([N // 8, 2 * M, 4])
 
 
 @gluon.jit
-def _in_registers(part, M: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
-    """What `_in_memory` made of an accumulator, back in the accumulator's shape and layout."""
-    part = part.reshape([N // 8, M // 16, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([M, N])
-    return gl.convert_layout(part, layout, assert_trivial=True)
+def _in_registers(part, acc, ROWS_FIRST: gl.constexpr):
+    """What `_in_memory` made of an accumulator, back in the shape and layout of `acc`."""
+    if ROWS_FIRST:
+        return part
+    else:
+        M: gl.constexpr = acc.shape[0]
+        N: gl.constexpr = acc.shape[1]
+        part = part.reshape([N // 8, M // 16, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([M, N])
+        return gl.convert_layout(part, acc.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -52,16 +60,16 @@ def _places(acc, LIVE: gl.constexpr, ROWS_FIRST: gl.constexpr):
     """Offsets of an accumulator's elements in memory, and which of them belong to a query row that exists."""
     M: gl.constexpr = acc.shape[0]
     N: gl.constexpr = acc.shape[1]
-    layout: gl.constexpr = _in_memory(acc).type.layout
-    block = gl.arange(0, N // 8, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    lane = gl.arange(0, 2 * M, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    four = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    offset = (block * (2 * M) + lane) * 4 + four
+    layout: gl.constexpr = _in_memory(acc, ROWS_FIRST).type.layout
     if ROWS_FIRST:
-        live = (lane // 32 * 16 < LIVE) & (four >= 0) & (block >= 0)
+        n = gl.arange(0, M, gl.SliceLayout(1, layout))[:, None]
+        d = gl.arange(0, N, gl.SliceLayout(0, layout))[None, :]
+        return n * N + d, n < LIVE
     else:
-        live = (block * 8 < LIVE) & (lane >= 0) & (four >= 0)
-    return offset, live
+        block = gl.arange(0, N // 8, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+        lane = gl.arange(0, 2 * M, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+        four = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+        return (block * (2 * M) + lane) * 4 + four, block * 8 < LIVE
 
 
 @gluon.jit
@@ -75,9 +83,9 @@ def _arrive(counter, expected):
 
 
 @gluon.jit
-def _slot(first_cta, piece):
-    """Where piece `piece` of an item that begins in `first_cta` leaves its partial result."""
-    return (2 * (first_cta + piece) + gl.where(piece == 0, 1, 0)).to(gl.int64)
+def _slot(origin, piece):
+    """Where piece `piece` of an item that begins in CTA `origin` leaves its partial result."""
+    return (2 * (origin + piece) + gl.where(piece == 0, 1, 0)).to(gl.int64)
 
 
 @gluon.jit
@@ -85,20 +93,19 @@ def _store_partial(partial_ptr, stats_ptr, slot, maximum, total, acc, LIVE: gl.c
     ROWS: gl.constexpr = maximum.shape[0]
     n = gl.arange(0, ROWS, maximum.type.layout)
     offset, live = _places(acc, LIVE, ROWS_FIRST)
-    gl.store(partial_ptr + slot * acc.numel + offset, _in_memory(acc), mask=live)
+    gl.store(partial_ptr + slot * acc.numel + offset, _in_memory(acc, ROWS_FIRST), mask=live)
     gl.store(stats_ptr + slot * (2 * ROWS) + n, maximum, mask=n < LIVE)
     gl.store(stats_ptr + slot * (2 * ROWS) + ROWS + n, total, mask=n < LIVE)
 
 
 @gluon.jit
-def _take_in(
+def _sum_partials(
     partial_ptr,
     stats_ptr,
-    first_cta,
+    origin,
     begin,
     stride,
     count,
-    own,
     maximum,
     total,
     acc,
@@ -106,19 +113,18 @@ def _take_in(
     ROWS_FIRST: gl.constexpr,
     UNROLL: gl.constexpr,
 ):
-    """Add to (maximum, total, acc) the partials of pieces `begin + i * stride`, i < `count`, all but i = `own`."""
+    """(maximum, total, acc) of pieces `begin + i * stride`, i < `count`; those passed give shapes and layouts only."""
     ROWS: gl.constexpr = maximum.shape[0]
-    M: gl.constexpr = acc.shape[0]
-    N: gl.constexpr = acc.shape[1]
-    layout: gl.constexpr = acc.type.layout
     n = gl.arange(0, ROWS, maximum.type.layout)
     offset, live = _places(acc, LIVE, ROWS_FIRST)
-    for first in range(0, count - 1, UNROLL):
+    maximum = gl.full([ROWS], float("-inf"), gl.float32, maximum.type.layout)
+    total = gl.zeros_like(maximum)
+    acc = gl.zeros_like(acc)
+    for first in range(0, count, UNROLL):
         maxima, totals, parts = (), (), ()
         for c in gl.static_range(UNROLL):
-            i = first + c
-            real = i < count - 1
-            slot = _slot(first_cta, begin + (i + (i >= own).to(gl.int32)) * stride)
+            real = first + c < count
+            slot = _slot(origin, begin + (first + c) * stride)
             stats = stats_ptr + slot * (2 * ROWS) + n
             maxima += (gl.load(stats, mask=(n < LIVE) & real, other=float("-inf"), cache_modifier=".cg"),)  # type: ignore[assignment]
             totals += (gl.load(stats + ROWS, mask=(n < LIVE) & real, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
@@ -134,7 +140,7 @@ def _take_in(
         for c in gl.static_range(UNROLL):
             weight = gl.exp2(maxima[c] - finite)
             total += totals[c] * weight
-            acc += _in_registers(parts[c], M, N, layout) * _by_row(weight, ROWS_FIRST)
+            acc += _in_registers(parts[c], acc, ROWS_FIRST) * _by_row(weight, ROWS_FIRST)
         maximum = highest
     return maximum, total, acc
 
@@ -157,26 +163,24 @@ def combine_pieces(
 
     maximum and total are a value a query row, the first LIVE of them real; counter_ptr holds four int32 a CTA.
     """
-    first_cta = gl.program_id(0) - index
+    origin = gl.program_id(0) - index
     group = index // FAN * FAN
     members = gl.minimum(count - group, FAN)
-    _store_partial(partial_ptr, stats_ptr, _slot(first_cta, index), maximum, total, acc, LIVE, ROWS_FIRST)
-    done = _arrive(counter_ptr + _slot(first_cta, group), members)
+    _store_partial(partial_ptr, stats_ptr, _slot(origin, index), maximum, total, acc, LIVE, ROWS_FIRST)
+    done = _arrive(counter_ptr + _slot(origin, group), members)
     if done:
-        maximum, total, acc = _take_in(
-            partial_ptr, stats_ptr, first_cta, group, 1, members, index - group, maximum, total, acc, LIVE, ROWS_FIRST,
-            UNROLL,
-        )  # fmt: skip
+        maximum, total, acc = _sum_partials(
+            partial_ptr, stats_ptr, origin, group, 1, members, maximum, total, acc, LIVE, ROWS_FIRST, UNROLL
+        )
         if count > FAN:
             gl.thread_barrier()
-            _store_partial(partial_ptr, stats_ptr, _slot(first_cta, group), maximum, total, acc, LIVE, ROWS_FIRST)
+            _store_partial(partial_ptr, stats_ptr, _slot(origin, group), maximum, total, acc, LIVE, ROWS_FIRST)
             groups = (count + FAN - 1) // FAN
-            done = _arrive(counter_ptr + 2 * (gl.num_programs(0) + first_cta), groups)
+            done = _arrive(counter_ptr + 2 * gl.num_programs(0) + origin, groups)
             if done:
-                maximum, total, acc = _take_in(
-                    partial_ptr, stats_ptr, first_cta, 0, FAN, groups, group // FAN, maximum, total, acc, LIVE,
-                    ROWS_FIRST, UNROLL,
-                )  # fmt: skip
+                maximum, total, acc = _sum_partials(
+                    partial_ptr, stats_ptr, origin, 0, FAN, groups, maximum, total, acc, LIVE, ROWS_FIRST, UNROLL
+                )
     return done, maximum, total, acc
 
 

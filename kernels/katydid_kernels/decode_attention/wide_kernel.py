@@ -105,30 +105,28 @@ def _attend(
     vec: gl.constexpr = 128 // bits
     TOKENS: gl.constexpr = PAGES * 64
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 256 // bits])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 256 // bits])
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // 2 if PAIRED else D, 256 // bits])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, half_layout, 32 // bits)
     k_layout: gl.constexpr = gl.NVMMASharedLayout(min(128, D * bits // 8), bits, 2)
     q_layout: gl.constexpr = gl.BlockedLayout([1, vec], [32 * vec // D, D // vec], [4, 1], [1, 0])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    o_row: gl.constexpr = gl.SliceLayout(1, o_layout)
 
     heads = kv_heads * GROUP
     n = gl.arange(0, ROWS, row_layout)
     qn = gl.arange(0, ROWS, gl.SliceLayout(1, q_layout))
     qd = gl.arange(0, D, gl.SliceLayout(0, q_layout))
-    d = gl.arange(0, D, gl.SliceLayout(0, o_layout))
+    nothing = gl.zeros([ROWS, D // 2 if PAIRED else D], gl.float32, half_layout)
     if PAIRED:
-        d = d % (D // 2) * 2 + d // (D // 2)
+        nothing = gl.join(nothing, nothing).reshape([ROWS, D])
+    o_row: gl.constexpr = gl.SliceLayout(1, nothing.type.layout)
+    d = gl.arange(0, D, gl.SliceLayout(0, nothing.type.layout))
     row, head, first, last, index, count, left, interval, length = first_piece(plan_ptr)
     gdc_wait()
     gdc_launch_dependents()
     step = 0
     while row < batch:
         q_row = ((row * Q_LEN + qn // GROUP) * heads + head * GROUP + qn % GROUP).to(gl.int64)
-        q_smem.store(gl.load(q_ptr + q_row[:, None] * D + qd[None, :], mask=(qn < LIVE)[:, None], other=0.0))
-        fence_async_shared()
-        gl.thread_barrier()
+        q = gl.load(q_ptr + q_row[:, None] * D + qd[None, :], mask=(qn < LIVE)[:, None], other=0.0)
         factor = gl.full([ROWS], scale, gl.float32, row_layout)
         if HAS_Q_SCALE:
             scale_row = (row * Q_LEN + n // GROUP) * heads + head * GROUP + n % GROUP
@@ -136,6 +134,9 @@ def _attend(
         if HAS_KV_SCALE:
             factor *= gl.load(k_scale_ptr + head * PER_HEAD)
         factor = gl.maximum(factor, 1e-30)
+        q_smem.store(q)
+        fence_async_shared()
+        gl.thread_barrier()
         if SOFT_CAP:
             unit = gl.full([ROWS], 1.0, gl.float32, row_layout)
         else:
@@ -144,7 +145,7 @@ def _attend(
         maximum = gl.full([ROWS], -1e30, gl.float32, row_layout)
         p = gl.zeros([ROWS, TOKENS], gl.float32, s_layout)
         columns = gl.sum(p.reshape([ROWS, TOKENS // 8, 8]), 1)
-        acc = gl.zeros([ROWS, D], gl.float32, o_layout)
+        acc = nothing
         for tile in range(first, last, PAGES):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), (step // STAGES) & 1)
@@ -169,8 +170,7 @@ def _attend(
             acc = acc * gl.convert_layout(shrink, o_row)[:, None]
             if PAIRED:
                 even, odd = warpgroup_mma_wait(0, deps=o)
-                o = gl.join(even, odd).permute((0, 2, 1)).reshape([ROWS, D])
-                acc += gl.convert_layout(o, o_layout, assert_trivial=True)
+                acc += gl.join(even, odd).reshape([ROWS, D])
             else:
                 acc += warpgroup_mma_wait(0, deps=o)
             mbarrier.arrive(empty.index(stage))
