@@ -77,13 +77,14 @@ def test_a_thousand_flipped_and_torn_pieces_serve_nothing_wrong(tmp_path: Path) 
 
 
 def test_32_clients_hammer_one_service(tmp_path: Path) -> None:
-    """Everything read is checked; at the end no lease, no reservation, no descriptor and no memory is left over."""
+    """Everything read is checked, every second client goes through the shared memory; at the end no lease, no
+    reservation, no descriptor and no memory is left over."""
 
     async def client(address: str, number: int, rounds: int) -> int:
         dice = random.Random(number)
         served = 0
         async with CacheClient(address, name=f"client {number}", degrade=True) as cache:
-            await cache.attach(IDENTITY, LAYOUT)
+            await cache.attach(IDENTITY, LAYOUT, arena=number % 2 == 1)
             for _ in range(rounds):
                 first = dice.randrange(400)
                 names = range(first, first + 12)
@@ -102,7 +103,8 @@ def test_32_clients_hammer_one_service(tmp_path: Path) -> None:
         return served
 
     async def scenario() -> None:
-        with ServiceProcess(tmp_path, memory_bytes=4 * MIB, disk_bytes=8 * MIB) as service:
+        listen = f"unix:{tmp_path}/cache.sock"
+        with ServiceProcess(tmp_path, listen=listen, memory_bytes=4 * MIB, disk_bytes=8 * MIB) as service:
             proc = Path(f"/proc/{service.process.pid}")
             figures = []
             for _ in range(4):
