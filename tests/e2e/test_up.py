@@ -193,6 +193,17 @@ def test_ctrl_c_leaves_nothing_behind(fleet):
     assert set(stopped[1:-1]) == {"engine-0", "engine-1"}
 
 
+def test_a_reader_that_leaves_stops_the_fleet(tmp_path):
+    http, grpc = free_ports(2)
+    words = ("up", "--model", str(write_tiny_model(tmp_path / "tiny")), "--port", str(http), "--grpc-port", str(grpc))
+    command = (sys.executable, "-m", "katydid_cli", *words)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as fleet:
+        fleet.stdout.readline()
+        fleet.stdout.close()
+        assert fleet.wait(60) == 0
+        assert fleet.stderr.read() == ""
+
+
 def test_a_port_in_use_is_one_line_and_exit_code_2(tmp_path):
     model = write_tiny_model(tmp_path / "tiny")
     with socket.socket() as taken:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import sys
 import time
 
 from katydid_client import AsyncKatydid
@@ -35,6 +37,17 @@ def check_options(options: FleetOptions) -> None:
         check_writable_file("--trace-file", options.trace_file)
 
 
+class _Pipe(Console):
+    """Stops the fleet, as Ctrl-C does, when nobody reads what it prints any more (`katydid up | head`)."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        signal.raise_signal(signal.SIGINT)
+
+
 def up(options: FleetOptions, *, log_level: str = "warning", start_timeout_s: float = 600.0) -> int:
     """Run the fleet until SIGINT or SIGTERM; returns the exit code.
 
@@ -45,7 +58,7 @@ def up(options: FleetOptions, *, log_level: str = "warning", start_timeout_s: fl
 
 
 async def _up(options: FleetOptions, log_level: str, start_timeout_s: float) -> int:
-    console = Console(highlight=False)
+    console = _Pipe(highlight=False)
     display = TerminalDisplay(console, log_level)
     plans = plan_fleet(options, free_ports(options.engines + 1))
     supervisor = Supervisor(plans, display, drain_timeout_s=options.drain_timeout_s, start_timeout_s=start_timeout_s)
