@@ -145,37 +145,44 @@ def qkv_post_kernel(
     HADAMARD: tl.constexpr, Q_SCALE: tl.constexpr, ROWS: tl.constexpr, LOOP: tl.constexpr, V_TOKENS: tl.constexpr,
     V_COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Programs for V, V_COLUMNS of a head of V_TOKENS tokens each, then for each token its groups of ROWS heads of q
-    and of k, LOOP groups a program. EARLY: launched while the kernel that makes qkv runs.
+    """For each token programs of LOOP groups of ROWS heads of q and of k, then programs of V_COLUMNS of a head of V of
+    V_TOKENS tokens each. EARLY: launched while the kernel that makes qkv runs.
     """
     HALF: tl.constexpr = D // 2
     Q_GROUPS: tl.constexpr = (Q_HEADS + ROWS - 1) // ROWS
     GROUPS: tl.constexpr = Q_GROUPS + (KV_HEADS + ROWS - 1) // ROWS
     PARTS: tl.constexpr = (GROUPS + LOOP - 1) // LOOP
-    v_programs = tl.cdiv(tokens, V_TOKENS) * (KV_HEADS * (D // V_COLUMNS))
+    # The long programs first: those of V then fill the GPU while the last of them end.
+    qk_programs = tokens * PARTS
     item = tl.program_id(0)
     if EARLY:
         gdc_launch_dependents()
-    if item < v_programs:
+    if item >= qk_programs:
         if EARLY:
             gdc_wait()
         _store_v(
-            item, qkv_ptr, qkv_stride, slots_ptr, v_pages_ptr, v_scale_ptr, v_scale_step, tokens,
+            item - qk_programs, qkv_ptr, qkv_stride, slots_ptr, v_pages_ptr, v_scale_ptr, v_scale_step, tokens,
             Q_HEADS, KV_HEADS, D, PAGE, V_TOKENS, V_COLUMNS,
         )  # fmt: skip
     else:
-        item -= v_programs
         token = item // PARTS
         first_group = item % PARTS * LOOP
         end_group = tl.minimum(first_group + LOOP, GROUPS)
         half = tl.arange(0, HALF)
         row = tl.arange(0, ROWS)
+        source = qkv_ptr + token.to(tl.int64) * qkv_stride
+        # Of few tokens, what depends on the position alone is computed while they wait; of many, whose wait is over, it
+        # is while their first heads are on the way.
+        if LOOP > 1:
+            if EARLY:
+                gdc_wait()
+            x1, x2 = _load_heads(source, first_group, end_group, Q_HEADS, KV_HEADS, D, ROWS)
         table_row = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * D
         q_coefficients = _coefficients(table_row, q_weight_ptr, half, HALF, NORM)
-        source = qkv_ptr + token.to(tl.int64) * qkv_stride
-        if EARLY:
-            gdc_wait()
-        x1, x2 = _load_heads(source, first_group, end_group, Q_HEADS, KV_HEADS, D, ROWS)
+        if LOOP == 1:
+            if EARLY:
+                gdc_wait()
+            x1, x2 = _load_heads(source, first_group, end_group, Q_HEADS, KV_HEADS, D, ROWS)
         # The next group is loaded before this one is stored: no load may pass a store.
         for group in range(first_group, tl.minimum(end_group, Q_GROUPS)):
             next1, next2 = _load_heads(source, group + 1, end_group, Q_HEADS, KV_HEADS, D, ROWS)

@@ -56,11 +56,13 @@ class Slices:
 
 
 def few_slices(tokens: int, hidden: int) -> Slices:
-    """Measured on one H200 with 192 experts of 4096: long slices, for each is a trip through L2 for every token."""
+    """Measured on one H200 with 192 experts of 4096: long slices, for each is a trip through L2 for every token, and as
+    many CTAs as there are tokens to choose for. The slices of K, and so a token's bits, do not depend on the batch.
+    """
     depth = slice_depth(hidden)
     if tokens <= 16:
         return Slices(64, depth, 1, 1)
-    return Slices(32, depth, min(4, depth), 1 if tokens <= 32 else 2)
+    return Slices(32, depth, min(4, depth), 1) if tokens <= 32 else Slices(16, depth, depth, 1)
 
 
 def slice_depth(hidden: int) -> int:
@@ -114,7 +116,7 @@ def launch_normed(
     """Up to 8 tokens, with what `normed_router_kernel` makes before; `q_scale` as it is returned."""
     count, padded, hidden = weight.terms.shape
     tokens = x.shape[0]
-    depth = min(4, slice_depth(hidden)) if depth is None else depth
+    depth = slice_depth(hidden) if depth is None else depth
     splits = hidden // (depth * BLOCK_K)
     normed_router_kernel[(splits * (padded // CHUNK_EXPERTS),)](
         x, x.stride(0), residual, residual.stride(0), norm_weight, eps, total, y, q, given_scale, q_scale,

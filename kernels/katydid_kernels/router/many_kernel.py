@@ -23,7 +23,7 @@ from katydid_kernels.router.choose import choose_experts
 
 __all__ = ["many_tokens_kernel"]
 
-_STAGES_A_SUM = gl.constexpr(8)
+_STAGES_A_SUM = gl.constexpr(16)
 
 
 @gluon.jit
@@ -185,9 +185,10 @@ def _consume(
     _wait_for(counter_ptr, WAITERS)
     # The tile's tokens in equal shares; CTAs of later experts have none.
     SHARE: gl.constexpr = TOKENS // SPLITS
-    # A row a warp: its reductions are single instructions.
-    AT_ONCE: gl.constexpr = 4
-    block: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 1, 32], [1, 4, 1], [2, 1, 0])
+    # A row a warp, whose reductions are single instructions; four where there are many rows and time to hide shuffles.
+    LANES: gl.constexpr = min(32, 8 * SPLITS)
+    AT_ONCE: gl.constexpr = 4 * 32 // LANES
+    block: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 32 // LANES, LANES], [1, 4, 1], [2, 1, 0])
     if first_expert == 0:
         begin = row + split * SHARE
         end = gl.minimum(begin + SHARE, tokens)
