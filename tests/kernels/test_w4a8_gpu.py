@@ -63,7 +63,8 @@ def test_experts_grouped(case: ExpertCase, hidden: int, tile: GroupedTile) -> No
 def test_few_tokens_without_a_plan() -> None:
     for tokens in (1, 2, 5, 6):
         assert check_experts((192, 192, tokens, 8, 0), 4096) < QUANTISED_HIDDEN, tokens
-    assert check_experts((16, 384, 5, 8, 4), 384) < QUANTISED_HIDDEN
+    for case in ((16, 384, 5, 8, 4), (10, 192, 6, 5, 0), (24, 1536, 2, 8, 0), (128, 64, 9, 1, 0)):
+        assert check_experts(case, 384) < QUANTISED_HIDDEN, case
 
 
 def test_every_token_to_one_expert() -> None:

@@ -6,27 +6,33 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from katydid_kernels.gemm.expert_tiles import store_columns
 from katydid_kernels.w4a8.decode_order import rows_of
-from katydid_kernels.w4a8.packed_tiles import accumulator_layout, multiply_packed, multiply_two
+from katydid_kernels.w4a8.packed_tiles import accumulator_layout, multiply_packed
 
 __all__ = ["combine_rows", "store_tile", "sum_token"]
 
 
 @gluon.jit
-def store_tile(WHO: gl.constexpr, acc, item, plan, y_ptr, down_n, H: gl.constexpr, WGS: gl.constexpr):
-    """Straight from the accumulator: through shared memory it would be wider stores, and two barriers a tile."""
+def store_tile(acc, row, end, strip, y_ptr, H: gl.constexpr):
+    """A strip of the rows of a tile, in bf16."""
+    TOKENS: gl.constexpr = acc.shape[1]
     layout: gl.constexpr = acc.type.layout
-    row, end = rows_of(item // down_n, plan)
-    rows = row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))
-    cols = (item % down_n * WGS + WHO) * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    inside = (rows < end)[None, :] & (cols < H)[:, None]
-    gl.store(y_ptr + rows.to(gl.int64)[None, :] * H + cols[:, None], acc.to(gl.bfloat16), mask=inside)
+    if strip < H // 64:
+        if TOKENS <= 16:
+            # Straight from the accumulator: through shared memory it would be wider stores, and two barriers a tile.
+            rows = row + gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
+            cols = strip * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+            target = y_ptr + rows.to(gl.int64)[None, :] * H + cols[:, None]
+            gl.store(target, acc.to(gl.bfloat16), mask=(rows < end)[None, :] & (cols >= 0)[:, None])
+        else:
+            store_columns(acc, y_ptr, H, row, end, strip * 64, gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
 
 
 @gluon.jit
 def sum_token(
-    WHO: gl.constexpr, plan, result, scale, ring, meeting, stage, phase, item, turn, H: gl.constexpr,
-    RUN: gl.constexpr, DOWN_K: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr,
+    WHO: gl.constexpr, plan, result, scale, ring, meeting, stage, phase, item, turn, down_k,
+    H: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr,
 ):  # fmt: skip
     """A token's strip of the result, and the place in the ring after it: each warpgroup weighs and sums every other of
     the token's RUN tiles, whose rows are columns 0 and 1 of the product."""
@@ -38,24 +44,12 @@ def sum_token(
     pairs = item // STRIPS * RUN
     total = gl.zeros([64, TOKENS], gl.float32, layout)
     # Where no row was copied a product may be NaN: it is left out, not multiplied by zero.
-    if DOWN_K == 1 and RUN % 4 == 0:
-        for j in range(WHO, RUN, 4):
-            row, end = rows_of(pairs + j, plan)
-            next_row, next_end = rows_of(pairs + j + 2, plan)
-            weight = gl.load(weights_ptr + pairs + j) * scale
-            next_weight = gl.load(weights_ptr + pairs + j + 2) * scale
-            one, other, stage, phase = multiply_two(WHO, ring, stage, phase, TOKENS, STAGES, WGS, GATHERED=True)
-            total += gl.where(row < end, one * weight, 0.0)
-            total += gl.where(next_row < next_end, other * next_weight, 0.0)
-    else:
-        for j in range(WHO, RUN + WHO, 2):
-            pair = pairs + gl.minimum(j, RUN - 1)
-            row, end = rows_of(pair, plan)
-            weight = gl.load(weights_ptr + pair) * scale
-            acc, stage, phase = multiply_packed(
-                WHO, ring, stage, phase, DOWN_K, TOKENS, STAGES, WGS, GATHERED=True
-            )  # fmt: skip
-            total += gl.where((row < end) & (j < RUN), acc * weight, 0.0)
+    for j in range(WHO, RUN + WHO, 2):
+        pair = pairs + gl.minimum(j, RUN - 1)
+        row, end = rows_of(pair, plan)
+        weight = gl.load(weights_ptr + pair) * scale
+        acc, stage, phase = multiply_packed(WHO, ring, stage, phase, down_k, TOKENS, STAGES, WGS)
+        total += gl.where((row < end) & (j < RUN), acc * weight, 0.0)
     lane = gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
     mine = gl.sum(gl.where((lane == WHO)[None, :], total, 0.0), 1)
     if WHO == 1:

@@ -22,7 +22,8 @@ from katydid_kernels.w4a8.tuning import DecodeTile, GroupedTile, expert_tile
 __all__ = ["UNPLANNED_PAIRS", "Int4ExpertWorkspace", "run_experts_w4a8"]
 
 _E4M3 = torch.float8_e4m3fn
-# Up to here every pair is a tile of its own: making a plan would take longer than reading an expert twice.
+# Up to here every pair is a tile of its own: making a plan would take longer than reading an expert twice. A CTA then
+# has all of a token's experts, which must be more than one.
 UNPLANNED_PAIRS = 48
 
 
@@ -76,7 +77,8 @@ def run_experts_w4a8(
     experts = len(w2.codes)
     tile = tile or expert_tile(ids.numel(), experts)
     plan = workspace.plan
-    planned = isinstance(tile, GroupedTile) or ids.numel() > min(UNPLANNED_PAIRS, experts)
+    few = 1 < ids.shape[1] <= ids.numel() <= min(UNPLANNED_PAIRS, experts)
+    planned = isinstance(tile, GroupedTile) or not few
     if planned:
         plan_routes(ids, plan, experts, tile.tokens, first_expert=first_expert)
     if isinstance(tile, DecodeTile):
@@ -108,15 +110,13 @@ def _launch_decode(
 ) -> None:
     plan = workspace.plan
     sorted_pairs = (plan.rows, plan.slots, plan.tiles, plan.tile_count) if planned else (None, None, None, None)
-    maxnreg, consumer, rows, weights_registers = tile.registers
     experts_decode_w4a8_kernel[(sm_count(x.device),)](
         x, x.stride(0), *weight_descriptors(w13), *weight_descriptors(w2), workspace.h, workspace.h.stride(0),
         workspace.y, weights, shared, out, ids, first_expert, len(w2.codes), *sorted_pairs,
         workspace.partial, workspace.counters, workspace.sync, x_scale, h_scale, x.shape[0],
         H=w2.rows, WIDTH=w2.cols, TOP_K=ids.shape[1], PIECE=_piece(len(x), w2.rows), TOKENS=tile.tokens,
         STAGES=tile.stages, SCALE_A_TOKEN=x_scale.numel() > 1, X_LAYOUT=rows_layout(tile.tokens),
-        CONSUMER_REGISTERS=consumer, ROWS_REGISTERS=rows, WEIGHTS_REGISTERS=weights_registers,
-        num_warps=4, maxnreg=maxnreg, launch_pdl=True,
+        num_warps=4, maxnreg=128, launch_pdl=True,
     )  # fmt: skip
 
 

@@ -20,9 +20,8 @@ from katydid_kernels.w4a8.decode_sums import combine_rows, store_tile, sum_token
 from katydid_kernels.w4a8.packed_tiles import (
     copy_groups,
     fetch_weights,
-    multiply_one,
+    flush_groups,
     multiply_packed,
-    multiply_two,
     strip_of,
     weight_buffers,
 )
@@ -84,7 +83,7 @@ def _produce_weights(
 @gluon.jit
 def _produce_rows(
     x, hidden, strips13, strips2, plan, sync_ptr, ring, shape, interval,
-    TOP_K: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr,
+    TOP_K: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr, LAG: gl.constexpr,
 ):  # fmt: skip
     x_ptr, x_stride, columns = x
     h_ptr, h_stride = hidden
@@ -96,6 +95,7 @@ def _produce_rows(
     lane = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
     stage = 0
     phase = 1
+    sent = 0
     wait_for_last()
     first, last = tiles_of(interval, up_k)
     for item in range(first, last):
@@ -105,8 +105,10 @@ def _produce_rows(
         first_k, last_k = stages_within(item, interval, up_k)
         for k in range(first_k, last_k):
             mbarrier.wait(empty.index(stage), phase)
-            copy_groups(x_bufs, stage, source, k, columns, valid, full.index(stage))
+            sent = copy_groups(x_bufs, full, stage, sent, source, k, columns, valid, STAGES, LAG)
             stage, phase = advance(stage, phase, STAGES)
+    flush_groups(full, stage, sent, STAGES, LAG)
+    sent = 0
     first, last = down_share(shape, strips2, RUN)
     # The tile's numbers are read while waiting, and again only where the next tile begins.
     known = first // down_n
@@ -124,8 +126,9 @@ def _produce_rows(
             source = gather(h_ptr, row + lane, h_stride, cols)
             for k in range(down_k):
                 mbarrier.wait(empty.index(stage), phase)
-                copy_groups(x_bufs, stage, source, k, h_stride, valid, full.index(stage))
+                sent = copy_groups(x_bufs, full, stage, sent, source, k, h_stride, valid, STAGES, LAG)
                 stage, phase = advance(stage, phase, STAGES)
+    flush_groups(full, stage, sent, STAGES, LAG)
     if RUN > 1:
         # No consumer waits for all: the last CTA to have seen h resets what it waited for.
         gl.thread_barrier()
@@ -137,13 +140,13 @@ def _produce_rows(
 @gluon.jit
 def _consume(
     WHO: gl.constexpr, plan, hidden, result, scales, strips13, partials, sync_ptr, ring, meeting, shape, interval,
-    H: gl.constexpr, TOP_K: gl.constexpr, RUN: gl.constexpr, DOWN_K: gl.constexpr, PIECE: gl.constexpr,
+    H: gl.constexpr, TOP_K: gl.constexpr, RUN: gl.constexpr, PIECE: gl.constexpr,
     STAGES: gl.constexpr, WGS: gl.constexpr, SCALE_A_TOKEN: gl.constexpr,
 ):  # fmt: skip
     h_ptr, h_stride = hidden
     y_ptr = result[0]
     x_scale_ptr, h_scale_ptr = scales
-    up_n, down_n, up_k = shape[1], shape[2], shape[3]
+    up_n, down_n, up_k, down_k = shape[1:]
     TOKENS: gl.constexpr = ring[0].type.shape[1]
     h_layout: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
     stage = 0
@@ -158,9 +161,7 @@ def _consume(
         # Loaded here, the tile's numbers arrive while it multiplies.
         row, end = rows_of(item // up_n, plan)
         first_k, last_k = stages_within(item, interval, up_k)
-        acc, stage, phase = multiply_packed(
-            WHO, ring, stage, phase, last_k - first_k, TOKENS, STAGES, WGS, GATHERED=True
-        )
+        acc, stage, phase = multiply_packed(WHO, ring, stage, phase, last_k - first_k, TOKENS, STAGES, WGS)
         whole = last_k - first_k == up_k
         if not whole:
             acc, whole = sum_parts(WHO, WGS, acc, item, first_k, interval, up_k, partials)
@@ -176,23 +177,13 @@ def _consume(
     if RUN > 1:
         for item in range(first, last):
             stage, phase = sum_token(
-                WHO, plan, result, scale, ring, meeting, stage, phase, item, item - first, H, RUN, DOWN_K, STAGES, WGS
+                WHO, plan, result, scale, ring, meeting, stage, phase, item, item - first, down_k, H, RUN, STAGES, WGS
             )
-    elif DOWN_K == 1 and TOKENS <= 16:
-        # A tile of one stage is latency: two at a time.
-        for item in range(first, last - 1, 2):
-            one, other, stage, phase = multiply_two(WHO, ring, stage, phase, TOKENS, STAGES, WGS, GATHERED=True)
-            store_tile(WHO, one * scale, item, plan, y_ptr, down_n, H, WGS)
-            store_tile(WHO, other * scale, item + 1, plan, y_ptr, down_n, H, WGS)
-        if (last - first) % 2 == 1:
-            one, stage, phase = multiply_one(WHO, ring, stage, phase, TOKENS, STAGES, WGS, GATHERED=True)
-            store_tile(WHO, one * scale, last - 1, plan, y_ptr, down_n, H, WGS)
     else:
         for item in range(first, last):
-            acc, stage, phase = multiply_packed(
-                WHO, ring, stage, phase, DOWN_K, TOKENS, STAGES, WGS, GATHERED=True
-            )  # fmt: skip
-            store_tile(WHO, acc * scale, item, plan, y_ptr, down_n, H, WGS)
+            row, end = rows_of(item // down_n, plan)
+            acc, stage, phase = multiply_packed(WHO, ring, stage, phase, down_k, TOKENS, STAGES, WGS)
+            store_tile(acc * scale, row, end, item % down_n * WGS + WHO, y_ptr, H)
 
     if RUN == 1:
         count(sync_ptr + 1)
@@ -211,7 +202,6 @@ def experts_decode_w4a8_kernel(
     partial_ptr, counters_ptr, sync_ptr, x_scale_ptr, h_scale_ptr, tokens,
     H: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr, PIECE: gl.constexpr, TOKENS: gl.constexpr,
     STAGES: gl.constexpr, SCALE_A_TOKEN: gl.constexpr, X_LAYOUT: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr, ROWS_REGISTERS: gl.constexpr, WEIGHTS_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``, e the expert of pair (t, j).
 
@@ -224,7 +214,7 @@ def experts_decode_w4a8_kernel(
     WGS: gl.constexpr = 2
     x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, TOKENS, 128], X_LAYOUT)
     codes, code_scales = weight_buffers(codes13_desc, scales13_desc, STAGES, WGS)
-    full, empty = make_barriers(STAGES, 129, WGS)
+    full, empty = make_barriers(STAGES, 2, WGS)
     # Where the two consumers' sums of a token meet.
     buffer = gl.allocate_shared_memory(gl.float32, [64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     filled, free = make_barriers(1, 1, 1)
@@ -234,7 +224,7 @@ def experts_decode_w4a8_kernel(
     up_n = gl.cdiv(WIDTH // 32, WGS)
     down_n = gl.cdiv(H // 64, WGS)
     up_k = (H + 255) // 256
-    DOWN_K: gl.constexpr = (WIDTH + 255) // 256
+    down_k = (WIDTH + 255) // 256
     launch_next()
     # Launched while the plan is still being made: everything it wrote is read after this.
     wait_for_last()
@@ -245,20 +235,20 @@ def experts_decode_w4a8_kernel(
     result = (y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, tokens)
     partials = (partial_ptr, counters_ptr)
     ring = (x_bufs, codes, code_scales, full, empty)
-    shape = (tiles, up_n, down_n, up_k, DOWN_K)
+    shape = (tiles, up_n, down_n, up_k, down_k)
     scales = (x_scale_ptr, h_scale_ptr)
     w13 = (codes13_desc, scales13_desc, WIDTH // 32, H // 128)
     w2 = (codes2_desc, scales2_desc, H // 64, (WIDTH + 127) // 128)
     gl.warp_specialize(
         [
             (_consume, (0, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, meeting, shape,
-                        interval, H, TOP_K, RUN, DOWN_K, PIECE, STAGES, WGS, SCALE_A_TOKEN)),
+                        interval, H, TOP_K, RUN, PIECE, STAGES, WGS, SCALE_A_TOKEN)),
             (_consume, (1, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, meeting, shape,
-                        interval, H, TOP_K, RUN, DOWN_K, PIECE, STAGES, WGS, SCALE_A_TOKEN)),
+                        interval, H, TOP_K, RUN, PIECE, STAGES, WGS, SCALE_A_TOKEN)),
             (_produce_rows, ((x_ptr, x_stride, H), hidden, WIDTH // 32, H // 64, plan, sync_ptr, ring, shape, interval,
-                             TOP_K, RUN, STAGES)),
+                             TOP_K, RUN, STAGES, 3)),
             (_produce_weights, (w13, w2, plan, ring, shape, interval, RUN, STAGES, WGS)),
         ],
         [4, 4, 1],
-        [CONSUMER_REGISTERS, ROWS_REGISTERS, WEIGHTS_REGISTERS],
+        [200, 72, 40],
     )  # fmt: skip

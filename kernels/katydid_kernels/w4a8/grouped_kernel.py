@@ -16,6 +16,7 @@ from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_
 from katydid_kernels.w4a8.packed_tiles import (
     copy_groups,
     fetch_weights,
+    flush_groups,
     multiply_halves,
     strip_of,
     weight_buffers,
@@ -49,8 +50,10 @@ def _produce(x, weight, rows_ptr, tiles_ptr, ring, shape, M, STAGES: gl.constexp
     layout: gl.constexpr = row_layout(128, 8)
     cols = gl.arange(0, 128, gl.SliceLayout(0, layout))
     lane = gl.arange(0, 128, gl.SliceLayout(1, layout))
+    LAG: gl.constexpr = 1
     stage = 0
     phase = 1
+    sent = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         expert, row, end = _tile_of(item, tiles_n, tiles_ptr, M)
         rows = row + lane
@@ -63,8 +66,9 @@ def _produce(x, weight, rows_ptr, tiles_ptr, ring, shape, M, STAGES: gl.constexp
             for part in gl.static_range(WGS):
                 strip = strip_of(expert, item % tiles_n * WGS + part, strips)
                 fetch_weights(codes_desc, scales_desc, strip, k, groups, bar, codes, scales, stage * WGS + part)
-            copy_groups(x_bufs, stage, source, k, columns, valid, bar)
+            sent = copy_groups(x_bufs, full, stage, sent, source, k, columns, valid, STAGES, LAG)
             stage, phase = advance(stage, phase, STAGES)
+    flush_groups(full, stage, sent, STAGES, LAG)
 
 
 @gluon.jit
@@ -133,7 +137,7 @@ def grouped_w4a8_kernel(
     WGS: gl.constexpr = 2
     x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, 128, 128], X_LAYOUT)
     codes, scales = weight_buffers(codes_desc, scales_desc, STAGES, WGS)
-    full, empty = make_barriers(STAGES, 129, WGS)
+    full, empty = make_barriers(STAGES, 2, WGS)
     tiles_n = gl.cdiv(strips, WGS)
     tiles_k = gl.cdiv(columns, 256)
     launch_next()

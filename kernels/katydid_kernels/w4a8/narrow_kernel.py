@@ -72,9 +72,7 @@ def _consume(
     first, last = tiles_of(interval, tiles_k)
     for tile in range(first, last):
         first_k, last_k = stages_within(tile, interval, tiles_k)
-        acc, stage, phase = multiply_packed(
-            WHO, ring, stage, phase, last_k - first_k, TOKENS, STAGES, WGS, GATHERED=False
-        )
+        acc, stage, phase = multiply_packed(WHO, ring, stage, phase, last_k - first_k, TOKENS, STAGES, WGS)
         done = last_k - first_k == tiles_k
         if not done:
             acc, done = sum_parts(WHO, WGS, acc, tile, first_k, interval, tiles_k, partials)

@@ -22,10 +22,9 @@ __all__ = [
     "accumulator_layout",
     "copy_groups",
     "fetch_weights",
+    "flush_groups",
     "multiply_halves",
-    "multiply_one",
     "multiply_packed",
-    "multiply_two",
     "strip_of",
     "weight_buffers",
 ]
@@ -57,13 +56,37 @@ def fetch_weights(codes_desc, scales_desc, strip, k, groups, bar, codes, scales,
 
 
 @gluon.jit
-def copy_groups(x_bufs, stage, source, k, columns, valid, bar):
-    """Copy both groups of the valid token rows, as `gemm.expert_tiles.copy_rows`; past the last column, where codes are
-    zero, any."""
+def copy_groups(x_bufs, full, stage, sent, source, k, columns, valid, STAGES: gl.constexpr, LAG: gl.constexpr):
+    """Copy both groups of the valid token rows to a stage; past the last column, where codes are zero, any. The rows of
+    the stage LAG before have then landed, and are handed over: `sent` counts the stages since the last `flush_groups`.
+
+    cp.async writes through the generic proxy and wgmma reads through the async one. The fence between is here, because
+    consumers have less time than whoever copies for them.
+    """
     for group in gl.static_range(2):
         col = gl.minimum(k * 256 + group * 128, columns - 128)
         async_copy.async_copy_global_to_shared(x_bufs.index(stage * 2 + group), source + col, mask=valid)
-    async_copy.mbarrier_arrive(bar, increment_count=False)
+    async_copy.commit_group()
+    async_copy.wait_group(LAG)
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(full.index(_back(stage, LAG, STAGES)), count=1, pred=sent >= LAG)
+    return sent + 1
+
+
+@gluon.jit
+def flush_groups(full, stage, sent, STAGES: gl.constexpr, LAG: gl.constexpr):
+    """Hand over what `copy_groups` has not, `stage` being the next one."""
+    async_copy.wait_group(0)
+    fence_async_shared()
+    gl.thread_barrier()
+    for i in gl.static_range(LAG):
+        mbarrier.arrive(full.index(_back(stage, LAG - i, STAGES)), count=1, pred=sent >= LAG - i)
+
+
+@gluon.jit
+def _back(stage, n: gl.constexpr, STAGES: gl.constexpr):
+    return gl.where(stage >= n, stage - n, stage - n + STAGES)
 
 
 @gluon.jit
@@ -144,74 +167,27 @@ def _scale(scales, group: gl.constexpr, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def _start(WHO: gl.constexpr, ring, stage, phase, TOKENS: gl.constexpr, WGS: gl.constexpr, GATHERED: gl.constexpr):
-    """The products of a stage's two groups, in flight, and their scales."""
-    x_bufs, codes_bufs, scales_bufs, full, _ = ring
-    mbarrier.wait(full.index(stage), phase)
-    if GATHERED:
-        # cp.async writes through the generic proxy, wgmma reads through the async one.
-        fence_async_shared()
-    codes = codes_bufs.index(stage * WGS + WHO).reshape([64, 128])
-    scales = scales_bufs.index(stage * WGS + WHO)
-    first_scale = _scale(scales, 0, TOKENS)
-    second_scale = _scale(scales, 1, TOKENS)
-    first = _product(codes.slice(0, 32), x_bufs.index(stage * 2), TOKENS)
-    second = _product(codes.slice(32, 32), x_bufs.index(stage * 2 + 1), TOKENS)
-    return first, second, first_scale, second_scale
-
-
-@gluon.jit
-def multiply_one(
-    WHO: gl.constexpr, ring, stage, phase, TOKENS: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr,
-    GATHERED: gl.constexpr,
-):  # fmt: skip
-    """The product of one stage, as `multiply_packed`."""
-    first, second, first_scale, second_scale = _start(WHO, ring, stage, phase, TOKENS, WGS, GATHERED)
-    first = warpgroup_mma_wait(1, deps=(first,))
-    acc = first * first_scale
-    second = warpgroup_mma_wait(0, deps=(second,))
-    mbarrier.arrive(ring[4].index(stage), count=1)
-    acc += second * second_scale
-    stage, phase = advance(stage, phase, STAGES)
-    return acc, stage, phase
-
-
-@gluon.jit
-def multiply_two(
-    WHO: gl.constexpr, ring, stage, phase, TOKENS: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr,
-    GATHERED: gl.constexpr,
-):  # fmt: skip
-    """The products of two stages, each by itself: with few tokens a stage's time is latency, which two share."""
-    next_stage, next_phase = advance(stage, phase, STAGES)
-    a, b, a_scale, b_scale = _start(WHO, ring, stage, phase, TOKENS, WGS, GATHERED)
-    c, d, c_scale, d_scale = _start(WHO, ring, next_stage, next_phase, TOKENS, WGS, GATHERED)
-    a, b, c, d = warpgroup_mma_wait(0, deps=(a, b, c, d))
-    mbarrier.arrive(ring[4].index(stage), count=1)
-    mbarrier.arrive(ring[4].index(next_stage), count=1)
-    stage, phase = advance(next_stage, next_phase, STAGES)
-    return a * a_scale + b * b_scale, c * c_scale + d * d_scale, stage, phase
-
-
-@gluon.jit
 def multiply_packed(
-    WHO: gl.constexpr, ring, stage, phase, steps, TOKENS: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr,
-    GATHERED: gl.constexpr,
+    WHO: gl.constexpr, ring, stage, phase, steps, TOKENS: gl.constexpr, STAGES: gl.constexpr, WGS: gl.constexpr
 ):  # fmt: skip
     """The product of `steps` stages with the first TOKENS rows of x, ``[64, TOKENS]``, `packing.CODE_SCALE` times too
     small; and the place in the ring after them."""
+    x_bufs, codes_bufs, scales_bufs, full, empty = ring
     acc = gl.zeros([64, TOKENS], gl.float32, accumulator_layout(TOKENS))
-    if TOKENS <= 16:
-        for _ in range(steps // 2):
-            first, second, stage, phase = multiply_two(WHO, ring, stage, phase, TOKENS, STAGES, WGS, GATHERED)
-            acc += first
-            acc += second
-        if steps % 2 == 1:
-            last, stage, phase = multiply_one(WHO, ring, stage, phase, TOKENS, STAGES, WGS, GATHERED)
-            acc += last
-    else:
-        for _ in range(steps):
-            one, stage, phase = multiply_one(WHO, ring, stage, phase, TOKENS, STAGES, WGS, GATHERED)
-            acc += one
+    for _ in range(steps):
+        mbarrier.wait(full.index(stage), phase)
+        codes = codes_bufs.index(stage * WGS + WHO).reshape([64, 128])
+        scales = scales_bufs.index(stage * WGS + WHO)
+        first_scale = _scale(scales, 0, TOKENS)
+        second_scale = _scale(scales, 1, TOKENS)
+        first = _product(codes.slice(0, 32), x_bufs.index(stage * 2), TOKENS)
+        second = _product(codes.slice(32, 32), x_bufs.index(stage * 2 + 1), TOKENS)
+        first = warpgroup_mma_wait(1, deps=(first,))
+        acc += first * first_scale
+        second = warpgroup_mma_wait(0, deps=(second,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        acc += second * second_scale
+        stage, phase = advance(stage, phase, STAGES)
     return acc, stage, phase
 
 
@@ -230,7 +206,6 @@ def multiply_halves(WHO: gl.constexpr, ring, stage, phase, steps, STAGES: gl.con
     right = gl.zeros([64, 64], gl.float32, accumulator_layout(64))
     for _ in range(steps):
         mbarrier.wait(full.index(stage), phase)
-        fence_async_shared()
         codes = codes_bufs.index(stage * WGS + WHO).reshape([64, 128])
         scales = scales_bufs.index(stage * WGS + WHO)
         first_scale = _scale(scales, 0, 64)

@@ -43,12 +43,6 @@ class DecodeTile:
     tokens: int
     stages: int
 
-    @property
-    def registers(self) -> tuple[int, int, int, int]:
-        """A thread's at launch, of which a warp's worth is left for the next plan to stand beside; a consumer's, a row
-        producer's, the weight producer's."""
-        return (120, 184, 80, 32) if self.tokens == 16 else (120, 192, 56, 40)
-
 
 @dataclass(frozen=True)
 class GroupedTile:
