@@ -14,9 +14,11 @@ import logging
 import secrets
 import socket
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 
 from katydid_cache.lane import RECEIPT, TOKEN_BYTES, end_silence_after
 from katydid_cache.records import BlockMissReason, Tier
@@ -32,6 +34,7 @@ _TOKEN_LIFE_S = 30.0
 _IDLE_S = 120.0
 _RETRY_S = 0.5
 _CONNECTION_LIMIT = 256
+_IOV_MAX = 1024
 
 logger = logging.getLogger(__name__)
 
@@ -217,8 +220,14 @@ async def _finish(sending: asyncio.Future[list[Block]]) -> list[Block]:
 
 def _send(connection: socket.socket, parcel: _Parcel) -> list[Block]:
     """Send a parcel and read its receipt: the blocks that arrived wrong. Raises OSError."""
-    for view in parcel.views:
-        connection.sendall(view)
+    left = deque(parcel.views)
+    while left:
+        # All in one call: a thread that comes back for every block waits for the loop, which holds the interpreter.
+        sent = connection.sendmsg(list(islice(left, _IOV_MAX)))
+        while left and sent >= len(left[0]):
+            sent -= len(left.popleft())
+        if sent:
+            left[0] = left[0][sent:]
     (count,) = RECEIPT.unpack(_exactly(connection, RECEIPT.size))
     if count > len(parcel.blocks):
         raise ConnectionError(f"a receipt names {count} of {len(parcel.blocks)} blocks")
