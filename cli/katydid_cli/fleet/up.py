@@ -62,7 +62,8 @@ async def _up(options: FleetOptions, log_level: str, start_timeout_s: float) -> 
     display = TerminalDisplay(console, log_level)
     plans = plan_fleet(options, free_ports(options.engines + 1))
     supervisor = Supervisor(plans, display, drain_timeout_s=options.drain_timeout_s, start_timeout_s=start_timeout_s)
-    life = asyncio.create_task(_live(supervisor, display, console, options))
+    kvcache = next(plan.address for plan in plans if plan.name == "kvcache")
+    life = asyncio.create_task(_live(supervisor, display, console, options, kvcache))
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
@@ -89,7 +90,9 @@ async def _up(options: FleetOptions, log_level: str, start_timeout_s: float) -> 
     return code
 
 
-async def _live(supervisor: Supervisor, display: TerminalDisplay, console: Console, options: FleetOptions) -> None:
+async def _live(
+    supervisor: Supervisor, display: TerminalDisplay, console: Console, options: FleetOptions, kvcache: str
+) -> None:
     await supervisor.start()
     await _engines_connected(options)
     display.settle()
@@ -97,6 +100,7 @@ async def _live(supervisor: Supervisor, display: TerminalDisplay, console: Conso
     console.print(f"[bold green]{options.model_name}[/] is up on {engines}. Ctrl-C stops it.")
     console.print(f"  OpenAI API   http://{HOST}:{options.port}/v1")
     console.print(f"  gRPC         {HOST}:{options.grpc_port}")
+    console.print(f"  KV cache     {kvcache} (katydid cache stats --address ...)", soft_wrap=True)
     if options.trace_file is not None:
         console.print(f"  traces       {options.trace_file}")
     console.print(f"  try          katydid chat --address {HOST}:{options.grpc_port}")

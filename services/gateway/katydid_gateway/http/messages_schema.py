@@ -107,6 +107,12 @@ class CountTokensBody(_Body, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     context_management: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
+    speed: str | None = None
+    inference_geo: str | None = None
+    diagnostics: dict[str, Any] | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
 
 
 class MessagesBody(CountTokensBody, kw_only=True):
