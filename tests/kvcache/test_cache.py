@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from pathlib import Path
 
+import pytest
 from katydid_cache.asking import Asker
 from katydid_cache.layout import Span
 from katydid_cache.records import BlockMissReason, PutOutcome, PutRefusal, PutStatus, Tier
@@ -156,37 +158,52 @@ def test_prefetch_brings_blocks_up(tmp_path: Path) -> None:
     run(scenario)
 
 
-def test_a_sliding_block_lives_on_with_every_use_and_over_a_restart(tmp_path: Path) -> None:
+class Clock:
+    """The wall clock, set on by the test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ahead_s = 0.0
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() + self.ahead_s)
+
+
+def test_a_sliding_block_lives_on_with_every_use_and_over_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario() -> None:
+        clock = Clock(monkeypatch)
         async with opened(tmp_path) as (cache, space):
             attachment = cache.attachments.join(space, arena=False)
             for name, sliding in ((1, True), (2, False)):
-                put(cache, space, name, ttl_s=0.6, sliding=sliding)
+                put(cache, space, name, ttl_s=100, sliding=sliding)
             await cache.flush()
-            for _ in range(5):
-                await asyncio.sleep(0.2)
+            for _ in range(3):
+                clock.ahead_s += 60
                 cache.lookup(attachment, [key(1)], Span(0, 2), None)
                 await asyncio.sleep(0)
             cache.store.expire()
             assert await get(cache, space, 1) == payload(1)
             assert await get(cache, space, 2) == BlockMissReason.ABSENT
+        clock.ahead_s += 70
         async with opened(tmp_path) as (cache, space):
             assert await get(cache, space, 1) == payload(1)
-            await asyncio.sleep(0.7)
+            clock.ahead_s += 60
             assert await get(cache, space, 1) == BlockMissReason.ABSENT
 
     run(scenario)
 
 
-def test_blocks_found_by_a_session_live_as_long_as_it_does(tmp_path: Path) -> None:
+def test_blocks_found_by_a_session_live_as_long_as_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
+        clock = Clock(monkeypatch)
         async with opened(tmp_path) as (cache, space):
             attachment = cache.attachments.join(space, arena=False)
-            put(cache, space, 1, ttl_s=0.2)
-            put(cache, space, 2, ttl_s=0.2)
-            session = SessionTerms(b"s" * 16, Lifetime(30))
+            put(cache, space, 1, ttl_s=20)
+            put(cache, space, 2, ttl_s=20)
+            session = SessionTerms(b"s" * 16, Lifetime(3000))
             cache.lookup(attachment, [key(1)], Span(0, 2), None, session=session)
-            await asyncio.sleep(0.25)
+            await asyncio.sleep(0)
+            clock.ahead_s += 25
             cache.store.expire()
             assert await get(cache, space, 1) == payload(1)
             assert await get(cache, space, 2) == BlockMissReason.ABSENT

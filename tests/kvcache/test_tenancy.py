@@ -107,16 +107,16 @@ def test_sessions_end_and_slide(tmp_path: Path) -> None:
                 await cache.attach(os.urandom(32), LAYOUT)
                 sliding, fixed, lone = make(1), make(1), make(1)
                 for blocks, session, slides in ((sliding, b"1" * 16, True), (fixed, b"2" * 16, False)):
-                    with asking(Asker(session=session, session_ttl_s=0.6, sliding=slides)):
+                    with asking(Asker(session=session, session_ttl_s=1.5, sliding=slides)):
                         await cache.put(blocks, durability=Durability.DISK)
-                await cache.put(lone, ttl_s=0.6, sliding=True)
-                for _ in range(4):
-                    await asyncio.sleep(0.25)
+                await cache.put(lone, ttl_s=1.5, sliding=True)
+                for _ in range(3):
+                    await asyncio.sleep(0.6)
                     with asking(Asker(session=b"1" * 16)):
                         assert (await cache.lookup(chain(sliding), lease=False)).blocks == 1
                     assert (await cache.lookup(chain(lone), lease=False)).blocks == 1
                 assert (await cache.lookup(chain(fixed), lease=False)).blocks == 0
-                await asyncio.sleep(0.7)
+                await asyncio.sleep(1.6)
                 assert (await cache.lookup(chain(sliding), lease=False)).blocks == 0
 
     run(scenario)

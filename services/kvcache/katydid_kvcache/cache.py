@@ -382,11 +382,10 @@ class Cache:
         if self.shared is not None and self.policy.shared.admission == "all":
             self.shared.offer(block)
 
-    def _sink(self, block: Block) -> None:
-        """A block was used: what was not worth a place below at its first use may be now."""
+    def _sink(self, block: Block) -> bool:
+        """A block was used: what was not worth a place below at its first use may be now. True when it was copied."""
         if block.memory is None or not block.complete:
-            return
+            return False
         if block.disk is None:
             self.writer.follow(block)
-        if self.shared is not None:
-            self.shared.offer(block)
+        return self.shared is not None and self.shared.offer(block)

@@ -41,7 +41,7 @@ class Reader:
         memory: MemoryTier,
         disk: DiskTier | None,
         shared: SharedTier | None = None,
-        promoted: Callable[[Block], None] = lambda _: None,
+        promoted: Callable[[Block], object] = lambda _: None,
     ) -> None:
         self._store = store
         self._memory = memory

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from katydid_cache.records import Tier, TierRun
 
-from katydid_kvcache.blocks import Block, Namespace
+from katydid_kvcache.blocks import Namespace
 
 __all__ = ["TENANTS_TOLD_APART", "TenantFigures", "Tenants"]
 
@@ -43,16 +43,13 @@ class Tenants:
             figures = self._figures[tenant] = TenantFigures()
         return figures
 
-    def count_lookup(
-        self, namespace: Namespace, tenant: bytes, asked: int, runs: Sequence[TierRun], found: Sequence[Block]
-    ) -> None:
-        """A tenant asked for `asked` blocks and got `found`, which lie in `runs`."""
+    def count_lookup(self, namespace: Namespace, tenant: bytes, asked: int, runs: Sequence[TierRun]) -> None:
+        """A tenant asked for `asked` blocks and got those in `runs`."""
         figures, layout = self.of(tenant), namespace.layout
         for run in runs:
             figures.hit_tokens[run.tier] += run.blocks * layout.block_tokens
             figures.hit_bytes[run.tier] += run.blocks * layout.block_bytes
-        figures.missed_tokens += (asked - len(found)) * layout.block_tokens
-        figures.shared_hits += sum(block.tenant != tenant for block in found)
+        figures.missed_tokens += (asked - sum(run.blocks for run in runs)) * layout.block_tokens
 
     def saved_prefill_s(self, figures: TenantFigures) -> float:
         """Seconds of prefill that the tokens found would have cost."""

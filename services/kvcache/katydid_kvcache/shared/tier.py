@@ -91,19 +91,16 @@ class SharedTier:
         """Look for news now: somebody has joined a namespace."""
         self._look.set()
 
-    def offer(self, block: Block) -> None:
-        """Send a complete block in memory to the store, if it is worth it and not there yet."""
+    def offer(self, block: Block) -> bool:
+        """Send a complete block in memory to the store, if it is worth it and not there yet; whether it was taken."""
         if block.shared is not None or block.memory is None or not block.complete or self._packer.holds(block):
-            return
+            return False
         if self._policy.admission == "second_touch" and not self._store.memory.ghosts.returned(block.hash):
-            return
+            return False
         if not self._breaker.closed:
             self._books.counters.sheds["failing"] += 1
-            return
-        view = self._memory.view(block)
-        if xxh3_128_digest(view) != block.checksum:
-            return  # whoever reads it next quarantines it
-        self._packer.take(block, view, self._ends_at(block))
+            return False
+        return self._packer.take(block, self._memory.view(block), self._ends_at(block))
 
     async def read(self, block: Block, into: memoryview) -> BlockMissReason | None:
         """Fill `into` with a block that is in the store and check it; None, or why it can't be had."""
@@ -161,6 +158,9 @@ class SharedTier:
 
     async def _publish(self, namespace: Namespace, pack: list[Outgoing]) -> None:
         sheds = self._books.counters.sheds
+        pack = await asyncio.to_thread(_intact, pack)
+        if not pack:
+            return
         if not self._breaker.allow():
             sheds["failing"] += len(pack)
             return
@@ -248,3 +248,8 @@ class SharedTier:
 
     def _note_reach(self) -> None:
         self._store.shared_reachable = self._breaker.closed
+
+
+def _intact(pack: list[Outgoing]) -> list[Outgoing]:
+    """The blocks whose copies are what was committed; the others are quarantined by whoever reads them next."""
+    return [block for block in pack if xxh3_128_digest(block.payload) == block.checksum]
