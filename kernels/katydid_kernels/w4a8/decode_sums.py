@@ -24,7 +24,7 @@ def store_tile(acc, row, end, strip, y_ptr, H: gl.constexpr):
             rows = row + gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
             cols = strip * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
             target = y_ptr + rows.to(gl.int64)[None, :] * H + cols[:, None]
-            gl.store(target, acc.to(gl.bfloat16), mask=(rows < end)[None, :] & (cols >= 0)[:, None])
+            gl.store(target, acc.to(gl.bfloat16), mask=(rows < end)[None, :])
         else:
             store_columns(acc, y_ptr, H, row, end, strip * 64, gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1]))
 

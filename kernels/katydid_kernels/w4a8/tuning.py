@@ -73,4 +73,4 @@ def expert_tile(pairs: int, experts: int) -> DecodeTile | GroupedTile:
         return grouped_tile()
     if pairs <= 48 or mean <= 3:
         return _DECODE[0]
-    return _DECODE[1] if mean <= 8 else _DECODE[2] if mean <= 24 else _DECODE[3]
+    return _DECODE[1] if mean <= 12 else _DECODE[2] if mean <= 24 else _DECODE[3]
