@@ -84,8 +84,10 @@ class LaneDesk:
         parcel = _Parcel([], [])
         times: dict[Tier, tuple[int, float]] = {}
         try:
-            results = await asyncio.gather(*map(self._raise, found.values()))
-            for (place, block), (reason, tier, elapsed_s) in zip(found.items(), results, strict=True):
+            below = [block for block in found.values() if block.memory is None]
+            raised = dict(zip(below, await asyncio.gather(*map(self._raise, below)), strict=True))
+            for place, block in found.items():
+                reason, tier, elapsed_s = raised.get(block, (None, Tier.MEMORY, 0.0))
                 if reason is not None or block.memory is None:
                     misses[place] = reason or BlockMissReason.ABSENT
                     continue
@@ -135,8 +137,6 @@ class LaneDesk:
 
     async def _raise(self, block: Block) -> tuple[BlockMissReason | None, Tier, float]:
         """Bring a block into memory; why not, where it was, and the time it took."""
-        if block.memory is not None:
-            return None, Tier.MEMORY, 0.0
         started, tier = time.monotonic(), Tier.SHARED if block.only_shared else Tier.DISK
         reason = await self._cache.reader.promote(block)
         return reason, tier, time.monotonic() - started
