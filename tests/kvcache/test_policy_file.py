@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from katydid_kvcache.policy.lifetimes import Lifetime
 from katydid_kvcache.policy.policy_file import CachePolicy, SharedPolicy, parse_policy, read_policy
 from katydid_kvcache.policy.pools import Quota
+from katydid_kvcache.settings import KvCacheSettings
 from katydid_runtime.errors import SettingsError
 
 WHOLE = """
@@ -101,3 +102,18 @@ def test_noise_is_a_policy_or_refused(text: str) -> None:
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="can't be read"):
         read_policy(tmp_path / "none.yaml")
+
+
+def test_the_example_of_the_documentation_is_a_policy() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "kvcache-policy.md").read_text()
+    policy = parse_policy(page.partition("```yaml\n")[2].partition("```")[0], "page")
+    assert policy.blocks == Lifetime(86_400, sliding=True)
+    assert policy.memory.quotas == {TENANT: Quota(4 * GIB, 16 * GIB)}
+
+
+def test_more_than_the_tier_has_can_not_be_guaranteed(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(f"tenants: {{'{ID}': {{memory: {{guaranteed: 2GiB}}}}}}")
+    settings = KvCacheSettings(policy_file=str(path), memory_bytes=GIB)
+    with pytest.raises(SettingsError, match="guaranteed 2147483648 bytes, memory_bytes is 1073741824"):
+        settings.with_sizes_of(settings.policy())

@@ -70,6 +70,7 @@ class EventHub:
         held = {
             Tier.MEMORY: [block.hash for block in blocks if block.memory is not None],
             Tier.DISK: [block.hash for block in blocks if block.disk is not None],
+            Tier.SHARED: [block.hash for block in blocks if block.shared is not None],
         }
         for tier, hashes in held.items():
             for start in range(0, len(hashes), _PART_HASHES):

@@ -51,6 +51,11 @@ class Figures:
         self._kept = metrics.gauge("kept_blocks", "Blocks in the tier", ["tier"])
         self._kept_bytes = metrics.gauge("kept_bytes", "Payload bytes in the tier", ["tier"])
         self._capacity = metrics.gauge("capacity_bytes", "Bytes the tier may hold", ["tier"])
+        self._hit_ratio = metrics.gauge(
+            "expected_hit_ratio",
+            "Share of the blocks looked up lately that a tier of another size would find",
+            ["tier", "capacity_bytes", "admission"],
+        )
         self._leased = metrics.gauge("held_leases", "Leases held now")
         self._attached = metrics.gauge("attached_clients", "Clients attached now")
         self._quarantined = metrics.gauge("quarantined_blocks", "Slots taken out of use because of wrong bytes")
@@ -75,6 +80,9 @@ class Figures:
             self._kept_bytes.labels(tier).set(books.bytes)
             if isinstance(books, TierBooks):
                 self._capacity.labels(tier).set(books.slots.capacity_bytes)
+                for point in books.ghosts.hit_rates():
+                    self._hit_ratio.labels(tier, point.capacity_bytes, "all").set(point.admit_all)
+                    self._hit_ratio.labels(tier, point.capacity_bytes, "second_touch").set(point.second_touch)
         self._tenants.update(cache)
         for field, counter in self._traffic.items():
             value = getattr(cache.traffic, field)

@@ -116,6 +116,16 @@ class KvCacheSettings(DialingSettings):
             "block_ttl_s": policy.blocks.ttl_s if policy.blocks else None,
         }
         told = {name: value for name, value in told.items() if value is not None}
+        for name, tier in (("memory_bytes", policy.memory), ("disk_bytes", policy.disk)):
+            guaranteed = sum(quota.guaranteed_bytes for quota in tier.quotas.values())
+            size = told.get(name) or getattr(self, name)
+            if guaranteed > size:
+                raise SettingsError(
+                    f"{self.policy_file}: tenants are guaranteed {guaranteed} bytes, {name} is {size}",
+                    field="tenants",
+                    value=guaranteed,
+                    allowed=f"at most {name} together",
+                )
         for name in told:
             if name in self.model_fields_set:
                 raise SettingsError(
