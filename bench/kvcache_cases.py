@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from array import array
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -33,9 +34,10 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
-async def lookups(*load_options: str, count: int = 500) -> dict[str, float]:
-    """Milliseconds of Lookup with a lease over 4,096 blocks, while another client puts all it can."""
+async def lookups(load_options: Sequence[str] | None, count: int = 500) -> dict[str, float]:
+    """Milliseconds of Lookup with a lease over 4,096 blocks, while another client puts all it can; None: alone."""
     times: list[float] = []
+    puts: list[float] = []
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         options = ("--memory-bytes", str(768 * MIB))
@@ -46,9 +48,12 @@ async def lookups(*load_options: str, count: int = 500) -> dict[str, float]:
             payload = os.urandom(SMALL.block_bytes)
             await cache.put([PutBlock(block_hash, b"", payload) for block_hash in hashes])
             chain = b"".join(hashes)
-            load = Passes(stack, sys.executable, str(HERE / "kvcache_pass.py"), address, "--put-only", *load_options)
-            loading = asyncio.create_task(asyncio.to_thread(load.next))
-            await asyncio.sleep(1.0)
+            loading = None
+            if load_options is not None:
+                program = str(HERE / "kvcache_pass.py")
+                load = Passes(stack, sys.executable, program, address, "--put-only", *load_options)
+                loading = asyncio.create_task(asyncio.to_thread(load.next))
+                await asyncio.sleep(1.0)
             for _ in range(count):
                 started = time.perf_counter()
                 found = await cache.lookup(chain)
@@ -57,10 +62,12 @@ async def lookups(*load_options: str, count: int = 500) -> dict[str, float]:
                     raise SystemExit(f"found {found.blocks} of {LOOKUP_BLOCKS}")
                 await cache.release(found.lease)
                 await asyncio.sleep(0.005)
-                if loading.done():
+                if loading is not None and loading.done():
+                    puts.append(loading.result()["put"])
                     loading = asyncio.create_task(asyncio.to_thread(load.next))
-            figures = await loading
-    return {"p50": percentile(times, 0.5), "p99": percentile(times, 0.99), "put": figures["put"]}
+            if loading is not None:
+                puts.append((await loading)["put"])
+    return {"p50": percentile(times, 0.5), "p99": percentile(times, 0.99), "put": statistics.median(puts or [0.0])}
 
 
 def hashing() -> float:
