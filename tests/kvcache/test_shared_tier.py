@@ -142,6 +142,32 @@ def test_what_an_operator_evicts_is_gone_for_every_instance(tmp_path: Path) -> N
     run(scenario)
 
 
+def test_a_block_withdrawn_while_it_is_read_is_a_miss(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(**shared(tmp_path)) as (cache, space):
+            put(cache, space, 1)
+            await cache.flush()
+            cache.store.leave(cache.store.memory, space.blocks[key(1)])
+            assert cache.shared is not None
+            backend, begun, go_on = cache.shared._backend, asyncio.Event(), asyncio.Event()
+
+            async def read(location: Location, into: memoryview) -> None:
+                await type(backend).read(backend, location, into)
+                begun.set()
+                await go_on.wait()
+
+            backend.read = read  # type: ignore[method-assign]
+            reading = asyncio.create_task(get(cache, space, 1))
+            await begun.wait()
+            cache.store.adopt(space, Entry(key(1), b"", b"", 0.0, 0.0, None))
+            go_on.set()
+            assert await reading is BlockMissReason.ABSENT
+            assert not space.blocks
+            assert put(cache, space, 1).status is PutStatus.STORED
+
+    run(scenario)
+
+
 class Stuck(Backend):
     """A store that answers nothing, or fails at once."""
 

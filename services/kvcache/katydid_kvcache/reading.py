@@ -108,6 +108,8 @@ class Reader:
             if slot is None:
                 return BlockMissReason.STORE_UNAVAILABLE
             reason = await self._read_below(block, self._memory.pages(block, slot))
+            if reason is None and block.namespace.blocks.get(block.hash) is not block:
+                reason = BlockMissReason.ABSENT  # it was withdrawn while it was read
             if reason is not None:
                 store.memory.free(block, slot)
             else:
@@ -119,7 +121,7 @@ class Reader:
 
     async def _read_below(self, block: Block, into: memoryview) -> BlockMissReason | None:
         """Read a block from disk, or from the shared store when it is not to be had there."""
-        reason: BlockMissReason | None = BlockMissReason.STORE_UNAVAILABLE
+        reason: BlockMissReason | None = BlockMissReason.ABSENT
         if block.disk is not None:
             reason = await self._read_disk(block, block.disk, into)
         if reason is not None and block.only_shared and self._shared is not None:

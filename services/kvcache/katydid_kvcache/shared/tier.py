@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from katydid_cache.records import BlockMissReason, Tier
 from xxhash import xxh3_128_digest
@@ -222,11 +223,13 @@ class SharedTier:
         ends_at = time.time() + self._policy.ttl_s
         return min(ends_at, block.expires_at) if block.expires_at else ends_at
 
-    def _soon(self, call: object, what: str) -> None:
+    def _soon(self, call: Coroutine[Any, Any, None], what: str) -> None:
+        """Make a small call beside everything else."""
+
         async def bounded() -> None:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    await call  # type: ignore[misc]
+                    await call
                 self._succeeded()
             except (OSError, TimeoutError) as error:
                 self._failed(what, error)
