@@ -7,7 +7,8 @@ side by side, then take turns at the GPU; one whose kernels do not match float64
 ``gemm.json`` and ``moe.json``; errors, times of single launches and tiles beside each other to ``gemm_parts.json``.
 
 With ``--peers DIR``, which holds vLLM and FlashInfer in ``vllm`` and ``fi`` and DeepGEMM in ``dg``, they are timed in
-the same run; ``--search`` looks for the configurations of vLLM's Triton experts first and keeps them.
+the same run; ``--search`` looks for the configurations of vLLM's Triton experts first and keeps them. With
+``--earlier FILE``, a ``gemm_parts.json``, the peers of that run stand in for those that are not there.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def peer_environment(peers: Path) -> dict[str, str]:
     return {**os.environ, **quiet, "PYTHONPATH": ":".join(paths)}
 
 
-def run_parts(names: list[str], limit_s: float, out: Path, peers: Path | None) -> None:
+def run_parts(names: list[str], limit_s: float, out: Path, peers: Path | None, found: Found) -> None:
+    """Run the parts side by side; `found` holds those of an earlier run that count."""
     start = time.monotonic()
     os.environ.setdefault("GEMM_BENCH_LOCK", tempfile.mkstemp()[1])
     running = {
@@ -79,7 +81,6 @@ def run_parts(names: list[str], limit_s: float, out: Path, peers: Path | None) -
         )
         for name in names
     }
-    found: Found = {}
     while running:
         for name, process in list(running.items()):
             if process.poll() is None and time.monotonic() - start < limit_s:
@@ -122,6 +123,7 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=180.0)
     parser.add_argument("--peers", type=Path)
     parser.add_argument("--search", action="store_true")
+    parser.add_argument("--earlier", type=Path, help="gemm_parts.json of an earlier run, for its peers")
     parser.add_argument("--only", nargs="*", help="these parts alone")
     parser.add_argument("--part")
     arguments = parser.parse_args()
@@ -131,16 +133,18 @@ def main() -> None:
     if arguments.search:
         from moe_peers import CONFIGS
 
-        found = {}
+        configs = {}
         for shard in ("TP8", "EP8"):
             command = [sys.executable, __file__, "--part", f"search {shard}"]
             environment = peer_environment(arguments.peers)
             environment.setdefault("GEMM_BENCH_LOCK", tempfile.mkstemp()[1])
             output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-            found[shard] = json.loads(next(line[7:] for line in output.splitlines() if line.startswith("RESULT ")))
-        CONFIGS.write_text(json.dumps(found, indent=1) + "\n")
+            configs[shard] = json.loads(next(line[7:] for line in output.splitlines() if line.startswith("RESULT ")))
+        CONFIGS.write_text(json.dumps(configs, indent=1) + "\n")
     names = [name for group in GROUPS.values() for name in group] + (list(PEER_PARTS) if arguments.peers else [])
-    run_parts(arguments.only or names, arguments.limit_s, arguments.out, arguments.peers)
+    earlier = json.loads(arguments.earlier.read_text()) if arguments.earlier else {}
+    found = {name: part for name, part in earlier.items() if name in PEER_PARTS}
+    run_parts(arguments.only or names, arguments.limit_s, arguments.out, arguments.peers, found)
 
 
 if __name__ == "__main__":

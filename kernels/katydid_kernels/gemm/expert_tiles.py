@@ -82,8 +82,8 @@ def multiply(
     """The product of `steps` stages with the first TOKENS rows of x, ``[ROWS, TOKENS]`` for ROWS weight rows; and the
     place in the ring after them.
 
-    AT_ONCE: how many stages to multiply before waiting for the first, where each has an accumulator of its own
-    (PROMOTE); it divides `steps`. With few tokens a stage's time is latency, which two share.
+    AT_ONCE: how many stages (1, 2 or 4) to multiply before waiting for the first, where each has an accumulator of its
+    own (PROMOTE); it divides `steps`. With few tokens a stage's time is latency, which they share.
     """
     _, _, full, empty = ring
     layout: gl.constexpr = accumulator_layout(TOKENS, ring[0].dtype.primitive_bitwidth)
@@ -99,6 +99,22 @@ def multiply(
             acc += part
             acc += other
             stage, phase = advance(second, second_phase, STAGES)
+    elif PROMOTE and AT_ONCE == 4:
+        for _ in range(0, steps, 4):
+            second, second_phase = advance(stage, phase, STAGES)
+            third, third_phase = advance(second, second_phase, STAGES)
+            fourth, fourth_phase = advance(third, third_phase, STAGES)
+            a = _multiply_stage(WHO, ring, stage, phase, ROWS, TOKENS, WGS, GATHERED)
+            b = _multiply_stage(WHO, ring, second, second_phase, ROWS, TOKENS, WGS, GATHERED)
+            c = _multiply_stage(WHO, ring, third, third_phase, ROWS, TOKENS, WGS, GATHERED)
+            d = _multiply_stage(WHO, ring, fourth, fourth_phase, ROWS, TOKENS, WGS, GATHERED)
+            a, b, c, d = warpgroup_mma_wait(0, deps=(a, b, c, d))
+            mbarrier.arrive(empty.index(stage), count=1)
+            mbarrier.arrive(empty.index(second), count=1)
+            mbarrier.arrive(empty.index(third), count=1)
+            mbarrier.arrive(empty.index(fourth), count=1)
+            acc += (a + b) + (c + d)
+            stage, phase = advance(fourth, fourth_phase, STAGES)
     elif PROMOTE:
         for _ in range(steps):
             part = _multiply_stage(WHO, ring, stage, phase, ROWS, TOKENS, WGS, GATHERED)

@@ -23,7 +23,7 @@ from katydid_kernels.gemm.expert_tiles import (
     tokens_of,
 )
 from katydid_kernels.gemm.experts_blocks import finish_block
-from katydid_kernels.gemm.experts_order import count, down_share, wait_for_count
+from katydid_kernels.gemm.experts_order import count, down_share, nth_item, wait_for_count
 from katydid_kernels.gemm.experts_pairs import multiply_pairs, paired_column, stream_pairs
 from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_for_last
 
@@ -65,8 +65,9 @@ def _stream_weights(
                     w13_desc, [expert, group, 0, 0, k * BLOCK_K], bar, w_bufs.index(stage * WGS + part)
                 )
             stage, phase = advance(stage, phase, STAGES)
-    begin, finish = down_share(tiles * up_n, tiles * down_n, H, WIDTH)
-    for item in range(begin, finish):
+    share = down_share(tiles, up_n, down_n, H, WIDTH)
+    for nth in range(share[0]):
+        item = nth_item(nth, share)
         expert = gl.load(tiles_ptr + item // down_n * 4)
         if PAIRED:
             stage, phase = stream_pairs(w2_desc, expert, item % down_n, ring, stage, phase, STAGES)
@@ -116,11 +117,12 @@ def _copy_tokens(
                 mbarrier.arrive(full.index(stage), count=1)
             copy_rows(x_bufs.index(stage), source + k * BLOCK_K, valid, full.index(stage))
             stage, phase = advance(stage, phase, STAGES)
-    begin, finish = down_share(tiles * up_n, tiles * down_n, H, WIDTH)
+    share = down_share(tiles, up_n, down_n, H, WIDTH)
     # How often a tile is counted: by every warpgroup for its columns, or once for a block of them.
     done = up_n * WGS // 4 if BLOCKS else up_n * WGS
     known = -1
-    for item in range(begin, finish):
+    for nth in range(share[0]):
+        item = nth_item(nth, share)
         tile = item // down_n
         row, end = _rows_of(tile, tiles_ptr)
         if tile != known:
@@ -183,8 +185,9 @@ def _consume(
             store_columns(h, h_ptr, h_stride, row, end, col, h_layout)
             count(ready_ptr + tile)
 
-    begin, finish = down_share(tiles * up_n, tiles * down_n, H, WIDTH)
-    for item in range(begin, finish):
+    share = down_share(tiles, up_n, down_n, H, WIDTH)
+    for nth in range(share[0]):
+        item = nth_item(nth, share)
         row, end = _rows_of(item // down_n, tiles_ptr)
         expert = gl.load(tiles_ptr + item // down_n * 4)
         col = (item % down_n * WGS + WHO) * ROWS

@@ -18,7 +18,7 @@ from katydid_kernels.gemm.expert_tiles import (
     scaled_swiglu,
     store_columns,
 )
-from katydid_kernels.gemm.experts_order import count, down_share, wait_for_count
+from katydid_kernels.gemm.experts_order import count, down_share, nth_item, wait_for_count
 from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_for_last
 
 __all__ = ["experts_few_kernel"]
@@ -53,7 +53,7 @@ def _stream_weights(
     w13_desc, w2_desc, ids_ptr, experts, ring, shape, TOP_K: gl.constexpr, PADDED: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
     _, w_bufs, full, empty = ring
-    up_items, begin, finish, up_n, down_n, up_k, down_k = shape
+    up_items, share, up_n, down_n, up_k, down_k = shape
     GROUPS: gl.constexpr = w13_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = w13_desc.block_type.shape[4]
     stage = 0
@@ -68,7 +68,8 @@ def _stream_weights(
                 w13_desc, [expert, item % up_n * GROUPS, 0, 0, k * BLOCK_K], bar, w_bufs.index(stage)
             )
             stage, phase = advance(stage, phase, STAGES)
-    for item in range(begin, finish):
+    for nth in range(share[0]):
+        item = nth_item(nth, share)
         lane, chosen = _choices(ids_ptr, item // down_n, TOP_K, PADDED, experts)
         for j in range(TOP_K):
             expert = _pick(chosen, lane, j)
@@ -89,7 +90,7 @@ def _stream_tokens(
     TOP_K: gl.constexpr, PADDED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     x_bufs, _, full, empty = ring
-    up_items, begin, finish, up_n, down_n, up_k, down_k = shape
+    up_items, share, up_n, down_n, up_k, down_k = shape
     BLOCK_K: gl.constexpr = x_bufs.type.shape[2]
     stage = 0
     phase = 1
@@ -103,7 +104,8 @@ def _stream_tokens(
             tma.async_copy_global_to_shared(x_desc, [pair // TOP_K, k * BLOCK_K], bar, x_bufs.index(stage))
             stage, phase = advance(stage, phase, STAGES)
     known = -1
-    for item in range(begin, finish):
+    for nth in range(share[0]):
+        item = nth_item(nth, share)
         token = item // down_n
         choice, chosen = _choices(ids_ptr, token, TOP_K, PADDED, experts)
         if token != known:
@@ -129,7 +131,7 @@ def _consume(
     weights_ptr, shared_ptr, out_ptr = result
     ready_ptr, sync_ptr, tokens = counters
     x_bufs, w_bufs, _, _ = ring
-    up_items, begin, finish, up_n, down_n, up_k, down_k = shape
+    up_items, share, up_n, down_n, up_k, down_k = shape
     up_scale_ptr, inverse_scale_ptr, down_scale_ptr, token_scale_ptr = scales
     TOKENS: gl.constexpr = x_bufs.type.shape[1]
     ROWS: gl.constexpr = w_bufs.type.shape[2] * 16
@@ -152,7 +154,8 @@ def _consume(
             store_columns(h, h_ptr, h_stride, pair, pair + 1, item % up_n * (ROWS // 2), h_layout)
         count(ready_ptr + pair // TOP_K)
 
-    for item in range(begin, finish):
+    for nth in range(share[0]):
+        item = nth_item(nth, share)
         token = item // down_n
         choice, chosen = _choices(ids_ptr, token, TOP_K, PADDED, experts)
         factor = gl.load(down_scale_ptr + gl.maximum(chosen, 0))
@@ -204,10 +207,10 @@ def experts_few_kernel(
     down_n = H // (GROUPS * 16)
     up_k: gl.constexpr = H // BLOCK_K
     down_k: gl.constexpr = (WIDTH + BLOCK_K - 1) // BLOCK_K
-    UP_AT_ONCE: gl.constexpr = 2 if up_k % 2 == 0 else 1
+    UP_AT_ONCE: gl.constexpr = 4 if up_k % 4 == 0 else 2 if up_k % 2 == 0 else 1
     DOWN_AT_ONCE: gl.constexpr = 2 if down_k % 2 == 0 else 1
     up_items = tokens * TOP_K * up_n
-    begin, finish = down_share(up_items, tokens * down_n, H, TOP_K * WIDTH)
+    share = down_share(tokens, TOP_K * up_n, down_n, H, TOP_K * WIDTH)
     launch_next()
     wait_for_last()
     experts = (first_expert, number)
@@ -216,7 +219,7 @@ def experts_few_kernel(
     counters = (ready_ptr, sync_ptr, tokens)
     scales = (up_scale_ptr, inverse_scale_ptr, down_scale_ptr, token_scale_ptr)
     ring = (x_bufs, w_bufs, full, empty)
-    shape = (up_items, begin, finish, up_n, down_n, up_k, down_k)
+    shape = (up_items, share, up_n, down_n, up_k, down_k)
     gl.warp_specialize(
         [
             (_consume, (ids_ptr, experts, hidden, result, counters, scales, ring, shape,

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from katydid_kernels.gemm.ring import fence_async_global
 
-__all__ = ["count", "down_share", "wait_for_count"]
+__all__ = ["count", "down_share", "nth_item", "wait_for_count"]
 
 
 @gluon.jit
@@ -33,23 +33,47 @@ def count(counter_ptr):
 
 
 @gluon.jit
-def down_share(up_items, down_items, up_size, down_size):
-    """The down tiles of this CTA, first and end; the sizes say how long a tile of either kind takes.
+def down_share(tiles, up_n, down_n, up_size, down_size):
+    """The down tiles of this CTA: how many, the first, and after how many to jump how far; see `nth_item`.
 
-    A CTA with one gate-up tile fewer takes as many more down tiles as take the time of one. Where none has more than
-    one, all down tiles wait for those: they go to the CTAs without if there are enough of them, else evenly. The CTAs
-    with a gate-up tile more take the last down tiles, which are the ones that wait for the last gate-up tiles: nobody
-    else stands still for them.
+    A tile is `up_n` gate-up tiles, dealt round robin, and `down_n` down tiles; the sizes say how long one of either
+    kind takes. A CTA with one gate-up tile fewer takes as many more down tiles as take the time of one. Where none has
+    more than one, all down tiles wait for those: they go to the CTAs without if there are enough of them, else evenly.
+
+    The CTAs with a gate-up tile more take the last down tiles, which are the ones that wait for the last gate-up tiles.
+    Of those they have no time for, the others take a few each, after their own: nobody stands still for them.
     """
     ctas = gl.num_programs(0)
-    longer = up_items % ctas
-    shorter = gl.where(longer == 0, ctas, ctas - longer)
-    each = gl.maximum(down_items - shorter * up_size // down_size, 0) // ctas
-    each = gl.where(longer == 0, down_items // ctas, each)
-    each = gl.where(up_items <= ctas, gl.where(down_items <= shorter, 0, down_items // ctas), each)
-    rest = down_items - each * ctas
+    up = tiles * up_n
+    down = tiles * down_n
+    longer = up % ctas
+    shorter = ctas - longer
+    extra = gl.minimum(shorter * up_size // down_size, down)
+    rest = (down - extra) % ctas
+    share = (down - extra) // ctas * shorter + extra + gl.where(rest <= shorter, rest, rest * shorter // ctas)
+    share = gl.where(longer == 0, down, share)
+    share = gl.where(up <= ctas, gl.where(down <= shorter, down, down * shorter // ctas), share)
+    late = down - (up - longer) // up_n * down_n
+    late = gl.where((up <= ctas) | (longer == 0), 0, late)
+    over = gl.maximum(late - (down - share), 0)
     me = gl.program_id(0)
-    me = gl.where(longer == 0, me, gl.where(me < longer, me + shorter, me - longer))
-    begin = each * me + rest * gl.minimum(me, shorter) // shorter
-    end = each * (me + 1) + rest * gl.minimum(me + 1, shorter) // shorter
-    return begin, end
+    if me < longer:
+        first = share + (down - share) * me // longer
+        split = share + (down - share) * (me + 1) // longer - first
+        jump = 0
+        number = split
+    else:
+        me -= longer
+        first = (share - over) * me // shorter
+        split = (share - over) * (me + 1) // shorter - first
+        second = down - late + over * me // shorter
+        jump = second - first - split
+        number = split + down - late + over * (me + 1) // shorter - second
+    return number, first, split, jump
+
+
+@gluon.jit
+def nth_item(i, share):
+    """The down tile that a CTA takes as its i-th."""
+    _, first, split, jump = share
+    return first + i + gl.where(i >= split, jump, 0)
