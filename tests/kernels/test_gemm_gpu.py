@@ -44,7 +44,8 @@ SHAPES = [
 def test_wide(tile: WideTile, dtype: torch.dtype, promote: bool) -> None:
     bound = SHORT_ACCUMULATOR if dtype == E4M3 and not promote else ROUNDING
     for shape in SHAPES:
-        assert check_gemm(shape, dtype, tile, promote=promote, hooks=False) < bound, shape
+        error = check_gemm(shape, dtype, tile, promote=promote, hooks=False)
+        assert error < (bound if shape[0] * shape[1] > 1000 else max(bound, FEW_RESULTS)), shape
     assert check_gemm((333, 520, 1024), dtype, tile, promote=promote, hooks=True) < bound
 
 
