@@ -13,6 +13,7 @@ import pytest
 from katydid_kvcache.shared.backend import Backend, Outgoing, open_backend
 from katydid_kvcache.shared.manifest import Entry, Location
 from katydid_runtime.errors import SettingsError
+from redis.asyncio import Redis
 from xxhash import xxh3_128_digest
 
 from tests.kvcache.inside import key, payload
@@ -96,6 +97,21 @@ def test_blocks_end_in_the_store_and_are_missed(url: str) -> None:
             assert await read(store, long) == payload(2)
         finally:
             await store.close()
+
+    run(scenario)
+
+
+def test_redis_does_not_tell_of_keys_that_it_evicted() -> None:
+    async def scenario() -> None:
+        with redis_server() as (url, _):
+            one, other = open_backend(url, timeout_s=5), open_backend(url, timeout_s=5)
+            entries = await one.publish(IDENTITY, LAYOUT, [outgoing(1), outgoing(2)])
+            assert entries[0].location is not None
+            async with Redis.from_url(url) as direct:
+                await direct.delete(bytes.fromhex(entries[0].location.object))
+            assert await other.news(IDENTITY, LAYOUT) == entries[1:]
+            await one.close()
+            await other.close()
 
     run(scenario)
 

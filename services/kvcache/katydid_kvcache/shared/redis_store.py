@@ -23,7 +23,7 @@ from katydid_kvcache.shared.manifest import Entry, Location, Manifest
 
 __all__ = ["RedisStore"]
 
-_STREAM_ENTRIES = 1_000_000
+_STREAM_ENTRIES = 100_000
 _READ_ENTRIES = 1000
 _PUBLISHED, _WITHDRAWN = b"+", b"-"
 
@@ -75,6 +75,7 @@ class RedisStore:
                 rows = await self._redis.xrange(_stream(identity), min=after, count=_READ_ENTRIES)
             except RedisError as error:
                 raise OSError(str(error)) from None
+            batch: list[Entry] = []
             for number, fields in rows:
                 self._read_up_to[identity] = b"(" + number
                 try:
@@ -83,7 +84,8 @@ class RedisStore:
                 except DataCorruptError:
                     continue
                 if manifest.identity == identity and manifest.layout == layout:
-                    news += [_placed(identity, entry) for entry in manifest.entries]
+                    batch += [_placed(identity, entry) for entry in manifest.entries]
+            news += await self._still_there(batch)
             if len(rows) < _READ_ENTRIES:
                 return news
 
@@ -110,6 +112,17 @@ class RedisStore:
 
     async def close(self) -> None:
         await self._redis.aclose()
+
+    async def _still_there(self, entries: list[Entry]) -> list[Entry]:
+        """The entries without those whose keys have been evicted or have ended since they were told."""
+        try:
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for entry in entries:
+                    pipe.exists(b"" if entry.location is None else bytes.fromhex(entry.location.object))
+                there = await pipe.execute()
+        except RedisError as error:
+            raise OSError(str(error)) from None
+        return [entry for entry, found in zip(entries, there, strict=True) if found or entry.location is None]
 
     async def _tell(self, identity: bytes, kind: bytes, manifest: Manifest) -> None:
         fields = {b"k": kind, b"m": manifest.encode()}
