@@ -7,8 +7,10 @@ memory: the old mapping is dropped when a slot of the new one appears.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -19,6 +21,9 @@ from katydid_engine.plan import Transfer
 from katydid_engine.staging import ARENA_PAGE_BYTES, arena_place
 
 __all__ = ["SlotMemory"]
+
+_POPULATE_WRITE = 23  # madvise, since Linux 5.14
+_PIECE_BYTES = 16 * 1024 * 1024
 
 
 class SlotMemory:
@@ -71,6 +76,17 @@ class SlotMemory:
         if self._device.type == "cuda":
             register_memory(flat)
             self._registered = flat
+        else:
+            # Otherwise a step would wait for the kernel to map each page it packs into for the first time.
+            threading.Thread(target=_map_pages, args=(flat,), name="map-arena", daemon=True).start()
         object_bytes = self._staging.shape[1]
         rows = (size - object_bytes) // ARENA_PAGE_BYTES + 1
         return flat.as_strided((rows, object_bytes), (ARENA_PAGE_BYTES, 1))
+
+
+def _map_pages(memory: Tensor) -> None:
+    madvise = ctypes.CDLL(None).madvise
+    for start in range(0, memory.numel(), _PIECE_BYTES):
+        size = min(_PIECE_BYTES, memory.numel() - start)
+        if madvise(ctypes.c_void_p(memory.data_ptr() + start), ctypes.c_size_t(size), _POPULATE_WRITE):
+            return
