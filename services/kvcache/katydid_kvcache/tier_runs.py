@@ -25,11 +25,17 @@ def tier_runs(speeds: ReadSpeeds, namespace: Namespace, blocks: Sequence[Block])
     """Blocks that follow each other, by tier, with the time until all up to the end of each run are in memory."""
     runs: list[TierRun] = []
     below: Counter[Tier] = Counter()
-    for tier, group in groupby([tier_of(block) for block in blocks]):
-        count = len([*group])
-        if tier is not Tier.MEMORY:
-            below[tier] += count
-        runs.append(TierRun(tier, count, 0.0 if tier is Tier.MEMORY else eta_s(speeds, namespace, below)))
+    first = 0
+    # Most blocks of most lookups are in memory, and there may be thousands of them.
+    for away, group in groupby([block.memory is None for block in blocks]):
+        part = blocks[first : first + len([*group])]
+        first += len(part)
+        if not away:
+            runs.append(TierRun(Tier.MEMORY, len(part), 0.0))
+            continue
+        for tier, same in groupby([tier_of(block) for block in part]):
+            below[tier] += (count := len([*same]))
+            runs.append(TierRun(tier, count, eta_s(speeds, namespace, below)))
     return tuple(runs)
 
 
