@@ -163,15 +163,15 @@ def restart(rounds: int, folder: Path) -> list[Row]:
 
 
 def write(path: Path, parts: dict[str, list[Row]], rounds: int, load: tuple[float, float]) -> None:
-    """Replaces the rows of `parts` in the file."""
+    """Replaces the rows of `parts` in the file; a note that someone wrote into it stays."""
     head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     about = {"commit": head.stdout.strip(), "rounds": rounds, "load": [round(value, 1) for value in load]}
-    kept = (
-        [row for row in json.loads(path.read_text())["rows"] if row.get("part") not in parts] if path.exists() else []
-    )
-    rows = kept + [{"part": part} | row | about for part, rows in parts.items() for row in rows]
-    command = "python bench/kvcache.py --peers FOLDER"
-    path.write_text(json.dumps({"command": command, "cores": os.cpu_count(), "rows": rows}, indent=1) + "\n")
+    before = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    rows = [row for row in before["rows"] if row.get("part") not in parts]
+    rows += [{"part": part} | row | about for part, measured in parts.items() for row in measured]
+    content = {"command": "python bench/kvcache.py --peers FOLDER", "cores": os.cpu_count()}
+    content |= {"note": note} if (note := before.get("note")) else {}
+    path.write_text(json.dumps(content | {"rows": rows}, indent=1) + "\n")
 
 
 def main() -> None:
