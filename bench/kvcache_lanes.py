@@ -95,7 +95,7 @@ async def rows(
 ) -> list[Row]:
     """One row a case, in the form of bench/results; `tell` hears of each as it comes."""
     memory = ["--memory-bytes", str(1 << 30)]
-    cores = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     result: list[Row] = []
 
     def add(figure: str, speed: float, bar: float | None) -> None:
@@ -122,7 +122,7 @@ async def main() -> None:
     parser.add_argument("--pull-blocks", type=int, default=128, help="2 MiB blocks a pull")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, block {LAYOUT.block_bytes >> 20} MiB", flush=True)
+    print(f"load {os.getloadavg()[0]:.1f}, {len(os.sched_getaffinity(0))} cores, block {LAYOUT.block_bytes >> 20} MiB", flush=True)
     await rows(
         options.get_lanes,
         options.pull_lanes,
