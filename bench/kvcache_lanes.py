@@ -122,7 +122,10 @@ async def main() -> None:
     parser.add_argument("--pull-blocks", type=int, default=128, help="2 MiB blocks a pull")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    print(f"load {os.getloadavg()[0]:.1f}, {len(os.sched_getaffinity(0))} cores, block {LAYOUT.block_bytes >> 20} MiB", flush=True)
+    print(
+        f"load {os.getloadavg()[0]:.1f}, {len(os.sched_getaffinity(0))} cores, block {LAYOUT.block_bytes >> 20} MiB",
+        flush=True,
+    )
     await rows(
         options.get_lanes,
         options.pull_lanes,
