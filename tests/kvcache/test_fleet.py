@@ -153,7 +153,7 @@ def test_instances_join_and_leave_without_a_word_to_anyone(tmp_path: Path) -> No
             services = [stack.enter_context(ServiceProcess(**options)) for _ in range(2)]
             file.write_text("".join(f"{service.address}\n" for service in services))
             async with fleet(f"file:{file}") as cache:
-                chains = [make_chain(8) for _ in range(6)]
+                chains = [make_chain(8) for _ in range(16)]
                 for blocks in chains:
                     await cache.put(blocks)
                 third = stack.enter_context(ServiceProcess(**options))
