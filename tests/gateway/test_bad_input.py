@@ -12,7 +12,7 @@ from katydid_gateway.http import exchange
 
 from tests.gateway.rig import Rig, rig
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
 
 def run(folder: Path, scenario: Any, **options: Any) -> None:
@@ -63,6 +63,7 @@ BAD: list[tuple[str, bytes, int, str | None]] = [
     (CHAT, chat(max_tokens=5, max_completion_tokens=6), 400, "max_completion_tokens"),
     (CHAT, chat(stop=[1]), 400, "stop[0]"),
     (CHAT, chat(logit_bias={"x": 1}), 400, "logit_bias"),
+    (CHAT, chat(logit_bias={"1" * 5000: 1}), 400, "logit_bias"),
     (CHAT, chat(tools=[{"type": "function"}]), 400, "tools[0].function"),
     (CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}]), 400, "tools"),
     (CHAT, chat(tool_choice="auto"), 400, "tool_choice"),
@@ -82,6 +83,8 @@ BAD: list[tuple[str, bytes, int, str | None]] = [
     (COMPLETIONS, complete("x", logprobs=6), 400, "logprobs"),
     (COMPLETIONS, complete("x", best_of=3), 400, "best_of"),
     (COMPLETIONS, complete("x", suffix="y"), 400, "suffix"),
+    (RESPONSES, b'{"input": [{"role": "user", "content": "x"}, 5]}', 400, "input[1]"),
+    (RESPONSES, b'{"input": [{"type": "item_reference"}]}', 400, "input[0].type"),
 ]
 
 
@@ -105,6 +108,16 @@ def test_bad_input_gets_an_error_that_names_the_field_and_harms_nobody(chatml: P
         assert (await built.chat()).status_code == 200
 
     run(chatml, scenario)
+
+
+def test_half_a_surrogate_pair_in_arguments_is_no_text(hy3: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        response = await built.http.post(CHAT, json={"messages": messages})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+
+    run(hy3, scenario)
 
 
 def test_an_oversize_body_is_refused_before_it_is_read(chatml: Path) -> None:

@@ -12,6 +12,7 @@ import grpc
 import pytest
 from katydid.gateway.v1 import gateway_pb2 as pb
 from katydid.gateway.v1.gateway_pb2_grpc import InferenceServiceStub
+from katydid_gateway.http import exchange
 from katydid_runtime.errors import DrainingError, EngineLostError, KatydidError, SlowClientError
 from katydid_runtime.rpc_errors import from_rpc_error
 
@@ -112,6 +113,23 @@ def test_a_slow_reader_is_cut_off_with_a_typed_error(chatml: Path) -> None:
         assert b"[DONE]" not in received
 
     run(chatml, scenario, client_buffer_bytes=100_000)
+
+
+def test_a_complete_answer_is_not_kept_for_ever(chatml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stuck(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(exchange, "SLOW_CLIENT_GRACE_S", 0.1)
+    monkeypatch.setattr(exchange.Exchange, "write", stuck)
+
+    async def scenario(built: Rig) -> None:
+        client = await send_raw(built, {"messages": USER, "stream": True, "max_tokens": 8})
+        await until(lambda: built.engines[0].finished == 1)
+        # Its client stays and reads nothing; the deadline frees its place.
+        await until(lambda: built.gateway.generator.idle.is_set(), 5)
+        client.close()
+
+    run(chatml, scenario, request_timeout_s=0.5)
 
 
 def test_a_slow_grpc_reader_is_cut_off(chatml: Path) -> None:

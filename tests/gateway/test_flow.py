@@ -98,6 +98,34 @@ def test_who_leaves_the_line_is_forgotten(chatml: Path) -> None:
     run(chatml, scenario, engine_queue_s=0.01)
 
 
+def test_a_closed_connection_and_a_deadline_end_the_wait(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        gate = built.gateway.generator._flow.gate
+        gate._room = lambda: False
+        left = asyncio.create_task(built.chat("one who leaves", stream=True))
+        await until(lambda: len(gate.queue) == 1)
+        left.cancel()
+        await until(lambda: len(gate.queue) == 0)
+        late = await built.chat("one who waits")
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+        assert built.engines[0].submitted == []
+
+    run(chatml, scenario, request_timeout_s=1.0)
+
+
+def test_a_prompt_that_waits_does_not_keep_its_siblings_output(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        session = built.gateway.fleet.session("engine-0")
+        built.gateway.generator._flow.gate._room = lambda: session.in_flight == 0
+        events = await built.events(
+            "/v1/completions", prompt=["hello there", "hello you"], max_tokens=200, ignore_eos=True, logprobs=5
+        )
+        assert events[-1] == "[DONE]"
+        assert {choice["index"] for event in events[:-1] for choice in event["choices"]} == {0, 1}
+
+    run(chatml, scenario, client_buffer_bytes=50_000, options=MockOptions(step_s=0.001))
+
+
 def test_keys_are_read_again_when_their_file_changes(chatml: Path, tmp_path: Path) -> None:
     async def scenario(built: Rig) -> None:
         assert (await ask(built, "b", "hello")).status_code == 401

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from katydid_gateway.parsers.choice import format_of
 from katydid_gateway.parsers.interface import OutputParser
 from katydid_gateway.parsers.json_calls import HermesParser, LlamaParser
+from katydid_gateway.parsers.json_values import json_text, typed_value
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),
@@ -113,3 +114,17 @@ def test_the_format_is_known_by_the_template() -> None:
     assert format_of("{{ '<|python_tag|>' }}") == "llama"
     assert format_of("<tool_call>\n<function=example>") == "none"
     assert format_of("{{ message.content }}") == "none"
+
+
+def test_half_a_surrogate_pair_never_leaves_as_text() -> None:
+    said = '<tool_call>{"name": "f\\ud800", "arguments": {}}</tool_call>'
+    content, _, calls = parse(HermesParser(tools=True), said, [])
+    assert (content, calls) == (said, [])
+    assert json_text({"ü": "\ud800"}).encode() == b'{"\\u00fc": "\\ud800"}'
+    assert json_text({"ü": "🦗"}) == '{"ü": "🦗"}'
+
+
+def test_odd_values_and_schemas_are_text() -> None:
+    deep = "[" * 5000
+    assert typed_value(deep, {}) == deep
+    assert typed_value("5", {"anyOf": 5}) == 5

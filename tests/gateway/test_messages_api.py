@@ -123,6 +123,23 @@ def test_a_turn_with_results_reaches_the_template_as_openais_would(hy3: Path) ->
     run(hy3, scenario)
 
 
+def test_arguments_come_back_as_the_model_wrote_them(hy3: Path) -> None:
+    async def scenario(built: Rig, client: anthropic.AsyncAnthropic) -> None:
+        tools = [{"name": "add", "input_schema": {"type": "object"}}]
+        asked: Any = {"model": "mock", "max_tokens": 400, "messages": USER, "tools": tools}
+        for value, name in (
+            ('{"long": 123456789012345678901234567890}', "a"),
+            # Half a surrogate pair is no text, and what holds it no JSON to many clients.
+            ('{"half": "\\ud800"}', "INVALID_JSON"),
+        ):
+            built.engines[0].options.script = built.says(CALL.replace(">2<", f">{value}<"))
+            whole = await client.messages.with_raw_response.create(**asked)
+            given = json.loads(await whole.text())["content"][-1]["input"]
+            assert given == {name: json.loads(value) if name == "a" else f'{{"a": {value}}}'}
+
+    run(hy3, scenario)
+
+
 def test_why_it_stopped(chatml: Path) -> None:
     async def scenario(built: Rig, client: anthropic.AsyncAnthropic) -> None:
         built.engines[0].options.script = built.says("one two three four")
@@ -142,7 +159,8 @@ def test_why_it_stopped(chatml: Path) -> None:
 
 def test_errors_are_anthropics(chatml: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text(f"team {hashlib.sha256(b'key').hexdigest()}\n")
+    poor = f"poor {hashlib.sha256(b'poor').hexdigest()} tokens_per_minute=1"
+    keys.write_text(f"team {hashlib.sha256(b'key').hexdigest()}\n{poor}\n")
 
     async def scenario(built: Rig, client: anthropic.AsyncAnthropic) -> None:
         assert (await client.messages.create(model="mock", max_tokens=2, messages=USER)).role == "assistant"
@@ -153,6 +171,11 @@ def test_errors_are_anthropics(chatml: Path, tmp_path: Path) -> None:
         assert caught.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index, call-overload]
         with pytest.raises(anthropic.NotFoundError, match="other"):
             await client.messages.create(model="other", max_tokens=2, messages=USER)
+        poor = client.with_options(api_key="poor")
+        await poor.messages.create(model="mock", max_tokens=2, messages=USER)
+        with pytest.raises(anthropic.RateLimitError) as quota:
+            await poor.messages.create(model="mock", max_tokens=2, messages=USER)
+        assert quota.value.body["error"]["type"] == "rate_limit_error"  # type: ignore[index, call-overload]
         image: Any = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
         with pytest.raises(anthropic.BadRequestError, match="image"):
             await client.messages.create(model="mock", max_tokens=2, messages=[{"role": "user", "content": [image]}])

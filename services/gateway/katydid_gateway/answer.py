@@ -38,9 +38,9 @@ MAX_ATTEMPTS = 3
 
 
 class Answer:
-    """Listens to its flights, and is iterated by one writer with `batches`. `start` must be called first.
+    """Listens to its flights, and is iterated by one writer with `batches`, which sends it too.
 
-    `on_overflow` is called when the client's buffer fills: its writer is stuck and has to be stopped from outside.
+    `on_failed` is called when `fail` ends it: a writer whose client does not read has to be stopped from outside.
 
     `send(flight, failed)` sends a flight to the best engine that is not named in `failed`. With `resume` false an
     answer that has begun ends with its engine.
@@ -68,7 +68,7 @@ class Answer:
         self.prompt_logprobs: list[TokenLogprob] = []
         self.clock = clock
         self.trace = EngineTrace()
-        self.on_overflow: Callable[[], object] | None = None
+        self.on_failed: Callable[[], object] | None = None
         self.resumes = 0
         self._choices = choices
         self._vocabulary = vocabulary
@@ -84,7 +84,9 @@ class Answer:
         self._pending: dict[int, Delta] = {}
         self._pending_bytes = 0
         self._ready = asyncio.Event()
-        self._to_send: list[Flight] = []
+        self._ready.set()
+        self._to_send = [Flight(self, range(len(choices)))]
+        self._sending: asyncio.Timeout | None = None
         self._lost_by: KatydidError | None = None
         self._failure: KatydidError | None = None
         self._result: FinishedRequest | None = None
@@ -119,19 +121,22 @@ class Answer:
     def _done(self) -> bool:
         return all(choice.done for choice in self._choices)
 
-    async def start(self) -> None:
-        """Send it. Raises UnavailableError when no engine can take it."""
-        await self._launch(Flight(self, range(len(self._choices))))
-
     def close(self) -> None:
         """Nobody listens any more: an unfinished request is aborted on its engine."""
         self._let_go()
 
     def fail(self, error: KatydidError) -> None:
-        """End the answer with `error`; what is buffered is dropped, the engine stops."""
+        """End the answer with `error`; what is buffered is dropped, the engine stops.
+
+        One that is complete stays so, but its writer has no more time either.
+        """
         if self._failure is None and not self._done:
             self._pending, self._pending_bytes = {}, 0
             self._break_off(error)
+            if self._sending is not None:
+                self._sending.reschedule(asyncio.get_running_loop().time())
+        if self.on_failed is not None:
+            self.on_failed()
 
     async def batches(self, idle_s: float | None = None) -> AsyncIterator[list[Delta]]:
         """New output, everything there is at a time; an empty batch when nothing came for `idle_s`.
@@ -147,7 +152,7 @@ class Answer:
                 continue
             self._ready.clear()
             if self._to_send and self._failure is None:
-                await self._try_again()
+                await self._send_all()
             if self._pending:
                 batch, self._pending, self._pending_bytes = list(self._pending.values()), {}, 0
                 self.clock.delivered()
@@ -191,8 +196,6 @@ class Answer:
             self._ready.set()
         elif self._pending_bytes > self._buffer_bytes:
             self.fail(SlowClientError(f"the client left more than {self._buffer_bytes} bytes of output unread"))
-            if self.on_overflow is not None:
-                self.on_overflow()
 
     def _on_finish(self, flight: Flight, finish: Finish) -> None:
         index = flight.choices[finish.choice]
@@ -238,17 +241,24 @@ class Answer:
         self._lost_by = error
         self._ready.set()
 
-    async def _try_again(self) -> None:
+    async def _send_all(self) -> None:
+        """Send what is to be sent, which may have to wait for its turn: a failure ends the wait."""
         flights, self._to_send = self._to_send, []
         try:
-            for flight in flights:
-                await self._launch(flight)
+            async with asyncio.timeout(None) as self._sending:
+                for flight in flights:
+                    await self._launch(flight)
+        except TimeoutError:
+            if self._failure is None:
+                raise
         except KatydidError as no_other:
             error = self._lost_by
             no_other.__cause__ = error
             # Where nothing was delivered, a lost engine is a reason to try again; an engine's own refusal says more.
             again = error is None or (isinstance(error, EngineLostError) and not self.tokens)
             self._break_off(no_other if again or error is None else error)
+        finally:
+            self._sending = None
 
     async def _launch(self, flight: Flight) -> None:
         flight.dispatch = await self._send(flight, self._failed)

@@ -112,10 +112,10 @@ class Generator:
 
     @asynccontextmanager
     async def answer(self, request: GenerationRequest, caller: Caller, api: str) -> AsyncIterator[Answer]:
-        """The answer to `request`, already on its way; leaving the block early aborts it on the engine.
+        """The answer to `request`, which its `batches` send; leaving the block early aborts it on the engine.
 
-        Raises InvalidRequestError and its kind for what the caller did wrong, UnavailableError when no engine can
-        take it, OverloadedError and DrainingError when this gateway will not.
+        Raises InvalidRequestError and its kind for what the caller did wrong, OverloadedError and DrainingError when
+        this gateway will not take it; `batches` raise UnavailableError when no engine can.
         """
         check_options(request.options)
         request_id = request.options.request_id or f"req-{uuid.uuid4().hex}"
@@ -145,7 +145,6 @@ class Generator:
                     answer.fail,
                     DeadlineExceededError("the request's deadline has passed"),
                 )
-                await answer.start()
                 yield answer
                 outcome = "ok" if answer.ended else "left"
             except KatydidError as error:

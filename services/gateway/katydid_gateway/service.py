@@ -86,7 +86,7 @@ class InferenceServicer(InferenceServiceServicer):
             wire.options_from(request.options, request_id),
         )
         async with self._generator.answer(asked, caller, api) as answer:
-            _watch_overflow(answer)
+            _watch_writer(answer)
             async for batch in answer.batches():
                 for delta in batch:
                     if not delta.empty:
@@ -112,8 +112,8 @@ class InferenceServicer(InferenceServiceServicer):
         return caller, known.get("x-request-id") or f"req-{uuid.uuid4().hex}"
 
 
-def _watch_overflow(answer: Answer) -> None:
+def _watch_writer(answer: Answer) -> None:
     """A writer stuck in flow control is stopped from outside, unless its client comes back for the reason in time."""
     task = asyncio.current_task()
     assert task is not None
-    answer.on_overflow = lambda: asyncio.get_running_loop().call_later(SLOW_CLIENT_GRACE_S, task.cancel)
+    answer.on_failed = lambda: asyncio.get_running_loop().call_later(SLOW_CLIENT_GRACE_S, task.cancel)

@@ -100,7 +100,7 @@ class Exchange:
                     await self.end()
 
     async def while_connected(self, answers: list[Answer], writing: Coroutine[None, None, None]) -> None:
-        """Run `writing` until it ends or the client is gone; a stuck writer is stopped soon after its buffer filled.
+        """Run `writing` until it ends or the client is gone; a stuck writer is stopped soon after its answer failed.
 
         Raises what `writing` raises, RequestAbortedError when the client left.
         """
@@ -108,7 +108,7 @@ class Exchange:
         writer = loop.create_task(writing)
         watch = loop.create_task(self._gone())
         for answer in answers:
-            answer.on_overflow = lambda: loop.call_later(SLOW_CLIENT_GRACE_S, writer.cancel)
+            answer.on_failed = lambda: loop.call_later(SLOW_CLIENT_GRACE_S, writer.cancel)
         try:
             await asyncio.wait((writer, watch), return_when=asyncio.FIRST_COMPLETED)
             if not writer.done():

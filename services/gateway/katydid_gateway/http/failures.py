@@ -77,24 +77,24 @@ def error_response(error: KatydidError, request_id: str = "", words: ErrorWords 
     return Response(words.body(error), status, headers, "application/json")
 
 
-def decode_body(decoder: msgspec.json.Decoder[T], raw: bytes) -> T:
-    """The body as its struct. Raises InvalidRequestError."""
+def decode_body(decoder: msgspec.json.Decoder[T], raw: bytes, at: str = "") -> T:
+    """The body as its struct, or what its field `at` holds. Raises InvalidRequestError."""
     try:
         return decoder.decode(raw)
     except msgspec.DecodeError as error:
-        raise _decode_error(error) from error
+        raise _decode_error(error, at) from error
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply", field="body") from None
 
 
-def _decode_error(error: msgspec.DecodeError) -> InvalidRequestError:
+def _decode_error(error: msgspec.DecodeError, at: str) -> InvalidRequestError:
     """What msgspec found wrong, with the field where it names one: "… - at `$.messages[0].role`"."""
     text = str(error)
     message, separator, where = text.partition(" - at `$")
     if isinstance(error, msgspec.ValidationError):
         path = where.rstrip("`").lstrip(".") if separator else ""
         quoted = message.partition("`")[2].partition("`")[0] if message.startswith("Object ") else ""
-        field = ".".join(part for part in (path, quoted) if part)
+        field = ".".join(part for part in (at, path, quoted) if part)
         spelled = f"{field}: {message}" if field else message
         return InvalidRequestError(spelled[0].lower() + spelled[1:], field=field or None, allowed=_allowed(message))
     return InvalidRequestError(f"the body is no JSON: {text}", field="body")

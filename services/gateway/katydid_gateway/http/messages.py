@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -14,6 +14,7 @@ from katydid_runtime.errors import (
     OverloadedError,
     PayloadTooLargeError,
     PermissionDeniedError,
+    QuotaExceededError,
     UnauthenticatedError,
     UnavailableError,
 )
@@ -33,6 +34,7 @@ __all__ = ["ANTHROPIC_ERRORS", "CountTokens", "Messages"]
 
 _decoder = msgspec.json.Decoder(MessagesBody)
 _count_decoder = msgspec.json.Decoder(CountTokensBody)
+_arguments_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _encode = msgspec.json.Encoder().encode
 
 _STOP_REASONS = {
@@ -47,6 +49,7 @@ _ERROR_TYPES: tuple[tuple[type[KatydidError], str], ...] = (
     (UnauthenticatedError, "authentication_error"),
     (PermissionDeniedError, "permission_error"),
     (NotFoundError, "not_found_error"),
+    (QuotaExceededError, "rate_limit_error"),
     (OverloadedError, "overloaded_error"),
     (UnavailableError, "overloaded_error"),
     (DeadlineExceededError, "timeout_error"),
@@ -144,7 +147,7 @@ class _Form(BlockForm):
         return {"stop_reason": _STOP_REASONS[self.finish or FinishReason.STOP], "stop_sequence": None}
 
 
-def _content(block: Block, arguments: dict[str, Any]) -> dict[str, Any]:
+def _content(block: Block, arguments: Mapping[str, object]) -> dict[str, Any]:
     match block.kind:
         case BlockKind.REASONING:
             return {"type": "thinking", "thinking": block.text, "signature": ""}
@@ -154,13 +157,12 @@ def _content(block: Block, arguments: dict[str, Any]) -> dict[str, Any]:
             return {"type": "tool_use", "id": block.id, "name": block.name, "input": arguments}
 
 
-def _arguments(text: str) -> dict[str, Any]:
-    """A call's arguments; a model that was cut off, or wrote no JSON object, gets its text back under one name."""
+def _arguments(text: str) -> Mapping[str, object]:
+    """A call's arguments as the model wrote them; where it was cut off or wrote no object, its text under one name."""
     try:
-        arguments = json.loads(text or "{}")
-    except ValueError:
+        return _arguments_decoder.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
         return {"INVALID_JSON": text}
-    return arguments if isinstance(arguments, dict) else {"INVALID_JSON": text}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

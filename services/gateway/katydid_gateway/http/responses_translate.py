@@ -85,7 +85,8 @@ def _messages(body: ResponsesBody) -> list[Message]:
         messages.append(Message(Role.SYSTEM, body.instructions))
     if isinstance(body.input, str):
         return [*messages, Message(Role.USER, body.input)]
-    for item in map(_item, body.input):
+    for place, raw in enumerate(body.input):
+        item = _item(raw, f"input[{place}]")
         if isinstance(item, FunctionOutputItem):
             messages.append(Message(Role.TOOL, _text(item.output), tool_call_id=item.call_id))
         elif isinstance(item, MessageItem) and item.role != "assistant":
@@ -97,11 +98,11 @@ def _messages(body: ResponsesBody) -> list[Message]:
     return messages
 
 
-def _item(raw: msgspec.Raw) -> InputItem:
+def _item(raw: msgspec.Raw, at: str) -> InputItem:
     """An item without a type is a message."""
     text = bytes(raw)
-    untyped = decode_body(_type_decoder, text).type is None
-    return decode_body(_message_decoder, text) if untyped else decode_body(_item_decoder, text)
+    untyped = decode_body(_type_decoder, text, at).type is None
+    return decode_body(_message_decoder, text, at) if untyped else decode_body(_item_decoder, text, at)
 
 
 def _joined(said: Message, item: MessageItem | FunctionCallItem | ReasoningItem) -> Message:

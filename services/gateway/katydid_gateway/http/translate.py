@@ -36,6 +36,8 @@ __all__ = ["chat_conversation", "chat_request", "completion_requests", "packed_i
 
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
+# No vocabulary has more; Python refuses to read numbers of thousands of digits.
+_ID_DIGITS = 18
 
 
 def chat_request(body: ChatCompletionBody, request_id: str) -> GenerationRequest:
@@ -204,7 +206,7 @@ def _sampling(
 
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
     for token in bias:
-        if not token.isdecimal():
+        if not token.isdecimal() or len(token) > _ID_DIGITS:
             raise InvalidRequestError(
                 f"logit_bias names {token!r}", field="logit_bias", value=token, allowed="token ids as keys"
             )

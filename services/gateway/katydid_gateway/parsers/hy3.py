@@ -13,13 +13,12 @@ time, each value typed by the tool's schema.
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 
 from katydid_gateway.parsers.interface import Parsed
-from katydid_gateway.parsers.json_values import typed_value
+from katydid_gateway.parsers.json_values import json_text, typed_value
 from katydid_gateway.requests import Tool, ToolCall
 from katydid_gateway.text.partial_match import held_suffix
 
@@ -131,9 +130,7 @@ class Hy3Parser:
         typed = typed_value(value, self._schema_of(self._key))
         opening = "{" if not self._keys else ", "
         self._keys += 1
-        self._part(
-            f"{opening}{json.dumps(self._key, ensure_ascii=False)}: {json.dumps(typed, ensure_ascii=False)}", parsed
-        )
+        self._part(f"{opening}{json_text(self._key)}: {json_text(typed)}", parsed)
 
     def _part(self, arguments: str, parsed: Parsed) -> None:
         parsed.tool_calls.append(ToolCall(self.calls - 1, arguments=arguments))

@@ -75,6 +75,8 @@ class JsonCallReader:
     def _string_ended(self) -> None:
         try:
             value = json.loads(self._string, strict=False)
+            # Half a surrogate pair, which JSON can escape, is no text that a client can be sent.
+            value.encode()
         except ValueError:
             return
         if not self._in_value:

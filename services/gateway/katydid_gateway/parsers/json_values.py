@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["typed_value"]
+__all__ = ["json_text", "typed_value"]
 
 _ORDER = ("boolean", "integer", "number", "array", "object", "null", "string")
 
@@ -25,6 +25,16 @@ def typed_value(text: str, schema: object) -> Any:
     return text
 
 
+def json_text(value: Any) -> str:
+    """The value as JSON, readable where UTF-8 can say it: half a surrogate pair, which JSON can escape, it cannot."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
+
+
 def _declared_types(schema: object) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
@@ -37,7 +47,8 @@ def _declared_types(schema: object) -> set[str]:
         else set()
     )
     for union in ("anyOf", "oneOf"):
-        for option in schema.get(union) or ():
+        options = schema.get(union)
+        for option in options if isinstance(options, list) else ():
             types |= _declared_types(option)
     return types
 
@@ -50,7 +61,7 @@ def _as(kind: str, text: str) -> tuple[bool, Any]:
         return lowered in ("true", "false"), lowered == "true"
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False, None
     return _IS[kind](value), value
 

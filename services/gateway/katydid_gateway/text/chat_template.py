@@ -57,11 +57,14 @@ class ChatTemplate:
             "add_generation_prompt": True,
         }
         try:
-            return self._template.render(variables)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            text = self._template.render(variables)
+            # Half a surrogate pair, which JSON within a call's arguments can escape, is no text.
+            text.encode()
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses this conversation: {error}", field="messages"
             ) from error
+        return text
 
 
 def _message(message: Message) -> dict[str, Any]:
