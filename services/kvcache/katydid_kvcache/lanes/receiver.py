@@ -7,13 +7,14 @@ not. A lane stays open for the next order to the same address. It ends when its 
 
 from __future__ import annotations
 
-import mmap
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from katydid_cache.arena import ArenaMapping
 from katydid_cache.lane import CHECKSUM_BYTES, TOKEN_BYTES, Lane, receive
 
 __all__ = ["ORDER_BYTES", "Order", "main"]
@@ -51,13 +52,15 @@ class Order:
 
 def main(arena: int, size: int, orders: socket.socket) -> None:
     """Serve until the other end of `orders` is closed."""
-    memory = memoryview(mmap.mmap(arena, size))
+    mapping = ArenaMapping(arena, size)
+    # A page that is first touched while it is received into takes as long as the copy.
+    threading.Thread(target=mapping.prefault, name="prefault", daemon=True).start()
     lanes: dict[tuple[str, int], Lane] = {}
     while message := orders.recv(ORDER_BYTES):
         order = Order.unpack(message)
         intact: list[bool] = []
         try:
-            _fetch(order, memory, lanes, intact)
+            _fetch(order, mapping.view, lanes, intact)
         except OSError as error:
             print(f"lane to {order.host}:{order.port} broke: {error}", file=sys.stderr, flush=True)
         orders.send(bytes(intact) + bytes(len(order.places) - len(intact)))
