@@ -58,3 +58,14 @@ def test_a_capture_stops_at_its_size(tmp_path: Path) -> None:
 def test_a_capture_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="cannot write"):
         Capture(str(tmp_path / "missing" / "capture"), 1)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_a_full_disk_ends_the_capture_and_nothing_else(chatml: Path) -> None:
+    async def body() -> None:
+        async with rig(chatml, capture_file="/dev/full") as built:
+            for _ in range(2):
+                assert (await built.chat()).status_code == 200
+            assert 'outcome="ok"} 2.0' in (await built.http.get("/metrics")).text
+
+    asyncio.run(body())

@@ -7,6 +7,7 @@ every 512 tokens of the prompt. Ids are keyed by this process's secret, so they 
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -16,17 +17,19 @@ from katydid_runtime.errors import SettingsError
 
 __all__ = ["Capture"]
 
+logger = logging.getLogger(__name__)
+
 # A trace's blocks are eight of ours: a hash of a chain speaks for all before it.
 _BLOCKS = 8
 
 
 class Capture:
-    """Appends to a file, which grows to `most_bytes` and no further."""
+    """Appends to a file, which grows to `most_bytes` and no further; when writing fails, the capture alone ends."""
 
     def __init__(self, path: str, most_bytes: int) -> None:
         """Raises SettingsError when the file cannot be written."""
         try:
-            self._file = Path(path).open("a", encoding="utf-8")  # noqa: SIM115 - open until `close`
+            self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - open until `close`
         except OSError as error:
             raise SettingsError(f"cannot write {path}: {error}", field="capture_file", value=path) from error
         self._secret = secrets.token_bytes(16)
@@ -35,6 +38,8 @@ class Capture:
 
     def finished(self, received_ns: int, chain: Sequence[bytes], prompt_tokens: int, output_tokens: int) -> None:
         """A request with this chain of block hashes has ended."""
+        if self._file.closed:
+            return
         ends = [chain[min(place + _BLOCKS, len(chain)) - 1] for place in range(0, len(chain), _BLOCKS)]
         line = json.dumps(
             {
@@ -45,8 +50,11 @@ class Capture:
             }
         )
         if self._size + len(line) < self._most:
-            self._size += self._file.write(line + "\n")
-            self._file.flush()
+            try:
+                self._size += self._file.write(line.encode() + b"\n")
+            except OSError as error:
+                logger.error("the capture ends here: %s", error)
+                self._file.close()
 
     def close(self) -> None:
         self._file.close()
