@@ -80,9 +80,11 @@ def test_gemm_takes_what_the_copy_engine_cannot() -> None:
     assert relative_error(gemm(a, b), gemm_reference(a, b).double()) < ROUNDING
 
 
-# h is rounded to e4m3 before the second product on both sides, where a tie can fall either way, by an eighth of its
-# largest element: hence the wider bound. A wrong row or column makes an error near one.
-EXPERTS = 3e-2
+# In fp8 h is rounded to e4m3 before the second product on both sides, where a tie can fall either way, by an eighth of its
+# largest element: hence the wider bound. Tiles without promotion add the short accumulator's error. A wrong row or column
+# makes an error near one.
+EXPERTS = {BF16: 5e-3, E4M3: 1.5e-2}
+SHORT_ACCUMULATOR = 2e-2
 EXPERT_CASES = [
     ((5, 192, 37, 2, 0), 512),
     ((8, 384, 41, 8, 4), 4096),
@@ -100,7 +102,7 @@ EXPERT_CASES = [
 @pytest.mark.parametrize(("case", "hidden"), EXPERT_CASES)
 def test_experts_decode(case: tuple[int, int, int, int, int], hidden: int, dtype: torch.dtype) -> None:
     for tokens, stages in ((8, 11), (16, 8), (64, 7)):
-        assert check_experts(case, hidden, dtype, tile=DecodeTile(tokens, 64, 2, stages, dtype == E4M3)) < EXPERTS
+        assert check_experts(case, hidden, dtype, tile=DecodeTile(tokens, 64, 2, stages, dtype == E4M3)) < EXPERTS[dtype]
 
 
 @pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
@@ -109,7 +111,7 @@ def test_experts_of_few_tokens(case: tuple[int, int, int, int, int], hidden: int
     experts, width, tokens, top_k, first = case
     for count in {1, min(tokens, 5), min(tokens, 48)}:
         tile = FewTile(22, dtype == E4M3)
-        assert check_experts((experts, width, count, top_k, first), hidden, dtype, tile=tile) < EXPERTS
+        assert check_experts((experts, width, count, top_k, first), hidden, dtype, tile=tile) < EXPERTS[dtype]
 
 
 @pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
@@ -119,8 +121,9 @@ def test_experts_prefill(case: tuple[int, int, int, int, int], hidden: int, dtyp
     tiles = [UpTile(128, 64, 2, 6, promote, 216, 56)]
     if case[1] % 96 == 0:
         tiles = [UpTile(192, 64, 3, 4, False, 152, 56), UpTile(128, 64, 3, 5, promote, 152, 56)]
+    bound = SHORT_ACCUMULATOR if dtype == E4M3 else EXPERTS[dtype]
     for tile in tiles:
-        assert check_experts(case, hidden, dtype, tile=tile) < EXPERTS
+        assert check_experts(case, hidden, dtype, tile=tile) < bound
 
 
 @pytest.mark.parametrize(
@@ -133,7 +136,7 @@ def test_experts_prefill(case: tuple[int, int, int, int, int], hidden: int, dtyp
     ],
 )
 def test_experts_with_scales_of_blocks(case: tuple[int, int, int, int, int], hidden: int) -> None:
-    assert check_block_experts(case, hidden) < EXPERTS
+    assert check_block_experts(case, hidden) < EXPERTS[E4M3]
 
 
 def test_block_scales_through_the_op() -> None:
@@ -141,17 +144,17 @@ def test_block_scales_through_the_op() -> None:
 
     x, w13, w2, weights, ids, scales = block_operands((16, 256, 50, 4, 0), 512)
     expected = fused_moe_reference(x, w13, w2, weights, ids, first_expert=0, shared_output=None, scales=scales)
-    assert relative_error(fused_moe(x, w13, w2, weights, ids, scales=scales), expected.double()) < EXPERTS
+    assert relative_error(fused_moe(x, w13, w2, weights, ids, scales=scales), expected.double()) < EXPERTS[E4M3]
 
 
 def test_every_token_to_one_expert() -> None:
-    assert check_experts((192, 192, 1000, 8, 0), 4096, E4M3, crowd=True) < EXPERTS
-    assert check_experts((192, 192, 60, 8, 0), 4096, E4M3, crowd=True) < EXPERTS
+    assert check_experts((192, 192, 1000, 8, 0), 4096, E4M3, crowd=True) < SHORT_ACCUMULATOR
+    assert check_experts((192, 192, 60, 8, 0), 4096, E4M3, crowd=True) < SHORT_ACCUMULATOR
 
 
 def test_tuned_tiles_over_sizes() -> None:
     for tokens in (1, 2, 7, 33, 130, 300, 511, 1025, 20000):
-        assert check_experts((192, 192, tokens, 8, 0), 4096, E4M3) < EXPERTS, tokens
+        assert check_experts((192, 192, tokens, 8, 0), 4096, E4M3) < SHORT_ACCUMULATOR, tokens
     assert wide_tile(64, 128, promote=True).block_n == 128
 
 
