@@ -80,11 +80,11 @@ def test_gemm_takes_what_the_copy_engine_cannot() -> None:
     assert relative_error(gemm(a, b), gemm_reference(a, b).double()) < ROUNDING
 
 
-# In fp8 h is rounded to e4m3 before the second product on both sides, where a tie can fall either way, by an eighth of its
-# largest element: hence the wider bound. Tiles without promotion add the short accumulator's error. A wrong row or column
-# makes an error near one.
+# In fp8 h is rounded to e4m3 before the second product on both sides, where a tie can fall either way, by an eighth of
+# its largest element: hence the wider bound. Tiles without promotion add the short accumulator's error. A wrong row or
+# column makes an error near one.
 EXPERTS = {BF16: 5e-3, E4M3: 1.5e-2}
-SHORT_ACCUMULATOR = 2e-2
+UNPROMOTED_EXPERTS = 2e-2
 EXPERT_CASES = [
     ((5, 192, 37, 2, 0), 512),
     ((8, 384, 41, 8, 4), 4096),
@@ -102,7 +102,8 @@ EXPERT_CASES = [
 @pytest.mark.parametrize(("case", "hidden"), EXPERT_CASES)
 def test_experts_decode(case: tuple[int, int, int, int, int], hidden: int, dtype: torch.dtype) -> None:
     for tokens, stages in ((8, 11), (16, 8), (64, 7)):
-        assert check_experts(case, hidden, dtype, tile=DecodeTile(tokens, 64, 2, stages, dtype == E4M3)) < EXPERTS[dtype]
+        tile = DecodeTile(tokens, 64, 2, stages, dtype == E4M3)
+        assert check_experts(case, hidden, dtype, tile=tile) < EXPERTS[dtype]
 
 
 @pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
@@ -121,7 +122,7 @@ def test_experts_prefill(case: tuple[int, int, int, int, int], hidden: int, dtyp
     tiles = [UpTile(128, 64, 2, 6, promote, 216, 56)]
     if case[1] % 96 == 0:
         tiles = [UpTile(192, 64, 3, 4, False, 152, 56), UpTile(128, 64, 3, 5, promote, 152, 56)]
-    bound = SHORT_ACCUMULATOR if dtype == E4M3 else EXPERTS[dtype]
+    bound = UNPROMOTED_EXPERTS if dtype == E4M3 else EXPERTS[dtype]
     for tile in tiles:
         assert check_experts(case, hidden, dtype, tile=tile) < bound
 
@@ -148,13 +149,13 @@ def test_block_scales_through_the_op() -> None:
 
 
 def test_every_token_to_one_expert() -> None:
-    assert check_experts((192, 192, 1000, 8, 0), 4096, E4M3, crowd=True) < SHORT_ACCUMULATOR
-    assert check_experts((192, 192, 60, 8, 0), 4096, E4M3, crowd=True) < SHORT_ACCUMULATOR
+    assert check_experts((192, 192, 1000, 8, 0), 4096, E4M3, crowd=True) < UNPROMOTED_EXPERTS
+    assert check_experts((192, 192, 60, 8, 0), 4096, E4M3, crowd=True) < UNPROMOTED_EXPERTS
 
 
 def test_tuned_tiles_over_sizes() -> None:
     for tokens in (1, 2, 7, 33, 130, 300, 511, 1025, 20000):
-        assert check_experts((192, 192, tokens, 8, 0), 4096, E4M3) < SHORT_ACCUMULATOR, tokens
+        assert check_experts((192, 192, tokens, 8, 0), 4096, E4M3) < UNPROMOTED_EXPERTS, tokens
     assert wide_tile(64, 128, promote=True).block_n == 128
 
 
