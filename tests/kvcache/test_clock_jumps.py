@@ -1,4 +1,4 @@
-"""The wall clock jumps by a day: blocks with a time to live go early or stay late; leases and all else are as before."""
+"""The wall clock jumps by a day: blocks with a time to live go early or stay late, everything else is as before."""
 
 from __future__ import annotations
 
