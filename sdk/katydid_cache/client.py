@@ -70,7 +70,6 @@ CHANNEL = (
 """Options of a channel to the cache service: it is looked for again every second at least."""
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["KvCacheService"].full_name
-
 _RESUME_S = 1.0
 _UNDECIDED = PutOutcome(PutStatus.REFUSED, PutRefusal.STORE_UNAVAILABLE)
 
@@ -212,15 +211,17 @@ class CacheClient:
         layout = self._known_layout()
         buffers = byte_buffers(into, len(hashes), layout.payload_bytes(heads, layers))
         receiving = GetCall(hashes, buffers)
-        mapping = self.arena
-        if mapping is not None:
+        deadline = time.monotonic() + timeout_s
+        if (mapping := self.arena) is not None:
             started = time.monotonic()
             found = await self._copies.get(lease, mapping, hashes, buffers, layout, heads, layers)
             receiving.take_over(found, time.monotonic() - started)
-        deadline = time.monotonic() + timeout_s
         if self.lane_port and not heads.count and not layers.count and self._lanes.usable(sum(map(len, buffers))):
             started = time.monotonic()
-            found = await self._lanes.get(self.pulls.open_lane, self.lane_port, hashes, buffers, receiving.missing)
+            left_s = max(0.0, deadline - started)
+            found = await self._lanes.get(
+                self.pulls.open_lane, self.lane_port, hashes, buffers, receiving.missing, left_s
+            )
             receiving.take_over(found, time.monotonic() - started)
         if receiving.complete:
             return receiving.result(BlockMissReason.ABSENT)

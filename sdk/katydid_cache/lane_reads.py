@@ -51,9 +51,15 @@ class LaneReads:
         return size >= LEAST_BYTES and self._count > 0 and time.monotonic() >= self._retry_at
 
     async def get(
-        self, open_lane: OpenLane, port: int, hashes: bytes, into: Sequence[memoryview], wanted: Sequence[int]
+        self,
+        open_lane: OpenLane,
+        port: int,
+        hashes: bytes,
+        into: Sequence[memoryview],
+        wanted: Sequence[int],
+        timeout_s: float,
     ) -> list[bool]:
-        """Read the blocks whose place is in `wanted`; True for each block that arrived and is right."""
+        """Read the blocks whose place is in `wanted`; True for each that arrived within `timeout_s` and is right."""
         if port != self._port:
             self.close()
             self._port = port
@@ -83,9 +89,11 @@ class LaneReads:
 
         lanes = [asyncio.create_task(serve()) for _ in range(min(self._count, len(batches)))]
         try:
-            await asyncio.gather(*lanes)
-        except (OSError, KatydidError) as error:
-            logger.warning("bulk lane broke: %s", error, extra={"host": self._host, "port": port})
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*lanes)
+        except (OSError, TimeoutError, KatydidError) as error:
+            reason = str(error) or f"not done within {timeout_s:g} s"
+            logger.warning("bulk lane broke: %s", reason, extra={"host": self._host, "port": port})
             self._retry_at = time.monotonic() + _PAUSE_S
         finally:
             for lane in lanes:
