@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -25,8 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-import triton
+from results_file import write_rows
 
 Found = dict[str, dict[str, Any]]
 SHARD_NAMES = (
@@ -102,18 +100,10 @@ def write(out: Path, found: Found) -> None:
     """Write what there is so far: a run cut short keeps its rows."""
     from moe_rows import moe_rows
 
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    about = {
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},
-        "commit": os.environ.get("KATYDID_COMMIT") or head.stdout.strip(),
-        "command": "PYTHONPATH=kernels:bench/kernels python bench/kernels/gemm.py",
-    }
-    out.mkdir(parents=True, exist_ok=True)
     for group, names in GROUPS.items():
         rows = moe_rows(found) if group == "moe" else []
         rows += [row for name in names for row in found.get(name, {}).get("rows", [])]
-        (out / f"{group}.json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        write_rows(out / f"{group}.json", rows, "gemm.py")
     (out / "gemm_parts.json").write_text(json.dumps(found, indent=1) + "\n")
 
 

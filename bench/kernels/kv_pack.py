@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from gemm_timing import Row, measuring, preparing, row
 from katydid_kernels import kv_pack, kv_unpack, linear_checksum, object_bytes, register_memory
-from results_file import write_rows
+from results_file import replace_rows
 from torch import Tensor
 
 LAYERS, KV_HEADS, HEAD_DIM, BLOCKS = 81, 8, 128, 48
@@ -122,7 +122,7 @@ def main() -> None:
                     found = row(figure, rate, "GB/s", LINK_GB_PER_S, bar, "one copy by the copy engine", peer)
                     print(json.dumps(found), flush=True)
                     rows.append(found)
-    write_rows(arguments.out / "fused.json", rows, "kv_pack.py")
+    replace_rows(arguments.out / "fused.json", rows, "kv_pack.py")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from gemm_timing import BF16, COPY_TB_PER_S, E4M3, Row, measuring, median_us, preparing, row
 from katydid_kernels import qkv_post, qkv_post_fp8, rope_table
-from results_file import write_rows
+from results_file import replace_rows
 from torch import Tensor
 
 DIM, EPS, POSITIONS = 128, 1e-5, 262144
@@ -178,7 +178,7 @@ def main() -> None:
         for found in time_case(case, compiled, flashinfer):
             print(json.dumps(found), flush=True)
             rows.append(found)
-    write_rows(arguments.out / "fused.json", rows, "qkv_post.py")
+    replace_rows(arguments.out / "fused.json", rows, "qkv_post.py")
 
 
 if __name__ == "__main__":

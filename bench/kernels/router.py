@@ -11,19 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import subprocess
 import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import triton
 from gemm_timing import BF16_TFLOPS, COPY_TB_PER_S, Row, measuring, median_us, preparing, row
 from katydid_kernels import add_rms_norm, quantize_fp8
 from katydid_kernels.router import RouterWeight, add_rms_norm_route, router
+from results_file import write_rows
 from torch import Tensor
 
 EXPERTS, HIDDEN, TOP_K, SCALE = 192, 4096, 8, 2.826
@@ -165,15 +162,7 @@ def main() -> None:
         rows += [time_with_norm(tokens) for tokens in (1, 8)]
     for found in rows:
         print(json.dumps(found), flush=True)
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    about: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},
-        "commit": os.environ.get("KATYDID_COMMIT") or head.stdout.strip(),
-        "command": "PYTHONPATH=kernels:bench/kernels python bench/kernels/router.py",
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "router.json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    write_rows(arguments.out / "router.json", rows, "router.py")
 
 
 if __name__ == "__main__":

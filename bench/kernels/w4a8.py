@@ -10,15 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-import triton
+from results_file import write_rows
 
 PARTS = ("linear", "TP8", "EP8")
 
@@ -52,15 +50,7 @@ def main() -> None:
         results = [json.loads(line[7:]) for line in output.splitlines() if line.startswith("RESULT ")]
         print(name, json.dumps(results[-1] if results else "failed: " + output[-1500:]), flush=True)
         rows += results[-1]["rows"] if results else []
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    about = {
-        "gpu": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},
-        "commit": os.environ.get("KATYDID_COMMIT") or head.stdout.strip(),
-        "command": "PYTHONPATH=kernels:bench/kernels python bench/kernels/w4a8.py",
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "w4a8.json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    write_rows(arguments.out / "w4a8.json", rows, "w4a8.py")
 
 
 if __name__ == "__main__":
