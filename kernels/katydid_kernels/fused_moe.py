@@ -157,6 +157,7 @@ def fused_moe_reference(
     shared_output: Tensor | None,
     scales: ExpertScales | None = None,
 ) -> Tensor:
+    """`fused_moe` in torch, expert by expert: what it computes, and what runs without a GPU."""
     # One row per (token, choice) first, then a sum in the order of choice: a token's rounding never depends on
     # which other tokens share its experts.
     parts = torch.zeros((*topk_ids.shape, w2.shape[1]), dtype=torch.float32, device=x.device)

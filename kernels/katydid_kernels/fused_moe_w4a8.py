@@ -136,6 +136,7 @@ def fused_moe_w4a8_reference(
     first_expert: int = 0,
     shared_output: Tensor | None = None,
 ) -> Tensor:
+    """`fused_moe_w4a8` in torch, expert by expert: what it computes, and what runs without a GPU."""
     wide = x.float() * x_scale.reshape(-1, 1)
     # One row per (token, choice) first, then a sum in the order of choice: a token's rounding never depends on
     # which other tokens share its experts.

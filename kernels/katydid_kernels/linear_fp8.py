@@ -60,6 +60,7 @@ def linear_fp8_reference(
     residual: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
+    """`linear_fp8` in torch and fp32: what it computes, and what runs without a GPU."""
     return gemm_reference(
         x, weight, row_scale=x_scale, col_scale=weight_scale, bias=bias, residual=residual, out_dtype=out_dtype
     )

@@ -81,6 +81,7 @@ def linear_w4a8_reference(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
+    """`linear_w4a8` in torch on dequantised weights: what it computes, and what runs without a GPU."""
     total = linear_reference(x.float(), dequantize_int4(*unpack_int4(weight))) * x_scale.reshape(-1, 1)
     if bias is not None:
         total = total + bias.float()

@@ -220,6 +220,7 @@ def _quantize_fp8_kernel(
 def add_rms_norm_quantize_reference(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, scale: Tensor | None = None, group: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """`add_rms_norm_quantize` in torch and fp32: what it computes, and what runs without a GPU."""
     total = x + residual
     wide = total.float()
     y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
@@ -229,6 +230,7 @@ def add_rms_norm_quantize_reference(
 def swiglu_quantize_reference(
     gate_up: Tensor, *, scale: Tensor | None = None, group: int | None = None
 ) -> tuple[Tensor, Tensor]:
+    """`swiglu_quantize` likewise."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return _quantize_reference(F.silu(gate) * up, scale, group)
 
@@ -236,6 +238,7 @@ def swiglu_quantize_reference(
 def quantize_fp8_reference(
     x: Tensor, *, scale: Tensor | None = None, group: int | None = None
 ) -> tuple[Tensor, Tensor]:
+    """`quantize_fp8` likewise."""
     return _quantize_reference(x.float(), scale, group)
 
 

@@ -131,6 +131,7 @@ def gemm_reference(
     residual: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
+    """`gemm` in torch and fp32: what it computes, and what runs without a GPU."""
     # A row's bits must not depend on the rows beside it: see `linear`.
     wide_a, wide_b = a.float(), b.float()
     if row_scale is not None and col_scale is not None and row_scale.ndim == 2:

@@ -1,6 +1,6 @@
 """Routed experts for the fewest tokens: gate-up, SwiGLU, down and weighted sum in one launch, with nothing before it.
 
-Up to some 48 (token, choice) pairs nearly every pair has an expert of its own, so sorting them would save no reading:
+Up to some 24 (token, choice) pairs nearly every pair has an expert of its own, so sorting them would save no reading:
 every pair is a gate-up tile of its own. A down tile is 64 columns of one token through all its experts, so the weighted
 sum ends in registers. It waits for its token's gate-up tiles only, while its weights already stand in the ring. What a
 batch takes beyond reading the weights is a chain of latencies: ids, first weights, h to memory and back, output.

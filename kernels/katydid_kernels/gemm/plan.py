@@ -46,6 +46,7 @@ class RoutePlan:
 
     @staticmethod
     def allocate(tokens: int, top_k: int, experts: int, device: torch.device | str) -> RoutePlan:
+        """A plan's memory for batches of up to `tokens` tokens."""
         pairs = tokens * top_k
         return RoutePlan(
             torch.empty(pairs, dtype=torch.int32, device=device),

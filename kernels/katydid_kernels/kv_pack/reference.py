@@ -24,6 +24,7 @@ def kv_pack_reference(
     first_layer: int,
     checksums: Tensor | None,
 ) -> None:
+    """`kv_pack` in torch, of its arguments; on a GPU it waits for the copy."""
     heads = k_pages[0].shape[1]
     runs = as_runs(objects, k_pages[0], object_kv_heads)
     page_ids = page_ids.long()
@@ -47,6 +48,7 @@ def kv_unpack_reference(
     first_layer: int,
     checksums: Tensor | None,
 ) -> None:
+    """`kv_unpack` in torch, of its arguments; on a GPU it waits for the copy."""
     heads = k_pages[0].shape[1]
     runs = as_runs(objects, k_pages[0], object_kv_heads)
     page_ids = page_ids.long()

@@ -32,6 +32,7 @@ def qkv_post_reference(
     v_scale: Tensor | None,
     hadamard: bool,
 ) -> Tensor:
+    """`qkv_post` in torch, of its arguments."""
     _, kv_heads, page_size, head_dim = k_pages.shape
     heads = qkv.view(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
     q_heads = heads.shape[1] - 2 * kv_heads

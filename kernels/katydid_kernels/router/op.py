@@ -98,6 +98,7 @@ def router_reference(
     renormalise: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
+    """`router` in torch and fp32: what it computes, and what runs without a GPU."""
     logits = linear_reference(x.float(), weight.float())
     # Not torch.sigmoid: it rounds the last few elements of a tensor by another path (see swiglu).
     scores = 1 / (1 + torch.exp(-logits)) if scoring == "sigmoid" else logits.softmax(dim=-1)

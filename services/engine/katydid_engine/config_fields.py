@@ -13,6 +13,7 @@ __all__ = ["ConfigFields", "read_json_object"]
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a file of a model folder. Raises ModelFolderError where there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -34,6 +35,7 @@ class ConfigFields:
     prefix: str = ""
 
     def wrong(self, name: str, allowed: str) -> ModelFolderError:
+        """The error to raise for a field, with its value and what is allowed in its place."""
         value = self.values.get(name)
         found = "is missing" if value is None else f"is {value!r}"
         field = self.prefix + name

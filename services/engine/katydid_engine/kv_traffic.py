@@ -109,6 +109,7 @@ class KvTraffic:
         return sum((len(ticket.tiers) - ticket.arrived) * BLOCK_TOKENS for ticket in self._tickets.values())
 
     def look_up(self, sequence: Sequence, first_block: int) -> Ticket:
+        """Asks for the sequence's blocks from ``first_block`` on, under a new ticket."""
         self._last_ticket += 1
         span_id = b"" if sequence.live.has_first_token else random.randbytes(8)
         ticket = Ticket(self._last_ticket, sequence, first_block, span_id)
@@ -130,6 +131,7 @@ class KvTraffic:
         return ticket
 
     def arrive(self, number: int, slots: tuple[int, ...], last: bool) -> None:
+        """Notes the ticket's next blocks, to be unpacked from ``slots``; freed at once where nobody waits any more."""
         ticket = self._tickets.get(number)
         if ticket is None:
             if slots:
