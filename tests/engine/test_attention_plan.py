@@ -1,3 +1,5 @@
+"""Attention's part of a step: who is a prefill chunk, and one plan of each kind for all layers."""
+
 from __future__ import annotations
 
 import pytest

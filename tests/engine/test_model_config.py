@@ -1,3 +1,5 @@
+"""What is read of ``config.json``, by architecture, and how a field that does not fit is refused."""
+
 from __future__ import annotations
 
 import json

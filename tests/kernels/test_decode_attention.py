@@ -102,13 +102,8 @@ def test_what_does_not_fit_is_named():
         decode_attention(torch.zeros(1, 1, 4, 16), pages.k[::2], pages.v[::2], pages.table, pages.lens)
 
 
-HOPPER = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs a Hopper GPU")]
-
-
 def gpu(test):
-    for mark in HOPPER:
-        test = mark(test)
-    return test
+    return pytest.mark.gpu(pytest.mark.skipif(DEVICE == "cpu", reason="needs a Hopper GPU")(test))
 
 
 @gpu

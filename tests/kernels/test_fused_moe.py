@@ -1,3 +1,5 @@
+"""Routed experts against a loop over tokens and choices: ranks, ids, scales, and errors by name."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""Linear layers in e4m3 against float64: scales of segments and blocks, bias and residual, errors by name."""
+
 from __future__ import annotations
 
 import pytest

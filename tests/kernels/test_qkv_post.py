@@ -25,7 +25,7 @@ SLOTS = torch.tensor([0, 1, 2, 64 * 3 + 36, 64 * 3 + 37, 64 * 4 + 63, -1, 64, -1
 
 @pytest.fixture(params=["torch", "kernel", "kernel of many tokens"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """torch or kernel."""
+    """Which of both runs: "torch" or "kernel"."""
     if request.param == "torch":
         monkeypatch.setattr(op, "_has_kernel", lambda qkv: False)
         return "torch"

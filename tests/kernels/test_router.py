@@ -1,3 +1,5 @@
+"""The router by its public ops: choices, ties, weights, and an fp32 weight split into bf16 terms."""
+
 from __future__ import annotations
 
 import math

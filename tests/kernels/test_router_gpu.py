@@ -23,7 +23,7 @@ FEW_SLICES = {
 TOKENS = [1, 7, 8, 33, 64, 65, 130, 1000, 4097, 17000]
 
 
-def oracle(x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def oracle(x: Tensor, weight: Tensor, bias: Tensor | None, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """Preferences and scores in float64."""
     logits = x.double() @ weight.double().T
     scores = torch.sigmoid(logits) if scoring == "sigmoid" else logits.softmax(1)
@@ -39,7 +39,7 @@ def assert_chosen(
     assert not weights.isnan().any()
     assert ids.min() >= 0
     assert ids.max() < weight.shape[0]
-    preference, scores = oracle(x, weight, bias, top_k, scoring)
+    preference, scores = oracle(x, weight, bias, scoring)
     best = preference.topk(top_k).values
     assert (preference.gather(1, ids.long()) - best).abs().max() < 3e-6
     assert (ids.sort(1).values.diff(dim=1) > 0).all()

@@ -1,3 +1,5 @@
+"""The packed int4 weight: where every bit is, by the formulas alone, and what quantising costs."""
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,3 +1,5 @@
+"""How tests of `katydid quantize` run: on one thread."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
