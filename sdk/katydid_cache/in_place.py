@@ -1,4 +1,4 @@
-"""Blocks written and read where they are, in the service's shared memory: no copy, no frame, only slots over gRPC.
+"""Blocks written and read where they are, in the service's shared memory: no copy, no frame, only slots in calls.
 
     reservation = await cache.in_place.reserve(hashes)
     for slot, payload in zip(reservation.slots, payloads):

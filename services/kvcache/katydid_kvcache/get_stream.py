@@ -175,7 +175,7 @@ class GetStream:
             return await reader.open(terms.namespace, wanted.hash, terms.mask)
 
     async def _fill(self, group: list[_Opened], ahead: deque[_Opening], limit: int) -> None:
-        """Take the next blocks to be sent together; misses before them are answered. None when only misses are left."""
+        """Put the next blocks to be sent together into `group`, none when only misses are left; misses are answered."""
         while ahead and len(group) < limit:
             opening = ahead[0]
             if group and (opening.wanted.have != group[0].wanted.have or not (opening.near or opening.task.done())):

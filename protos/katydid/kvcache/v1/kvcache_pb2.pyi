@@ -33,7 +33,7 @@ class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType],
     TIER_DISK: _Tier.ValueType  # 2
     """Disk of the service."""
     TIER_SHARED: _Tier.ValueType  # 3
-    """The shared store; reserved until the service has one."""
+    """The shared store, which other instances write and read too."""
 
 class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
     """Where a block is."""
@@ -45,7 +45,7 @@ TIER_MEMORY: Tier.ValueType  # 1
 TIER_DISK: Tier.ValueType  # 2
 """Disk of the service."""
 TIER_SHARED: Tier.ValueType  # 3
-"""The shared store; reserved until the service has one."""
+"""The shared store, which other instances write and read too."""
 Global___Tier: _TypeAlias = Tier  # noqa: Y015
 
 class _Durability:

@@ -646,7 +646,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Flush(self, request, context):
-        """Waits until everything in memory that should be on disk is there.
+        """Waits until everything in memory is on disk, and everything on its way to the shared store there or given up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

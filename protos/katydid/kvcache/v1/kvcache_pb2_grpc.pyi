@@ -214,7 +214,7 @@ class AdminServiceStub:
     Evict: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.EvictRequest, _kvcache_pb2.EvictResponse]
     """Drops blocks by hash, or a whole namespace. Leased blocks stay until released."""
     Flush: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.FlushRequest, _kvcache_pb2.FlushResponse]
-    """Waits until everything in memory that should be on disk is there."""
+    """Waits until everything in memory is on disk, and everything on its way to the shared store there or given up."""
     Verify: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.VerifyRequest, _kvcache_pb2.VerifyResponse]
     """Reads every block and checks its checksum; bad ones are quarantined."""
     List: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ListRequest, _kvcache_pb2.ListResponse]
@@ -232,7 +232,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     Evict: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.EvictRequest, _kvcache_pb2.EvictResponse]  # type: ignore[assignment]
     """Drops blocks by hash, or a whole namespace. Leased blocks stay until released."""
     Flush: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.FlushRequest, _kvcache_pb2.FlushResponse]  # type: ignore[assignment]
-    """Waits until everything in memory that should be on disk is there."""
+    """Waits until everything in memory is on disk, and everything on its way to the shared store there or given up."""
     Verify: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.VerifyRequest, _kvcache_pb2.VerifyResponse]  # type: ignore[assignment]
     """Reads every block and checks its checksum; bad ones are quarantined."""
     List: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ListRequest, _kvcache_pb2.ListResponse]  # type: ignore[assignment]
@@ -259,7 +259,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.FlushRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.FlushResponse, _abc.Awaitable[_kvcache_pb2.FlushResponse]]:
-        """Waits until everything in memory that should be on disk is there."""
+        """Waits until everything in memory is on disk, and everything on its way to the shared store there or given up."""
 
     @_abc_1.abstractmethod
     def Verify(
