@@ -61,7 +61,7 @@ def evict(
     tls_ca_file: CaFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Drop blocks from memory and disk; those in use stay."""
+    """Drop blocks from every tier; those in use stay."""
     if bool(hashes) == everything:
         raise typer.BadParameter("name blocks, or say --all")
     from katydid_cli.cache import calls
@@ -87,7 +87,7 @@ def pin(
 
 @cache_app.command()
 def flush(
-    timeout_s: Annotated[float, typer.Option(help="Longest wait.")] = 300.0,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest wait, in seconds.")] = 300.0,
     source: Source = DEFAULT,
     token: Token = None,
     tls_ca_file: CaFile = None,
@@ -101,7 +101,7 @@ def flush(
 
 @cache_app.command()
 def verify(
-    timeout_s: Annotated[float, typer.Option(help="Longest wait.")] = 3600.0,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest wait, in seconds.")] = 3600.0,
     source: Source = DEFAULT,
     token: Token = None,
     tls_ca_file: CaFile = None,
@@ -116,7 +116,7 @@ def verify(
 
 @cache_app.command()
 def top(
-    interval_s: Annotated[float, typer.Option(min=0.1, help="Time between looks.")] = 1.0,
+    interval_s: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 1.0,
     count: Annotated[int, typer.Option(min=0, help="Looks; 0: until Ctrl-C.")] = 0,
     source: Source = DEFAULT,
     token: Token = None,

@@ -220,7 +220,7 @@ async def _namespace(admin: CacheAdmin, digits: str) -> NamespaceInfo:
     """The namespace whose identity begins with `digits` of hex."""
     if len(digits) < _IDENTITY_DIGITS:
         raise InvalidRequestError(
-            f"{digits!r} is too short for a namespace",
+            f"{digits!r} is too short for a namespace: at least {_IDENTITY_DIGITS} digits",
             field="namespace",
             value=digits,
             allowed=f"at least {_IDENTITY_DIGITS} digits of one that `katydid cache ls` shows",
@@ -228,7 +228,10 @@ async def _namespace(admin: CacheAdmin, digits: str) -> NamespaceInfo:
     found = [space for space in await admin.namespaces() if space.identity.hex().startswith(digits.lower())]
     if len(found) != 1:
         raise NotFoundError(
-            f"{len(found)} namespaces begin with {digits!r}", field="namespace", value=digits, allowed="exactly one"
+            f"{len(found)} namespaces begin with {digits!r}; `katydid cache ls` shows all",
+            field="namespace",
+            value=digits,
+            allowed="the first digits of exactly one",
         )
     return found[0]
 
@@ -237,7 +240,10 @@ def _packed(hashes: Sequence[str]) -> bytes:
     for name in hashes:
         if len(name) != _HASH_HEX or not all(digit in "0123456789abcdefABCDEF" for digit in name):
             raise InvalidRequestError(
-                f"{name!r} is no block", field="hash", value=name, allowed=f"{_HASH_HEX} digits of hex"
+                f"{name!r} is no block: a hash has {_HASH_HEX} digits of hex",
+                field="hash",
+                value=name,
+                allowed=f"{_HASH_HEX} digits of hex",
             )
     return b"".join(map(bytes.fromhex, hashes))
 
@@ -265,7 +271,7 @@ async def _admin(target: Target) -> AsyncIterator[CacheAdmin]:
     await instances.refresh()
     if len(instances.addresses) != 1:
         raise InvalidRequestError(
-            f"{target.source} names {len(instances.addresses)} services",
+            f"{target.source} names {len(instances.addresses)} services; this command is for one",
             field="address",
             value=target.source,
             allowed="one service for what changes or lists it",
