@@ -39,26 +39,19 @@ async def serve(settings: KvCacheSettings, telemetry: Telemetry) -> None:
     cache = await Cache.open(settings)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(cache.close)
-        server = RpcServer(
-            settings.listen,
-            services=[SERVICE] if settings.admin_listen else [SERVICE, ADMIN_SERVICE],
-            long_lived=LONG_LIVED,
-            drain_timeout_s=settings.drain_timeout_s,
-            tls=tls,
-            admit=access.check,
-        )
 
-        def another(listen: str, name: str) -> RpcServer:
-            """A server of one of the services on an address of its own."""
+        def serving(listen: str, *names: str) -> RpcServer:
+            """A server of these services at one address."""
             return RpcServer(
                 listen,
-                services=[name],
+                services=names,
                 long_lived=LONG_LIVED,
                 drain_timeout_s=settings.drain_timeout_s,
                 tls=tls,
                 admit=access.check,
             )
 
+        server = serving(settings.listen, SERVICE, *(() if settings.admin_listen else (ADMIN_SERVICE,)))
         arena = None
         if settings.listen.startswith("unix:"):
             arena = ArenaSocket(
@@ -81,11 +74,11 @@ async def serve(settings: KvCacheSettings, telemetry: Telemetry) -> None:
         server.grpc.add_generic_rpc_handlers((handlers,))
         others = []
         if settings.peer_listen:
-            others.append(another(settings.peer_listen, SERVICE))
+            others.append(serving(settings.peer_listen, SERVICE))
             others[-1].grpc.add_generic_rpc_handlers((handlers,))
         admin = server
         if settings.admin_listen:
-            admin = another(settings.admin_listen, ADMIN_SERVICE)
+            admin = serving(settings.admin_listen, ADMIN_SERVICE)
             others.append(admin)
         pb_grpc.add_AdminServiceServicer_to_server(AdminService(cache), admin.grpc)
         if settings.http_listen:

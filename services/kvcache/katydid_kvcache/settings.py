@@ -129,7 +129,7 @@ class KvCacheSettings(DialingSettings):
         for name in told:
             if name in self.model_fields_set:
                 raise SettingsError(
-                    f"{name} is set, and {self.policy_file} tells it too",
+                    f"{name} is {getattr(self, name)}, and {self.policy_file} tells it too; allowed: one of the two",
                     field=name,
                     value=getattr(self, name),
                     allowed="one of the two",

@@ -80,13 +80,13 @@ class Puller:
             raise PermissionDeniedError(
                 f"this service does not pull from {source}", field="source", value=source, allowed="see pull_from"
             )
+        deadline = time.monotonic() + deadline_s
         async with self._attaching[source]:
             client = await self._client(namespace, source)
         pulled = Pulled()
         size = namespace.layout.block_bytes
         share = size * len(hashes) // (_BATCHES * self._workers.count)
         step = max(1, min(min(max(share, _BATCH_BYTES[0]), _BATCH_BYTES[1]) // size, _BATCH_BLOCKS))
-        deadline = time.monotonic() + deadline_s
 
         async def batch(start: int) -> None:
             async with self._turns:
@@ -96,7 +96,8 @@ class Puller:
         with asking(asker):
             tasks = [asyncio.create_task(batch(start)) for start in range(0, len(hashes), step)]
         try:
-            done, _ = await asyncio.wait(tasks, timeout=deadline_s) if tasks else (set(), None)
+            left_s = max(0.0, deadline - time.monotonic())
+            done, _ = await asyncio.wait(tasks, timeout=left_s) if tasks else (set(), None)
             for task in done:
                 task.result()
         finally:

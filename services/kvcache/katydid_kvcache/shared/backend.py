@@ -65,9 +65,7 @@ def open_backend(url: str, *, timeout_s: float) -> Backend:
         from katydid_kvcache.shared.redis_store import RedisStore
 
         return RedisStore(url, timeout_s=timeout_s)
+    allowed = ", ".join(f"{name}://" for name in (*OBJECT_SCHEMES, *REDIS_SCHEMES))
     raise SettingsError(
-        f"shared_url begins with {scheme!r}",
-        field="shared_url",
-        value=scheme,
-        allowed=", ".join(f"{name}://" for name in (*OBJECT_SCHEMES, *REDIS_SCHEMES)),
+        f"shared_url begins with {scheme!r}; allowed: {allowed}", field="shared_url", value=scheme, allowed=allowed
     )
