@@ -79,9 +79,13 @@ def up(
     device: Annotated[Device, typer.Option(help="Where engines compute; auto: cuda where there is one.")] = Device.AUTO,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the OpenAI HTTP API.")] = 8000,
     grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the gateway's gRPC service.")] = 8001,
-    kv_memory_mb: Annotated[int, typer.Option(min=1, help="Host memory for KV blocks, MiB.")] = 1024,
+    kv_memory_mb: Annotated[
+        int | None, typer.Option(min=1, help="Host memory for KV blocks, MiB; unset: 1024, or what a policy file says.")
+    ] = None,
     kv_disk_dir: Annotated[Path | None, typer.Option(help="Folder of the KV disk tier; unset: no disk tier.")] = None,
-    kv_disk_mb: Annotated[int, typer.Option(min=1, help="Disk space for KV blocks, MiB.")] = 8192,
+    kv_disk_mb: Annotated[
+        int | None, typer.Option(min=1, help="Disk space for KV blocks, MiB; unset: 8192, or what a policy file says.")
+    ] = None,
     trace_file: Annotated[Path | None, typer.Option(help="Write the spans of all processes to this file.")] = None,
     log_level: Annotated[LogLevel, typer.Option(help="Least severe log line shown.")] = LogLevel.WARNING,
     drain_timeout_s: Annotated[
@@ -92,6 +96,10 @@ def up(
         list[str] | None, typer.Option(help="Passed to every engine, such as --engine-option=--dtype=float32.")
     ] = None,
     gateway_option: Annotated[list[str] | None, typer.Option(help="Passed to the gateway.")] = None,
+    kvcache_option: Annotated[
+        list[str] | None,
+        typer.Option(help="Passed to the KV-cache service, such as --kvcache-option=--policy-file=policy.yaml."),
+    ] = None,
     cache_dir: CacheDir = default_cache_dir(),
 ) -> None:
     """Run everything on this machine: a KV-cache service, engines and a gateway. Ctrl-C stops it."""
@@ -114,6 +122,7 @@ def up(
         drain_timeout_s=drain_timeout_s,
         engine_arguments=tuple(engine_option or ()),
         gateway_arguments=tuple(gateway_option or ()),
+        kvcache_arguments=tuple(kvcache_option or ()),
     )
     raise typer.Exit(run_fleet(options, log_level=log_level.value, start_timeout_s=start_timeout_s))
 

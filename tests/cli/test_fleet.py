@@ -16,7 +16,7 @@ import pytest
 from katydid_cli.fleet.child import Child, ChildExitError
 from katydid_cli.fleet.plan import FleetOptions, ServicePlan, check_free, free_ports, plan_fleet
 from katydid_cli.fleet.supervisor import Supervisor
-from katydid_cli.fleet.up import check_options
+from katydid_cli.fleet.up import check_options, connected_engines
 from katydid_runtime.errors import AddressInUseError, SettingsError, UnavailableError
 
 STAND_IN = '''
@@ -228,6 +228,7 @@ def test_plan_names_addresses_and_options(tmp_path):
         kv_disk_dir=tmp_path / "kv",
         trace_file=tmp_path / "t.jsonl",
         engine_arguments=("--dtype=float32",),
+        kvcache_arguments=("--policy-file=p.yaml",),
     )
     plans = {p.name: p for p in plan_fleet(options, [1, 2, 3])}
     assert list(plans) == ["kvcache", "engine-0", "engine-1", "gateway"]
@@ -238,6 +239,8 @@ def test_plan_names_addresses_and_options(tmp_path):
     assert "--engines engine-0=127.0.0.1:2,engine-1=127.0.0.1:3" in words
     assert "--http-listen 127.0.0.1:8000" in words
     assert f"--memory-bytes {64 * 2**20}" in " ".join(plans["kvcache"].arguments)
+    assert "--disk-bytes" not in plans["kvcache"].arguments, "what was not asked for is the policy file's to say"
+    assert plans["kvcache"].arguments[-1] == "--policy-file=p.yaml"
     assert plans["engine-1"].arguments[-1] == "--dtype=float32"
     assert all(str(tmp_path / "t.jsonl") in p.arguments for p in plans.values())
 
@@ -260,11 +263,22 @@ def test_the_services_accept_what_the_plan_says(module, settings_class, tmp_path
         assert settings.load(service.arguments).listen == service.address
 
 
+def test_connected_engines_are_counted_in_the_metrics():
+    text = """# TYPE katydid_gateway_connected_engines gauge
+katydid_gateway_connected_engines{engine="engine-0"} 1.0
+katydid_gateway_connected_engines{engine="engine-1"} 0.0
+katydid_gateway_connected_engines{engine="engine-2"} 1.0
+katydid_gateway_queued_requests{class="normal"} 3.0
+"""
+    assert connected_engines(text) == 2
+    assert connected_engines("") == 0
+
+
 def test_free_ports_are_distinct_and_free():
     ports = free_ports(8)
     assert len(set(ports)) == 8
     for port in ports:
-        check_free(port)
+        check_free("--port", port)
 
 
 def test_options_that_cannot_work_are_named(tmp_path):
@@ -272,7 +286,9 @@ def test_options_that_cannot_work_are_named(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(AddressInUseError, match=f"port {port} cannot be used: Address already in use"):
+        with pytest.raises(
+            AddressInUseError, match=f"port {port} cannot be used: Address already in use; --port chooses"
+        ):
             check_options(FleetOptions(tmp_path, "m", port=port))
     a, b = free_ports(2)
     with pytest.raises(SettingsError, match="at least 1"):

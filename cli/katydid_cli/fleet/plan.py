@@ -19,7 +19,10 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """What `katydid up` was asked for. Sizes in MiB, `port` of the OpenAI API, `grpc_port` of the SDK's."""
+    """What `katydid up` was asked for. `port` is the OpenAI API's, `grpc_port` the SDK's.
+
+    Sizes are in MiB; None leaves them to the service: its policy file, or its default.
+    """
 
     model: Path
     model_name: str
@@ -27,13 +30,14 @@ class FleetOptions:
     device: str = "cpu"
     port: int = 8000
     grpc_port: int = 8001
-    kv_memory_mb: int = 1024
+    kv_memory_mb: int | None = None
     kv_disk_dir: Path | None = None
-    kv_disk_mb: int = 8192
+    kv_disk_mb: int | None = None
     trace_file: Path | None = None
     drain_timeout_s: float = 10.0
     engine_arguments: tuple[str, ...] = ()
     gateway_arguments: tuple[str, ...] = ()
+    kvcache_arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +61,16 @@ def plan_fleet(options: FleetOptions, ports: Sequence[int]) -> tuple[ServicePlan
     if options.trace_file is not None:
         shared += ("--trace-file", str(options.trace_file))
 
-    kvcache = ["--listen", kvcache_address, "--memory-bytes", str(options.kv_memory_mb * 2**20)]
+    kvcache = ["--listen", kvcache_address]
+    if options.kv_memory_mb is not None:
+        kvcache += ["--memory-bytes", str(options.kv_memory_mb * 2**20)]
     if options.kv_disk_dir is not None:
-        kvcache += ["--disk-path", str(options.kv_disk_dir), "--disk-bytes", str(options.kv_disk_mb * 2**20)]
+        kvcache += ["--disk-path", str(options.kv_disk_dir)]
+    if options.kv_disk_mb is not None:
+        kvcache += ["--disk-bytes", str(options.kv_disk_mb * 2**20)]
+    kvcache += [*shared, *options.kvcache_arguments]
 
-    plans = [ServicePlan("kvcache", "katydid_kvcache", (*kvcache, *shared), kvcache_address, stage=0)]
+    plans = [ServicePlan("kvcache", "katydid_kvcache", tuple(kvcache), kvcache_address, stage=0)]
     # Engines on one CPU share its cores, less one for the other services; each would take all of them.
     threads: tuple[str, ...] = ()
     if options.device == "cpu" and options.engines > 1:
@@ -104,13 +113,13 @@ def free_ports(count: int) -> list[int]:
         return [reserved.getsockname()[1] for reserved in sockets]
 
 
-def check_free(port: int) -> None:
-    """Raises AddressInUseError naming the port, before minutes go into loading a model."""
+def check_free(option: str, port: int) -> None:
+    """Raises AddressInUseError naming port and option, before minutes go into loading a model."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))
         except OSError as error:
             raise AddressInUseError(
-                f"port {port} cannot be used: {error.strerror}", field="port", value=port
+                f"port {port} cannot be used: {error.strerror}; {option} chooses another", field="port", value=port
             ) from error

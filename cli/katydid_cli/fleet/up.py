@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 
-from katydid_client import AsyncKatydid
+import httpx
 from katydid_runtime.errors import KatydidError, SettingsError, UnavailableError
 from rich.console import Console
 
@@ -18,7 +18,7 @@ from katydid_cli.fleet.plan import HOST, FleetOptions, check_free, free_ports, p
 from katydid_cli.fleet.supervisor import Supervisor
 from katydid_cli.writable import check_writable_file, check_writable_folder
 
-__all__ = ["check_options", "up"]
+__all__ = ["check_options", "connected_engines", "up"]
 
 _CONNECT_TIMEOUT_S = 30.0
 
@@ -29,8 +29,8 @@ def check_options(options: FleetOptions) -> None:
         raise SettingsError(f"--engines={options.engines}: at least 1", field="engines", value=options.engines)
     if options.port == options.grpc_port:
         raise SettingsError(f"--port and --grpc-port are both {options.port}", field="grpc_port", value=options.port)
-    check_free(options.port)
-    check_free(options.grpc_port)
+    check_free("--port", options.port)
+    check_free("--grpc-port", options.grpc_port)
     if options.kv_disk_dir is not None:
         check_writable_folder("--kv-disk-dir", options.kv_disk_dir)
     if options.trace_file is not None:
@@ -108,13 +108,25 @@ async def _live(
 
 
 async def _engines_connected(options: FleetOptions) -> None:
-    """Return when the gateway serves with all engines: it may have met some while they were still loading."""
+    """Return when the gateway serves with all engines: it may have met some while they were still loading.
+
+    Asked of its metrics, which need no API key: a fleet with keys starts like one without.
+    """
     deadline = time.monotonic() + _CONNECT_TIMEOUT_S
-    async with AsyncKatydid(f"{HOST}:{options.grpc_port}", timeout=_CONNECT_TIMEOUT_S) as client:
+    async with httpx.AsyncClient(base_url=f"http://{HOST}:{options.port}", timeout=_CONNECT_TIMEOUT_S) as client:
         while True:
-            connected = max((model.engines for model in await client.models()), default=0)
+            try:
+                connected = connected_engines((await client.get("/metrics")).text)
+            except httpx.HTTPError as error:
+                raise UnavailableError(f"the gateway does not answer on port {options.port}: {error}") from error
             if connected >= options.engines:
                 return
             if time.monotonic() > deadline:
                 raise UnavailableError(f"the gateway reached {connected} of {options.engines} engines")
             await asyncio.sleep(0.1)
+
+
+def connected_engines(metrics: str) -> int:
+    """How many engines a gateway's /metrics text says it is connected to."""
+    gauges = (line for line in metrics.splitlines() if line.startswith("katydid_gateway_connected_engines{"))
+    return sum(float(line.rpartition(" ")[2]) > 0 for line in gauges)
