@@ -55,6 +55,7 @@ from katydid_cache.records import (
     PutStatus,
     Tier,
     TierRun,
+    TierTime,
     WatchEvent,
 )
 from katydid_cache.stats import cache_stats
@@ -215,14 +216,13 @@ class CacheClient:
         if (mapping := self.arena) is not None:
             started = time.monotonic()
             found = await self._copies.get(lease, mapping, hashes, buffers, layout, heads, layers)
-            receiving.take_over(found, time.monotonic() - started)
+            receiving.take_over(found, [TierTime(Tier.MEMORY, sum(found), time.monotonic() - started)])
         if self.lane_port and not heads.count and not layers.count and self._lanes.usable(sum(map(len, buffers))):
-            started = time.monotonic()
-            left_s = max(0.0, deadline - started)
-            found = await self._lanes.get(
+            left_s = max(0.0, deadline - time.monotonic())
+            found, times = await self._lanes.get(
                 self.pulls.open_lane, self.lane_port, hashes, buffers, receiving.missing, left_s
             )
-            receiving.take_over(found, time.monotonic() - started)
+            receiving.take_over(found, times)
         if receiving.complete:
             return receiving.result(BlockMissReason.ABSENT)
 

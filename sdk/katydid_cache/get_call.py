@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import grpc
@@ -16,7 +16,7 @@ from xxhash import xxh3_128_digest
 from katydid_cache.records import BlockMissReason, GetResult, Tier, TierTime
 from katydid_cache.wire import Frame, decode_get_response
 
-__all__ = ["WINDOW_BYTES", "GetCall", "byte_buffers"]
+__all__ = ["WINDOW_BYTES", "GetCall", "byte_buffers", "tier_time"]
 
 WINDOW_BYTES = 16 * 1024 * 1024
 
@@ -47,11 +47,12 @@ class GetCall:
         """Blocks that have not arrived."""
         return [index for index, found in enumerate(self._found) if not found]
 
-    def take_over(self, found: Sequence[bool], duration_s: float) -> None:
-        """Blocks that are in their buffers already: from the memory tier, in `duration_s`."""
+    def take_over(self, found: Sequence[bool], times: Iterable[TierTime]) -> None:
+        """Blocks that are in their buffers already, and from which tiers they came."""
         self._found = [before or now for before, now in zip(self._found, found, strict=True)]
-        if any(found):
-            self._add(TierTime(Tier.MEMORY, sum(found), duration_s))
+        for time in times:
+            if time.blocks:
+                self._add(time)
 
     async def run(self, stream: Callable[[], Any], start: pb.GetStart, again: Again) -> None:
         """Fetch what is missing; where a stream breaks that had sent something, the next one goes on at that byte.
@@ -106,7 +107,7 @@ class GetCall:
                 self._misses[self._index(response.miss.index)] = BlockMissReason(response.miss.reason)
             elif kind == "summary":
                 for time in response.summary.times:
-                    self._add(_tier_time(time))
+                    self._add(tier_time(time))
                 await call.done_writing()
                 await call.read()
                 return
@@ -155,7 +156,8 @@ class GetCall:
         self._times[time.tier] = TierTime(time.tier, before.blocks + time.blocks, before.duration_s + time.duration_s)
 
 
-def _tier_time(time: pb.TierTime) -> TierTime:
+def tier_time(time: pb.TierTime) -> TierTime:
+    """The record of a TierTime message."""
     return TierTime(Tier(time.tier), time.blocks, to_seconds(time.duration))
 
 

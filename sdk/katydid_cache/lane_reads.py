@@ -18,6 +18,7 @@ from katydid_runtime.errors import KatydidError
 
 from katydid_cache.lane import Lane, receive
 from katydid_cache.pulls import LaneOffer
+from katydid_cache.records import TierTime
 
 __all__ = ["LEAST_BYTES", "LaneReads", "dialled_host"]
 
@@ -58,12 +59,15 @@ class LaneReads:
         into: Sequence[memoryview],
         wanted: Sequence[int],
         timeout_s: float,
-    ) -> list[bool]:
-        """Read the blocks whose place is in `wanted`; True for each that arrived within `timeout_s` and is right."""
+    ) -> tuple[list[bool], list[TierTime]]:
+        """Read the blocks whose place is in `wanted`; True for each that arrived within `timeout_s` and is right.
+
+        Beside that, from which tiers they came.
+        """
         if port != self._port:
             self.close()
             self._port = port
-        found = [False] * len(into)
+        found, times = [False] * len(into), list[TierTime]()
         size = len(into[0])
         share = size * len(wanted) // (_BATCHES * self._count)
         step = max(1, min(max(share, _BATCH_BYTES[0]), _BATCH_BYTES[1]) // size)
@@ -83,6 +87,7 @@ class LaneReads:
                 following = asyncio.create_task(prepare())
                 try:
                     await self._receive(batch, offer, into, found)
+                    times.extend(offer.times)
                     await following
                 finally:
                     following.cancel()
@@ -99,7 +104,7 @@ class LaneReads:
             for lane in lanes:
                 lane.cancel()
             await asyncio.gather(*lanes, return_exceptions=True)
-        return found
+        return found, times
 
     def close(self) -> None:
         for lane in self._idle:

@@ -10,9 +10,10 @@ from katydid_runtime.block_hash import HASH_BYTES
 from katydid_runtime.duration import to_duration, to_seconds
 
 from katydid_cache.asking import signed
+from katydid_cache.get_call import tier_time
 from katydid_cache.in_place import Answer
 from katydid_cache.lane import CHECKSUM_BYTES
-from katydid_cache.records import BlockMissReason
+from katydid_cache.records import BlockMissReason, TierTime
 
 __all__ = ["LaneOffer", "PullResult", "Pulls"]
 
@@ -26,11 +27,15 @@ class Call(Protocol):
 
 
 class LaneOffer(NamedTuple):
-    """Blocks that wait for who shows `token`: their `checksums` in order; `misses` by place in the request."""
+    """Blocks that wait for who shows `token`: their `checksums` in order; `misses` by place in the request.
+
+    `times` tells from which tiers the service has them.
+    """
 
     token: bytes
     checksums: tuple[bytes, ...]
     misses: Mapping[int, BlockMissReason]
+    times: tuple[TierTime, ...] = ()
 
 
 class PullResult(NamedTuple):
@@ -59,7 +64,7 @@ class Pulls:
             packed = response.checksums
             checksums = (packed[at : at + CHECKSUM_BYTES] for at in range(0, len(packed), CHECKSUM_BYTES))
             misses = {miss.index: BlockMissReason(miss.reason) for miss in response.misses}
-            return LaneOffer(response.token, tuple(checksums), misses)
+            return LaneOffer(response.token, tuple(checksums), misses, tuple(map(tier_time, response.times)))
 
         return await self._call(call)
 

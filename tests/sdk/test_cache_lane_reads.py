@@ -19,7 +19,7 @@ def test_a_service_that_prepares_nothing_costs_the_deadline_and_the_lanes_rest()
         assert lanes.usable(LEAST_BYTES)
         into = [memoryview(bytearray(LEAST_BYTES)) for _ in range(4)]
         started = time.monotonic()
-        assert await lanes.get(hang, 1, bytes(4 * 32), into, range(4), 0.1) == [False] * 4
+        assert await lanes.get(hang, 1, bytes(4 * 32), into, range(4), 0.1) == ([False] * 4, [])
         assert 0.1 <= time.monotonic() - started < 2
         assert not lanes.usable(LEAST_BYTES)
 
