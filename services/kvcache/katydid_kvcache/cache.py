@@ -77,6 +77,8 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
+    """Blocks read and checked, and how many of them had a wrong copy."""
+
     blocks: int
     corrupt: int
 

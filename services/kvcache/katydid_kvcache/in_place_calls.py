@@ -19,7 +19,7 @@ from katydid_kvcache.policy.lifetimes import Keep
 from katydid_kvcache.store import Refusal, Write
 from katydid_kvcache.writing import Claim, commit
 
-__all__ = ["PackedSlots", "commit_in_place", "reserve_in_place", "with_arena"]
+__all__ = ["PackedSlots", "commit_in_place", "reserve_in_place"]
 
 _NOTHING = SLOT.pack(NO_SLOT, 0)
 _LINEAR = struct.Struct("<Q")
@@ -35,7 +35,7 @@ class PackedSlots:
         self.linear_checksums = struct.pack(f"<{len(linear)}Q", *linear) if any(linear) else b""
 
 
-def with_arena(cache: Cache, attachment_id: int) -> Attachment:
+def _with_arena(cache: Cache, attachment_id: int) -> Attachment:
     """The attachment. Raises UnsupportedError when it has no arena."""
     attachment = cache.attachments.find(attachment_id)
     if not attachment.arena:
@@ -49,17 +49,9 @@ def with_arena(cache: Cache, attachment_id: int) -> Attachment:
 
 def reserve_in_place(cache: Cache, request: pb.ReserveRequest) -> pb.ReserveResponse:
     """Slots for the blocks that the client may write. Raises InvalidRequestError, UnsupportedError."""
-    attachment = with_arena(cache, request.attachment)
-    hashes, parents = requests.hash_list(request.hashes), requests.hash_list(request.parents)
-    if len(parents) != len(hashes):
-        raise InvalidRequestError(
-            f"{len(parents)} parents for {len(hashes)} hashes",
-            field="parents",
-            value=len(parents),
-            allowed="one a hash, 32 zero bytes for a first block",
-        )
+    attachment = _with_arena(cache, request.attachment)
+    hashes, parents = requests.linked_hashes(request.hashes, request.parents)
     asker = requests.asker(request.tenant, request.session.id)
-    parents = [b"" if parent == bytes(len(parent)) else parent for parent in parents]
     hold_s = requests.hold(request.hold) if request.HasField("hold") else 0.0
     reservation, begun = cache.reserve(
         attachment,
@@ -77,7 +69,7 @@ def reserve_in_place(cache: Cache, request: pb.ReserveRequest) -> pb.ReserveResp
 
 async def commit_in_place(cache: Cache, request: pb.CommitRequest) -> pb.CommitResponse:
     """Checks and finishes what the client wrote. Raises InvalidRequestError, UnsupportedError, ConflictError."""
-    attachment = with_arena(cache, request.attachment)
+    attachment = _with_arena(cache, request.attachment)
     reservation = cache.reservations.find(attachment.id, request.reservation)
     claims = _claims(request, reservation.writes)
     keep = Keep(requests.lifetime(request), reservation.session)

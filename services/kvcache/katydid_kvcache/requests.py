@@ -23,6 +23,7 @@ __all__ = [
     "hold",
     "layout",
     "lifetime",
+    "linked_hashes",
     "seconds",
     "session",
     "span",
@@ -69,16 +70,29 @@ def lifetime(message: pb.PutStart | pb.CommitRequest) -> Lifetime | None:
     return Lifetime(ttl(message.ttl), message.sliding) if message.HasField("ttl") else None
 
 
-def hash_list(packed: bytes, *, limit: int = HASH_LIMIT) -> list[bytes]:
+def hash_list(packed: bytes, *, field: str = "hashes", limit: int = HASH_LIMIT) -> list[bytes]:
     """The hashes in a packed list of at most `limit`."""
     if len(packed) % HASH_BYTES or len(packed) > limit * HASH_BYTES:
         raise InvalidRequestError(
-            f"hashes has {len(packed)} bytes",
-            field="hashes",
+            f"{field} has {len(packed)} bytes",
+            field=field,
             value=len(packed),
             allowed=f"{HASH_BYTES} bytes a hash, at most {limit} hashes",
         )
     return split_hashes(packed)
+
+
+def linked_hashes(hashes: bytes, parents: bytes) -> tuple[list[bytes], list[bytes]]:
+    """The hashes in a packed list and the hash before each of them, empty for a first block."""
+    names, before = hash_list(hashes), hash_list(parents, field="parents")
+    if len(before) != len(names):
+        raise InvalidRequestError(
+            f"{len(before)} parents for {len(names)} hashes",
+            field="parents",
+            value=len(before),
+            allowed="one a hash, 32 zero bytes for a first block",
+        )
+    return names, [b"" if parent == bytes(HASH_BYTES) else parent for parent in before]
 
 
 def span(heads: pb.HeadRange) -> Span:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import grpc
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid_runtime.duration import to_duration
-from katydid_runtime.errors import InvalidRequestError, UnsupportedError
+from katydid_runtime.errors import UnsupportedError
 
 from katydid_kvcache import requests
 from katydid_kvcache.cache import Cache
@@ -58,20 +58,12 @@ class LaneCalls:
     async def Pull(self, request: pb.PullRequest, _context: Context) -> pb.PullResponse:
         started = time.monotonic()
         attachment = self._cache.attachments.find(request.attachment)
-        hashes, parents = requests.hash_list(request.hashes), requests.hash_list(request.parents)
-        if len(parents) != len(hashes):
-            raise InvalidRequestError(
-                f"{len(parents)} parents for {len(hashes)} hashes",
-                field="parents",
-                value=len(parents),
-                allowed="one a hash, 32 zero bytes for a first block",
-            )
+        hashes, parents = requests.linked_hashes(request.hashes, request.parents)
         deadline_s = _PULL_S
         if request.HasField("deadline"):
             deadline_s = requests.seconds(request.deadline, "deadline", limit=_PULL_LIMIT_S)
         if self._puller is None:
             raise UnsupportedError("this service pulls from nobody", field="source", allowed="with pull_from set")
-        parents = [b"" if parent == bytes(len(parent)) else parent for parent in parents]
         asker = requests.asker(request.tenant, request.session)
         pulled = await self._puller.pull(attachment.namespace, request.source, hashes, parents, deadline_s, asker)
         self._figures.pull_seconds.observe(time.monotonic() - started)
