@@ -1864,7 +1864,7 @@ class ShedCount(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """"queue_full", "failing", "full", "evicted" or "too_slow"."""
+    """"queue_full", "failing", "full", "quota", "evicted" or "too_slow"."""
     blocks: _builtins.int
     """How many."""
     def __init__(
