@@ -16,10 +16,12 @@ import pytest
 from katydid_cache import BlockLayout, CacheAdmin, CacheClient, Durability, PutBlock, PutStatus, Tier
 from katydid_cache.lane import RECEIPT, Lane
 from katydid_cache.lane_reads import LEAST_BYTES
+from katydid_kvcache.lanes.desk import LaneDesk
 from katydid_runtime.errors import PermissionDeniedError, UnauthenticatedError, UnsupportedError
 from xxhash import xxh3_128_digest
 
 from tests.certificates import make_certificate, needs_openssl
+from tests.kvcache.inside import BLOCK, get, key, opened, payload, put
 from tests.kvcache.running import IDENTITY, MIB, ServiceProcess, run
 
 LAYOUT = BlockLayout(layers=8, kv_heads=8, head_dim=64, dtype="bfloat16")
@@ -150,13 +152,38 @@ def test_blocks_wait_pinned_for_their_receipt_and_not_for_ever() -> None:
     run(scenario)
 
 
-def test_a_block_that_arrives_wrong_is_looked_at_and_quarantined_only_if_it_is_wrong_here() -> None:
+def test_a_block_that_is_wrong_here_arrives_wrong_and_is_quarantined() -> None:
+    async def scenario() -> None:
+        async with opened() as (cache, space):
+            for name in range(3):
+                put(cache, space, name)
+            desk = LaneDesk(cache, threads=1, stall_s=2.0)
+            desk.start("127.0.0.1:0")
+            offer = await desk.open(space, [key(name) for name in range(3)])
+            cache.memory.view(space.blocks[key(1)])[5] ^= 1
+            sums = [offer.checksums[at : at + 16] for at in range(0, len(offer.checksums), 16)]
+            into, intact = [memoryview(bytearray(BLOCK)) for _ in range(3)], list[bool]()
+            with closing(Lane("127.0.0.1", desk.port, stall_s=2)) as lane:
+                await asyncio.to_thread(lane.receive, offer.token, into, sums, intact)
+                async with asyncio.timeout(5):
+                    while not cache.quarantined:
+                        await asyncio.sleep(0.01)
+            assert intact == [True, False, True]
+            assert [await get(cache, space, name) == payload(name) for name in range(3)] == intact
+            await desk.stop()
+
+    run(scenario)
+
+
+def test_a_block_that_arrives_wrong_and_is_right_here_stays() -> None:
     async def scenario() -> None:
         with ServiceProcess(**LANES) as service:
             async with client(service.address) as cache:
                 blocks = make(3)
                 await cache.put(blocks)
                 offer = await cache.pulls.open_lane(packed(blocks))
+
+                told = threading.Event()
 
                 def lie() -> None:
                     """Say of a good block that it was wrong."""
@@ -166,10 +193,11 @@ def test_a_block_that_arrives_wrong_is_looked_at_and_quarantined_only_if_it_is_w
                         while left:
                             left -= len(connection.recv(min(left, MIB)))
                         connection.sendall(RECEIPT.pack(1) + RECEIPT.pack(1))
+                        told.set()
                         connection.recv(1)
 
-                lying = threading.Thread(target=lie, daemon=True)
-                lying.start()
+                threading.Thread(target=lie, daemon=True).start()
+                assert await asyncio.to_thread(told.wait, 5)
                 await asyncio.sleep(0.3)
                 stats = await cache.stats()
                 assert stats.quarantined == 0
