@@ -33,7 +33,9 @@ class KvCacheSettings(DialingSettings):
     peer_address: str | None = Field(
         None, description="host:port by which other hosts know this instance; unset: peer_listen, or listen"
     )
-    lane_listen: str | None = Field(None, description="TCP address of bulk lanes, host:port; unset: streams alone")
+    lane_listen: str | None = Field(
+        None, description="TCP address of bulk lanes, host:port; unset, or with TLS: streams alone"
+    )
     lanes: int = Field(4, ge=1, le=64, description="bulk lanes of pulls at a time, each in a process of its own")
     pull_from: str | None = Field(
         None, description="instances to pull blocks from: HOST:PORT,..., dns:NAME:PORT or file:PATH; unset: none"
