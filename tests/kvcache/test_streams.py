@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
-from katydid_cache import CacheClient, PutOutcome, PutRefusal, PutStatus
+from katydid_cache import BlockLayout, CacheAdmin, CacheClient, PutBlock, PutOutcome, PutRefusal, PutStatus
 from katydid_runtime.errors import ConflictError, DeadlineExceededError, InternalError, KatydidError, UnsupportedError
 from katydid_runtime.rpc_errors import from_rpc_error
 
@@ -196,4 +197,32 @@ def test_a_client_that_stalls_is_cut_off_and_holds_nobody_up(method: str) -> Non
             assert isinstance(from_rpc_error(caught.value), DeadlineExceededError)
 
     with ServiceProcess(stream_stall_timeout_s=1.0) as service:
+        run(lambda: scenario(service))
+
+
+def test_a_client_that_gives_credit_and_reads_nothing_pins_nothing_for_long() -> None:
+    layout = BlockLayout(layers=8, kv_heads=8, head_dim=64, dtype="bfloat16")
+    blocks = [PutBlock(os.urandom(32), b"", os.urandom(layout.block_bytes)) for _ in range(24)]
+
+    async def scenario(service: ServiceProcess) -> None:
+        async with (
+            CacheClient(service.address) as cache,
+            CacheAdmin(service.address) as admin,
+            grpc.aio.insecure_channel(service.address) as channel,
+        ):
+            await cache.attach(IDENTITY, layout)
+            assert {outcome.status for outcome in await cache.put(blocks)} == {STORED.status}
+            attachment = cache._attachment.require()
+            call: Any = channel.stream_stream(f"/{SERVICE}/Get")()
+            start = pb.GetStart(attachment=attachment, hashes=b"".join(block.hash for block in blocks), credit=2**40)
+            await call.write(pb.GetRequest(start=start).SerializeToString())
+            await asyncio.sleep(0.3)
+            dropped = await admin.evict(IDENTITY)
+            assert dropped < len(blocks), "the stream holds what it is about to send"
+            async with asyncio.timeout(10):
+                while dropped < len(blocks):
+                    await asyncio.sleep(0.1)
+                    dropped += await admin.evict(IDENTITY)
+
+    with ServiceProcess(memory_bytes=32 * MIB, slab_bytes=4 * MIB, stream_stall_timeout_s=1.0) as service:
         run(lambda: scenario(service))

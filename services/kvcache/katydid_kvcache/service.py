@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
 import grpc
@@ -14,7 +14,7 @@ from google.protobuf.message_factory import GetMessageClass
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid_cache.records import Snapshot
 from katydid_runtime.duration import to_duration
-from katydid_runtime.errors import ConflictError, InvalidRequestError
+from katydid_runtime.errors import ConflictError, DeadlineExceededError, InvalidRequestError
 from katydid_runtime.telemetry import Span, Telemetry
 from katydid_runtime.trace_context import TraceContext
 
@@ -144,7 +144,7 @@ class KvCacheService:
         started = time.monotonic()
         with self._span("kvcache.service.get", context) as span:
             await self._delay("get")
-            stream = GetStream(self._cache, messages, context.write)
+            stream = GetStream(self._cache, messages, self._write(context))
             try:
                 await stream.run()
             except (InvalidRequestError, ConflictError):
@@ -164,7 +164,7 @@ class KvCacheService:
     async def Put(self, messages: AsyncIterator[bytes], context: Context) -> None:
         started = time.monotonic()
         with self._span("kvcache.service.put", context) as span:
-            stream = PutStream(self._cache, messages, context.write)
+            stream = PutStream(self._cache, messages, self._write(context))
             try:
                 await stream.run()
             except (InvalidRequestError, ConflictError):
@@ -215,6 +215,19 @@ class KvCacheService:
             else:
                 response.delta.CopyFrom(pb.BlockDelta(tier=tier, stored=event.stored, removed=event.removed))
             yield response
+
+    def _write(self, context: Context) -> Callable[[bytes], Awaitable[None]]:
+        """`context.write` for as long as the client reads; raises DeadlineExceededError when it does not."""
+        stall_s = self._cache.settings.stream_stall_timeout_s
+
+        async def write(message: bytes) -> None:
+            try:
+                async with asyncio.timeout(stall_s):
+                    await context.write(message)
+            except TimeoutError:
+                raise DeadlineExceededError(f"the client read nothing for {stall_s:g} s") from None
+
+        return write
 
     def _span(self, name: str, context: Context) -> Span:
         return self._telemetry.start(name, TraceContext.from_headers(context.invocation_metadata() or ()))
