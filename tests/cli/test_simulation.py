@@ -107,6 +107,14 @@ def test_every_request_is_answered(policy: str) -> None:
     assert replay(policy, arrivals, 3, speeds) == outcome, "a replay is repeatable"
 
 
+def test_a_capture_counts_from_the_epoch() -> None:
+    """A gateway's own clock: seconds so large that a nanosecond more is the same number."""
+    arrivals = [Arrival(1.8e9 + second, (bytes(32),), 100, 4) for second in range(3)]
+    outcome = replay("katydid", arrivals, 2, EngineSpeeds())
+    assert outcome.requests == 3
+    assert outcome.busy < 1
+
+
 def test_agents_gain_most_from_the_router() -> None:
     arrivals = agent_traffic(requests=400, sessions_per_s=1.5, seed=1)
     speeds = EngineSpeeds(60_000, 0.008, 0.0001, 8192, 1_000_000)

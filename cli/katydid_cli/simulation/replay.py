@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,7 +59,7 @@ def replay(
             ears.tell(next_report)
             chooser[0].report(next_report)
             # Nothing changes while nobody works: the next report of interest is that of the arrival.
-            next_report = next_report + REPORT_INTERVAL_S if ears.waiting else max(next_report, arrival.at) + 1e-9
+            next_report = next_report + REPORT_INTERVAL_S if ears.waiting else math.nextafter(arrival.at, math.inf)
         for model in models:
             model.advance(arrival.at)
         ears.tell(arrival.at)
