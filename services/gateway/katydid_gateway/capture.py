@@ -1,7 +1,7 @@
 """Traffic as lengths and hashes, a line a finished request, for `katydid simulate`: no word of a prompt is kept.
 
 Lines are those of Mooncake's traces: {"timestamp": Unix ms, "input_length", "output_length", "hash_ids"}, an id for
-every 512 tokens of the prompt. Ids are keyed by this process's secret, so they cannot be matched with known prompts.
+every 64-token block of the prompt. Ids are keyed by this process's secret: they cannot be matched with known prompts.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from katydid_runtime.errors import SettingsError
 __all__ = ["Capture"]
 
 logger = logging.getLogger(__name__)
-
-# A trace's blocks are eight of ours: a hash of a chain speaks for all before it.
-_BLOCKS = 8
 
 
 class Capture:
@@ -40,13 +37,12 @@ class Capture:
         """A request with this chain of block hashes has ended."""
         if self._file.closed:
             return
-        ends = [chain[min(place + _BLOCKS, len(chain)) - 1] for place in range(0, len(chain), _BLOCKS)]
         line = json.dumps(
             {
                 "timestamp": received_ns // 1_000_000,
                 "input_length": prompt_tokens,
                 "output_length": output_tokens,
-                "hash_ids": [self._id(block) for block in ends] or [secrets.randbits(48)],
+                "hash_ids": [self._id(block) for block in chain] or [secrets.randbits(48)],
             }
         )
         if self._size + len(line) < self._most:
