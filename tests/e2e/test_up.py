@@ -217,7 +217,7 @@ def test_a_port_in_use_is_one_line_and_exit_code_2(tmp_path):
             timeout=60,
         )
     assert done.returncode == 2
-    assert done.stderr == f"katydid: port {port} cannot be used: Address already in use\n"
+    assert done.stderr == f"katydid: port {port} cannot be used: Address already in use; --port chooses another\n"
     assert done.stdout == ""
 
 
