@@ -39,6 +39,7 @@ clients: install ## the npm openai package, langchain-openai and litellm, unchan
 bench: install ## benchmarks that need no GPU
 	$(BIN)/python bench/block_hash.py
 	$(BIN)/python bench/kvcache.py
+	PYTHONPATH=. $(BIN)/python bench/gateway.py
 	$(BIN)/python bench/serve.py
 	$(BIN)/python bench/trace_rest.py
 
