@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from katydid_cache import BlockLayout, CacheAdmin, CacheClient, PutBlock, PutOutcome, PutRefusal, PutStatus
-from katydid_runtime.errors import ConflictError, DeadlineExceededError, InternalError, KatydidError, UnsupportedError
+from katydid_runtime.errors import (
+    ConflictError,
+    DeadlineExceededError,
+    InternalError,
+    KatydidError,
+    RequestAbortedError,
+    UnsupportedError,
+)
 from katydid_runtime.rpc_errors import from_rpc_error
 
 from tests.kvcache.running import IDENTITY, LAYOUT, MIB, ServiceProcess, chain, make, run
@@ -47,7 +54,10 @@ async def stream(channel: grpc.aio.Channel, method: str, messages: list[bytes]) 
     call: Any = channel.stream_stream(f"/{SERVICE}/{method}")(iter(messages), timeout=10)
     try:
         return [answer async for answer in call]
-    except grpc.RpcError as error:
+    except grpc.aio.AioRpcError as error:
+        if error.details() == "Internal error from Core":
+            # The library's own word, and not the service's: the call had ended while a message was being written.
+            raise RequestAbortedError("the call ended while it was written") from error
         raise from_rpc_error(error) from error
 
 
