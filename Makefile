@@ -24,8 +24,9 @@ check: install ## lint, types, import rules, protos
 	cd protos && ../$(BIN)/buf lint
 	$(BIN)/python scripts/protos.py --check
 
+# A shared machine can freeze a process that a test started: one rerun tells that from a fault, and the summary names it.
 test: check ## everything but long runs and GPUs
-	$(BIN)/pytest -q -m "not soak and not gpu and not clients"
+	$(BIN)/pytest -q --reruns 1 -m "not soak and not gpu and not clients"
 
 soak: install ## long fault and load runs
 	$(BIN)/pytest -q -m soak --timeout 3600

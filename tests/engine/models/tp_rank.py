@@ -6,7 +6,9 @@ states of the prompt and greedy tokens.
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from katydid_engine.parallel import ParallelPlan
 
 
 def main() -> None:
+    faulthandler.enable()  # an abort in native code says where
     rank, rendezvous, jobs = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
@@ -36,7 +39,9 @@ def main() -> None:
             tokens.append(int(model.logits(step).argmax()))
         if rank == 0:
             torch.save({"logits": logits, "tokens": tokens, "heads": cache.k_pages[0].shape[1]}, job["output"])
-    dist.destroy_process_group()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads have been seen to abort a process whose results were long written while it was torn down
 
 
 if __name__ == "__main__":
