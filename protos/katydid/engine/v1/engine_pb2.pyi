@@ -67,7 +67,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 4
     """It failed: RequestError says why."""
     FINISH_REASON_GRAMMAR: _FinishReason.ValueType  # 5
-    """Its grammar reached an accepting end. Not yet given: engines have no grammars."""
+    """Its grammar is complete and nothing can follow: ended without a stop token."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a choice ended."""
@@ -83,7 +83,7 @@ FINISH_REASON_ABORT: FinishReason.ValueType  # 3
 FINISH_REASON_ERROR: FinishReason.ValueType  # 4
 """It failed: RequestError says why."""
 FINISH_REASON_GRAMMAR: FinishReason.ValueType  # 5
-"""Its grammar reached an accepting end. Not yet given: engines have no grammars."""
+"""Its grammar is complete and nothing can follow: ended without a stop token."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -170,8 +170,8 @@ class DescribeResponse(_message.Message):
 
     @_builtins.property
     def grammar_kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Grammar kinds served: "json_schema", "regex", "ebnf", "choice". Empty: structured output is off, as in every engine
-        so far.
+        """Grammar kinds served: "json_schema", "regex", "ebnf", "choice", "structural_tag". Empty: structured output is off
+        (the model folder has no tokenizer.json, or the engine's host lacks the grammar library).
         """
 
     def __init__(
@@ -524,7 +524,15 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):
-    """A constraint on the output. A kind that is not in DescribeResponse.grammar_kinds is refused."""
+    """A constraint on the output's text. It holds from the first output token on, or from `begin_after_ids` on; tokens of
+    generated_ids count as output, so a request that resumes goes on in the middle of its grammar. Stop tokens (the model's
+    own and stop_token_ids) are sampled only where the grammar may end, ignore_eos or not. The choice ends with STOP when
+    one is sampled, with GRAMMAR when the grammar is complete and nothing can follow, and may be cut off by max_tokens:
+    then its text is the beginning of one that satisfies the grammar. min_tokens delays a stop only as far as the grammar
+    can go on. A grammar that cannot be compiled, takes too long or too much memory, or asks for what is not enforced, is
+    refused with INVALID_REQUEST before the request is queued; RequestError.field is "sampling.grammar." and the field's
+    name here. A kind that is not in DescribeResponse.grammar_kinds is refused with UNSUPPORTED.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -532,12 +540,27 @@ class Grammar(_message.Message):
     REGEX_FIELD_NUMBER: _builtins.int
     EBNF_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
+    STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
+    BEGIN_AFTER_IDS_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
-    """A JSON schema, as JSON text."""
+    """A JSON schema, as JSON text: the output is one JSON value that satisfies it, properties in the schema's order, at
+    most 32 whitespace characters in a row between tokens of JSON. {"type": "object"} is any JSON object. Keywords
+    whose constraint cannot be enforced token by token are refused by name.
+    """
     regex: _builtins.str
-    """A regular expression."""
+    """A regular expression that the whole output matches."""
     ebnf: _builtins.str
-    """A grammar in GBNF-like EBNF."""
+    """A grammar in GBNF-like EBNF; it begins with the rule `root`."""
+    structural_tag: _builtins.str
+    """A structural tag of XGrammar, as JSON text: {"type": "structural_tag", "format": FORMAT}. For forced and optional
+    tool calls: FORMAT may be, nested, const_string, json_schema (styles "json", "glm_xml", ...), any_text, regex,
+    grammar, token, sequence, or, tag, triggered_tags, tags_with_separator and the others of that library. Special
+    tokens of the vocabulary can be sampled in this kind alone, where a string or token of the format has their text.
+    """
+    begin_after_ids: _builtins.bytes
+    """Token ids, as little-endian uint32, 16 at most, such as those of a reasoning end marker: until the output has held
+    them one after the other, anything but a stop token may be sampled; the grammar begins after them. Empty: at once.
+    """
     @_builtins.property
     def choice(self) -> Global___ChoiceGrammar:
         """One of several literal strings."""
@@ -549,12 +572,14 @@ class Grammar(_message.Message):
         regex: _builtins.str = ...,
         ebnf: _builtins.str = ...,
         choice: Global___ChoiceGrammar | None = ...,
+        structural_tag: _builtins.str = ...,
+        begin_after_ids: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ebnf", b"ebnf", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ebnf", b"ebnf", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "ebnf", b"ebnf", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_after_ids", b"begin_after_ids", "choice", b"choice", "ebnf", b"ebnf", "json_schema", b"json_schema", "kind", b"kind", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "regex", "ebnf", "choice"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -569,7 +594,7 @@ class ChoiceGrammar(_message.Message):
     CHOICES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """At least one string."""
+        """At least one string, none of them empty."""
 
     def __init__(
         self,
