@@ -165,12 +165,21 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def test_sigterm_finishes_what_runs(chatml: Path) -> None:
     engine, address = mock_engine(chatml, "--step-ms", "20")
     answers: list[httpx.Response] = []
     try:
-        with gateway(chatml, [address]) as (process, http, _rpc):
+        probes = f"127.0.0.1:{_free_port()}"
+        with gateway(chatml, [address], "--probe-listen", probes) as (process, http, _rpc):
             body = {"messages": USER, "max_tokens": 150}
+            assert httpx.get(f"http://{probes}/readyz").status_code == 200
+            assert httpx.get(f"http://{probes}/v1/models").status_code == 404
 
             def ask() -> None:
                 answers.append(httpx.post(f"http://{http}/v1/chat/completions", json=body, timeout=20))
@@ -181,6 +190,9 @@ def test_sigterm_finishes_what_runs(chatml: Path) -> None:
                 while "katydid_gateway_in_flight_requests 1.0" not in plain.get("/metrics").text:
                     time.sleep(0.01)
             process.process.send_signal(signal.SIGTERM)
+            while httpx.get(f"http://{probes}/readyz").status_code == 200:
+                time.sleep(0.01)
+            assert httpx.get(f"http://{probes}/healthz").status_code == 200
             thread.join(20)
             assert process.process.wait(20) == 0
         assert answers[0].json()["usage"]["completion_tokens"] == 150

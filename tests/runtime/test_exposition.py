@@ -14,11 +14,12 @@ from katydid_runtime.exposition import Exposition, split_address
 from katydid_runtime.metrics import Metrics
 
 
-def run(scenario, *, ready: bool = True) -> None:
+def run(scenario, *, ready: bool = True, alive: bool = True) -> None:
     async def body() -> None:
         metrics = Metrics("sample")
         metrics.gauge("load_ratio", "Load.").set(0.5)
         server = Exposition(metrics, lambda: ready)
+        server.alive = lambda: alive
         address = await server.start("127.0.0.1:0")
         try:
             await scenario(address)
@@ -50,6 +51,15 @@ def test_not_ready():
             assert (await client.get("/healthz")).status_code == 200
 
     run(scenario, ready=False)
+
+
+def test_not_alive():
+    async def scenario(address):
+        async with httpx.AsyncClient(base_url=f"http://{address}") as client:
+            assert (await client.get("/healthz")).status_code == 503
+            assert (await client.get("/metrics")).status_code == 200
+
+    run(scenario, alive=False)
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /metrics", b"x" * 20_000, b"\r\n\r\n", b"\x16\x03\x01\r\n\r\n"])

@@ -85,6 +85,7 @@ async def serve(settings: EngineSettings, telemetry: Telemetry) -> None:
         engine = await stack.enter_async_context(_started(settings, telemetry, metrics))
         service.open(engine.face, engine.blocks, engine.describe, engine.face.drain)
         admin.open(engine.face, engine.groups)
+        exposition.alive = lambda: not engine.stalled
         await engine.attend(server)
 
 
@@ -144,6 +145,11 @@ class Engine:
     def _prefill_speed(self, dp_rank: int) -> float:
         """Tokens a second to weigh fetching against; 0: fetch whatever is found."""
         return self.face.prefill_speed(dp_rank) if self._settings.kvcache_fetch == "cheaper" else 0.0
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a step loop has been silent for longer than it may."""
+        return any(group.stalled(self._settings.stall_timeout_s) for group in self.groups)
 
     async def attend(self, server: RpcServer) -> None:
         """Until a signal ends the engine, or the failure of a worker or of a part does. Raises that failure."""
@@ -205,7 +211,7 @@ class Engine:
     async def _report_health(self, server: RpcServer) -> None:
         """Health follows the step loops: a loop that turns no more is no longer SERVING."""
         while True:
-            stalled = any(group.stalled(self._settings.stall_timeout_s) for group in self.groups)
+            stalled = self.stalled
             healthy = not stalled and self.face.failure is None and not self.face.draining
             if healthy != server.serving:
                 await server.set_serving(healthy)

@@ -7,6 +7,7 @@ import logging
 
 from katydid.gateway.v1 import gateway_pb2
 from katydid.gateway.v1.gateway_pb2_grpc import add_InferenceServiceServicer_to_server
+from katydid_runtime.exposition import Exposition
 from katydid_runtime.server import RpcServer
 from katydid_runtime.telemetry import Telemetry
 
@@ -18,6 +19,8 @@ from katydid_gateway.generation import Generator
 from katydid_gateway.http.app import http_app
 from katydid_gateway.http.server import HttpServer
 from katydid_gateway.routing.router import Router
+from katydid_gateway.scaling.planner import ScalingTerms
+from katydid_gateway.scaling.watch import ScalingWatch
 from katydid_gateway.service import InferenceServicer
 from katydid_gateway.settings import GatewaySettings
 from katydid_gateway.text.model_text import ModelText, load_model_text
@@ -41,12 +44,17 @@ class Gateway:
         capture = Capture(settings.capture_file, settings.capture_bytes) if settings.capture_file else None
         self._capture = capture
         self.generator = Generator(settings, text, self.fleet, keys, telemetry, metrics, capture)
+        terms = ScalingTerms(start_s=settings.scaling_start_s, hold_s=settings.scaling_hold_s)
+        queue = self.generator.flow.gate.queue
+        self.scaling = ScalingWatch(self.fleet.router, lambda: queue.cost, metrics, terms)
+        self._scaling_task: asyncio.Task[None] | None = None
         tls = settings.server_tls()
         self._rpc = RpcServer(settings.listen, services=[_SERVICE], drain_timeout_s=settings.drain_timeout_s, tls=tls)
         servicer = InferenceServicer(self.generator, keys, settings.max_body_bytes)
         add_InferenceServiceServicer_to_server(servicer, self._rpc.grpc)
         self._http = HttpServer(http_app(settings, self.generator, self.fleet, keys, metrics), tls)
-        self.http_address = self.grpc_address = ""
+        self._probes = Exposition(metrics.metrics, lambda: self.fleet.ready and not self.generator.draining)
+        self.http_address = self.grpc_address = self.probe_address = ""
 
     @classmethod
     async def load(cls, settings: GatewaySettings, telemetry: Telemetry) -> Gateway:
@@ -68,7 +76,10 @@ class Gateway:
         """Listen on both addresses and connect to the engines. Raises AddressInUseError, SettingsError."""
         self.http_address = await self._http.start(self._settings.http_listen)
         self.grpc_address = await self._rpc.start()
+        if self._settings.probe_listen is not None:
+            self.probe_address = await self._probes.start(self._settings.probe_listen)
         self.fleet.start()
+        self._scaling_task = asyncio.create_task(self.scaling.run())
         logger.info("HTTP on %s", self.http_address, extra={"http_address": self.http_address})
 
     async def stop(self) -> None:
@@ -87,7 +98,11 @@ class Gateway:
             await self.generator.idle.wait()
 
     async def _close(self) -> None:
+        if self._scaling_task is not None:
+            self._scaling_task.cancel()
+            await asyncio.gather(self._scaling_task, return_exceptions=True)
         await self.fleet.stop()
         await self._http.stop()
+        await self._probes.stop()
         if self._capture is not None:
             self._capture.close()

@@ -15,7 +15,7 @@ class GatewayMetrics:
     """The gateway's metrics; `render` gives the text for /metrics."""
 
     def __init__(self) -> None:
-        metrics = Metrics("gateway")
+        self.metrics = metrics = Metrics("gateway")
         self.render = metrics.render
         self.finished = metrics.counter("finished_requests", "Requests ended, by api and outcome", ("api", "outcome"))
         self.in_flight = metrics.gauge("in_flight_requests", "Requests being answered now")

@@ -42,6 +42,11 @@ class GatewaySettings(DialingSettings):
 
     listen: str = Field("127.0.0.1:8001", description="gRPC address, host:port (port 0: any free one) or unix:/path")
     http_listen: str = Field("127.0.0.1:8000", description="HTTP address of the API, /healthz, /readyz, /metrics")
+    probe_listen: str | None = Field(
+        None,
+        description="one more HTTP address, of /metrics, /healthz and /readyz alone, without TLS or keys: "
+        "for probes and scrapes",
+    )
     model: str = Field(
         description="model folder: tokenizer.json, chat template, generation_config.json; no weights needed"
     )
@@ -78,6 +83,11 @@ class GatewaySettings(DialingSettings):
         None, description="append lengths and hashes of finished requests here, for `katydid simulate --trace`"
     )
     capture_bytes: int = Field(2**30, gt=0, description="the capture grows no further than this")
+    console: bool = Field(True, description="serve the page at /console: chat, traces, the fleet as it is now")
+    scaling_start_s: float = Field(
+        240.0, ge=0, description="time from the wish for an engine to its first request, for desired_replicas"
+    )
+    scaling_hold_s: float = Field(600.0, ge=0, description="desired_replicas does not fall below its highest this long")
     sse_keepalive_s: float = Field(15.0, gt=0, description="comment line into a silent event stream this often")
     fault_delays: Annotated[
         dict[str, float], NoDecode, BeforeValidator(delays_at("tokenise", "route", "transport"))

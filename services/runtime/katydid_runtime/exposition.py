@@ -17,12 +17,18 @@ __all__ = ["Exposition", "split_address"]
 
 _HEADER_LIMIT = 8 * 1024
 _TIMEOUT_S = 5.0
+_UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
 
 
 class Exposition:
-    """Serves `metrics` at /metrics, 200 at /healthz while the process lives, and `ready()` as 200 or 503 at /readyz."""
+    """Serves `metrics` at /metrics, and `alive()` at /healthz and `ready()` at /readyz as 200 or 503.
+
+    A process that is not alive is to be started again, one that is not ready to be left in peace. Set `alive` once
+    there is something that can get stuck.
+    """
 
     def __init__(self, metrics: Metrics, ready: Callable[[], bool]) -> None:
+        self.alive: Callable[[], bool] = lambda: True
         self._metrics = metrics
         self._ready = ready
         self._server: asyncio.Server | None = None
@@ -62,11 +68,9 @@ class Exposition:
         elif path == b"/metrics":
             status, body = HTTPStatus.OK, self._metrics.render()
         elif path == b"/healthz":
-            status, body = HTTPStatus.OK, b"ok\n"
+            status, body = (HTTPStatus.OK, b"ok\n") if self.alive() else (_UNAVAILABLE, b"stuck\n")
         elif path == b"/readyz":
-            status, body = (
-                (HTTPStatus.OK, b"ready\n") if self._ready() else (HTTPStatus.SERVICE_UNAVAILABLE, b"not ready\n")
-            )
+            status, body = (HTTPStatus.OK, b"ready\n") if self._ready() else (_UNAVAILABLE, b"not ready\n")
         else:
             status, body = HTTPStatus.NOT_FOUND, b"try /metrics, /healthz or /readyz\n"
         lines = (
