@@ -31,8 +31,8 @@ def run(folder: Path, scenario: Any, **options: Any) -> None:
     async def body() -> None:
         async with rig(folder, **options) as built:
             await scenario(built)
-            assert built.gateway.generator._flow.budgets.reserved == 0
-            assert len(built.gateway.generator._flow.gate.queue) == 0
+            assert built.gateway.generator.flow.budgets.reserved == 0
+            assert len(built.gateway.generator.flow.gate.queue) == 0
 
     asyncio.run(body())
 
@@ -73,7 +73,7 @@ def test_a_flood_of_one_tenant_delays_itself(chatml: Path, tmp_path: Path) -> No
             order.append(tenant)
 
         flood = [asyncio.create_task(one("a", number)) for number in range(12)]
-        await until(lambda: len(built.gateway.generator._flow.gate.queue) > 6)
+        await until(lambda: len(built.gateway.generator.flow.gate.queue) > 6)
         other = asyncio.create_task(one("b", 0))
         await asyncio.gather(*flood, other)
         assert order.index("b") < 6, order
@@ -88,7 +88,7 @@ def test_who_leaves_the_line_is_forgotten(chatml: Path) -> None:
     async def scenario(built: Rig) -> None:
         built.engines[0].options.prefill_s = 0.3
         tasks = [asyncio.create_task(built.chat(f"number {number} " * 40)) for number in range(8)]
-        await until(lambda: len(built.gateway.generator._flow.gate.queue) >= 4)
+        await until(lambda: len(built.gateway.generator.flow.gate.queue) >= 4)
         for task in tasks[::2]:
             task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -100,7 +100,7 @@ def test_who_leaves_the_line_is_forgotten(chatml: Path) -> None:
 
 def test_a_closed_connection_and_a_deadline_end_the_wait(chatml: Path) -> None:
     async def scenario(built: Rig) -> None:
-        gate = built.gateway.generator._flow.gate
+        gate = built.gateway.generator.flow.gate
         gate._room = lambda: False
         left = asyncio.create_task(built.chat("one who leaves", stream=True))
         await until(lambda: len(gate.queue) == 1)
@@ -116,7 +116,7 @@ def test_a_closed_connection_and_a_deadline_end_the_wait(chatml: Path) -> None:
 def test_a_prompt_that_waits_does_not_keep_its_siblings_output(chatml: Path) -> None:
     async def scenario(built: Rig) -> None:
         session = built.gateway.fleet.session("engine-0")
-        built.gateway.generator._flow.gate._room = lambda: session.in_flight == 0
+        built.gateway.generator.flow.gate._room = lambda: session.in_flight == 0
         events = await built.events(
             "/v1/completions", prompt=["hello there", "hello you"], max_tokens=200, ignore_eos=True, logprobs=5
         )

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from katydid_runtime.metrics import STEP_SECONDS, TOKENS, TPOT_SECONDS, TTFT_SECONDS, Metrics
+from katydid_runtime.metrics import (
+    STEP_SECONDS,
+    TOKENS,
+    TPOT_SECONDS,
+    TPOT_TARGET_S,
+    TTFT_SECONDS,
+    TTFT_TARGET_S,
+    Metrics,
+)
 
 from katydid_gateway.requests import CachedTokens, Usage
 
 __all__ = ["GatewayMetrics"]
 
 _DRIFT_TOKENS = (0, 64, 256, 1024, 4096, 16384, 65536)
+# Tenants with series of their own; the ones that come after them share the name "other".
+MOST_TENANTS = 64
 
 
 class GatewayMetrics:
@@ -16,6 +26,7 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.metrics = metrics = Metrics("gateway")
+        self.registry = metrics.registry
         self.render = metrics.render
         self.finished = metrics.counter("finished_requests", "Requests ended, by api and outcome", ("api", "outcome"))
         self.in_flight = metrics.gauge("in_flight_requests", "Requests being answered now")
@@ -44,6 +55,54 @@ class GatewayMetrics:
         self.refused = metrics.counter(
             "refused_engines", "Times an engine failed the parity check", ("engine", "field")
         )
+
+        self.ill = metrics.gauge(
+            "ill_engines", "1 while a connected engine hangs or is stuck", ("engine",)
+        )
+        self.goodput = metrics.counter(
+            "goodput_requests", "Requests whose time to first token and mean time per token both met the targets"
+        )
+        self.tenant_requests = metrics.counter("tenant_requests", "Requests ended, by tenant", ("tenant", "outcome"))
+        self.tenant_tokens = metrics.counter(
+            "tenant_tokens", "Tokens by tenant: cached and computed prompt, output", ("tenant", "kind")
+        )
+        role = ("role",)
+        self.desired_replicas = metrics.gauge("desired_replicas", "Engines of the role there should be", role)
+        self.needed_replicas = metrics.gauge(
+            "needed_replicas", "Engines of the role that one kind of work alone would need", ("role", "work")
+        )
+        self.ready_replicas = metrics.gauge("ready_replicas", "Engines of the role that take work", role)
+        self.draining_replicas = metrics.gauge("draining_replicas", "Engines of the role that finish their work", role)
+        self.prefill_backlog = metrics.gauge(
+            "prefill_backlog_seconds", "Time the ready engines need for the prompts that wait", role
+        )
+        self.decode_headroom = metrics.gauge(
+            "decode_headroom_seconds", "Time until KV pages are full if every token made now stayed", role
+        )
+        self.cache_pressure = metrics.gauge("cache_pressure_ratio", "Share of KV pages that running choices hold", role)
+        self._tenants: set[str] = set()
+
+    def answered(self, ttft_s: float, tpot_s: float, tokens: int, trace_id: str) -> None:
+        """Time an answer that delivered `tokens` tokens in its longest choice; the trace id marks its buckets."""
+        exemplar = {"trace_id": trace_id} if trace_id else None
+        self.ttft.observe(ttft_s, exemplar)
+        if tokens > 1:
+            self.tpot.observe(tpot_s, exemplar)
+        if ttft_s <= TTFT_TARGET_S and tpot_s <= TPOT_TARGET_S:
+            self.goodput.inc()
+
+    def ended(self, tenant: str, outcome: str, usage: Usage) -> None:
+        """Count a request for its tenant; without API keys there are none."""
+        if not tenant:
+            return
+        if tenant not in self._tenants:
+            if len(self._tenants) >= MOST_TENANTS:
+                tenant = "other"
+            self._tenants.add(tenant)
+        self.tenant_requests.labels(tenant, outcome).inc()
+        kinds = {"cached": usage.cached.total, "computed": usage.prompt_tokens - usage.cached.total}
+        for kind, tokens in (*kinds.items(), ("output", usage.completion_tokens)):
+            self.tenant_tokens.labels(tenant, kind).inc(max(0, tokens))
 
     def settled(self, usage: Usage) -> None:
         """Count a request's tokens once, at its end."""

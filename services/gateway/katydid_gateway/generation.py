@@ -42,7 +42,7 @@ from katydid_gateway.flight import Flight, Part
 from katydid_gateway.flow.control import Admission, FlowControl
 from katydid_gateway.gateway_metrics import GatewayMetrics
 from katydid_gateway.request_clock import RequestClock
-from katydid_gateway.requests import Caller, GenerationRequest, Prompt, Sampling, TokenPrompt
+from katydid_gateway.requests import Caller, GenerationRequest, Prompt, Sampling, TokenPrompt, Usage
 from katydid_gateway.routing.router import Candidate, Decision, RoutedPrompt
 from katydid_gateway.settings import GatewaySettings
 from katydid_gateway.text.choice_text import ChoiceText
@@ -99,7 +99,7 @@ class Generator:
         self._capture = capture
         self._chains = ChainCache(settings.chain_cache_bytes)
         self._dispatcher = Dispatcher(fleet, metrics)
-        self._flow = FlowControl(
+        self.flow = FlowControl(
             fleet.router,
             keys.terms,
             metrics,
@@ -122,7 +122,7 @@ class Generator:
         outcome = "internal"
         with (
             log.bind(request=request_id),
-            self._counted(),
+            self._counted(api),
             self._telemetry.start(
                 "gateway.request",
                 caller.trace,
@@ -156,14 +156,14 @@ class Generator:
             finally:
                 if timer is not None:
                     timer.cancel()
-                self._finish(answer, clock, api, outcome)
+                self._finish(answer, clock, api, outcome, caller.tenant)
                 if prepared is not None and answer is not None:
                     used = answer.usage
                     if self._capture is not None and answer.tokens:
                         chain = prepared.routed().chain
                         self._capture.finished(caller.received_ns, chain, used.prompt_tokens, used.completion_tokens)
                     for admission in prepared.admissions:
-                        self._flow.settle(admission, used.computed_tokens if answer.tokens else 0)
+                        self.flow.settle(admission, used.computed_tokens if answer.tokens else 0)
 
     def cut(self) -> None:
         """End every answer in flight with DrainingError: the time to finish them is over."""
@@ -289,12 +289,12 @@ class Generator:
         """Send a request for the first time, when its turn has come."""
         candidate = await self._route(prepared, (), clock)
         tenant, priority = prepared.tenant, prepared.submission.options.priority
-        admission = self._flow.admit(tenant, priority, candidate.prediction, prepared.timeout_s)
+        admission = self.flow.admit(tenant, priority, candidate.prediction, prepared.timeout_s)
         prepared.admissions.append(admission)
-        if self._flow.gate.open:
+        if self.flow.gate.open:
             return self._dispatch(prepared, candidate, flight)
         began = time.monotonic_ns()
-        async with self._flow.turn(admission):
+        async with self.flow.turn(admission):
             clock.add("admission", time.monotonic_ns() - began)
             return self._dispatch(prepared, await self._route(prepared, (), clock), flight)
 
@@ -338,22 +338,22 @@ class Generator:
         if self._delays_s and (delay_s := self._delays_s.get(point)):
             await asyncio.sleep(delay_s)
 
-    def _finish(self, answer: Answer | None, clock: RequestClock, api: str, outcome: str) -> None:
+    def _finish(self, answer: Answer | None, clock: RequestClock, api: str, outcome: str, tenant: str) -> None:
         self._metrics.finished.labels(api, outcome).inc()
         if answer is None:
+            self._metrics.ended(tenant, outcome, Usage(0, 0))
             logger.info("request refused", extra={"api": api, "outcome": outcome})
             return
         self._answers.discard(answer)
         answer.close()
         usage, tokens = answer.usage, answer.tokens
         self._metrics.settled(usage)
+        self._metrics.ended(tenant, outcome, usage)
         clock.export(tokens, answer.trace)
         if clock.ttft_s:
-            self._metrics.ttft.observe(clock.ttft_s)
+            self._metrics.answered(clock.ttft_s, clock.tpot_s(tokens), tokens, clock.trace_id)
             for name, seconds in clock.phases_s.items():
                 self._metrics.phase.labels(name).observe(max(0.0, seconds))
-        if tokens > 1:
-            self._metrics.tpot.observe(clock.tpot_s(tokens))
         clock.span.set_all(
             {
                 "request.outcome": outcome,
@@ -378,10 +378,12 @@ class Generator:
         )
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _counted(self, api: str) -> Iterator[None]:
         if self.draining:
+            self._metrics.finished.labels(api, DrainingError.reason.lower()).inc()
             raise DrainingError("the gateway is shutting down")
         if self._in_flight >= self._settings.max_requests:
+            self._metrics.finished.labels(api, OverloadedError.reason.lower()).inc()
             raise OverloadedError(
                 f"{self._in_flight} requests are in flight, the most this gateway takes", retry_after_s=1.0
             )

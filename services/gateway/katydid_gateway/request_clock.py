@@ -119,14 +119,19 @@ class RequestClock:
 
     def timing(self, tokens: int) -> Timing:
         """The answer's own account; `tokens` are those of its longest choice."""
-        context = self.span.context
         return Timing(
             ttft_s=self.ttft_s,
             tpot_s=self.tpot_s(tokens),
             phases_s=dict(self.phases_s),
             engine=self.engine,
-            trace_id=context.trace_id if context is not None and self.span.recording else "",
+            trace_id=self.trace_id,
         )
+
+    @property
+    def trace_id(self) -> str:
+        """Of a trace that is recorded, else ""."""
+        context = self.span.context
+        return context.trace_id if context is not None and self.span.recording else ""
 
     def export(self, tokens: int, trace: EngineTrace) -> None:
         """Export the `ttft` and `tpot` spans under the request's, linked to the engine's spans they waited for."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 
 from katydid_runtime.errors import AddressInUseError, SettingsError
-from katydid_runtime.metrics import Metrics
+from katydid_runtime.metrics import TEXT_TYPE, Metrics
 
 __all__ = ["Exposition", "split_address"]
 
@@ -63,10 +63,12 @@ class Exposition:
     def _answer(self, head: bytes) -> bytes:
         method, _, rest = head.partition(b" ")
         path = rest.partition(b" ")[0].partition(b"?")[0]
+        content_type = TEXT_TYPE
         if method not in (b"GET", b"HEAD"):
             status, body = HTTPStatus.METHOD_NOT_ALLOWED, b"only GET\n"
         elif path == b"/metrics":
-            status, body = HTTPStatus.OK, self._metrics.render()
+            body, content_type = self._metrics.render(_accepted(rest))
+            status = HTTPStatus.OK
         elif path == b"/healthz":
             status, body = (HTTPStatus.OK, b"ok\n") if self.alive() else (_UNAVAILABLE, b"stuck\n")
         elif path == b"/readyz":
@@ -75,11 +77,20 @@ class Exposition:
             status, body = HTTPStatus.NOT_FOUND, b"try /metrics, /healthz or /readyz\n"
         lines = (
             f"HTTP/1.1 {status.value} {status.phrase}",
-            "Content-Type: text/plain; version=0.0.4; charset=utf-8",
+            f"Content-Type: {content_type}",
             f"Content-Length: {len(body)}",
             "Connection: close",
         )
         return "\r\n".join(lines).encode() + b"\r\n\r\n" + (b"" if method == b"HEAD" else body)
+
+
+def _accepted(head: bytes) -> str:
+    """The Accept header's value in a request's head, "" without one."""
+    for line in head.split(b"\r\n")[1:]:
+        name, _, value = line.partition(b":")
+        if name.lower() == b"accept":
+            return value.decode("latin-1")
+    return ""
 
 
 def split_address(address: str) -> tuple[str, int]:

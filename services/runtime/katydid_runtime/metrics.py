@@ -13,7 +13,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-__all__ = ["STEP_SECONDS", "TOKENS", "TPOT_SECONDS", "TTFT_SECONDS", "Metrics"]
+__all__ = [
+    "STEP_SECONDS",
+    "TEXT_TYPE",
+    "TOKENS",
+    "TPOT_SECONDS",
+    "TPOT_TARGET_S",
+    "TTFT_SECONDS",
+    "TTFT_TARGET_S",
+    "Metrics",
+]
+
+TTFT_TARGET_S = 4.0
+TPOT_TARGET_S = 0.05
 
 TTFT_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.5, 10.0, 20.0, 60.0)
 TPOT_SECONDS = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.05, 0.06, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
@@ -22,8 +34,10 @@ TOKENS = (64, 256, 1024, 4096, 8192, 16384, 32768, 65536, 98304, 131072, 196608,
 
 UNITS = (
     "seconds", "bytes", "tokens", "blocks", "pages", "requests", "choices", "preemptions", "ratio", "celsius",
-    "clients", "leases", "engines", "caches", "lanes",
+    "clients", "leases", "engines", "caches", "lanes", "replicas",
 )  # fmt: skip
+
+TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _NAME = re.compile(rf"[a-z][a-z0-9_]*_(?:{'|'.join(UNITS)})")
 
@@ -35,8 +49,10 @@ class Metrics:
     """
 
     def __init__(self, service: str) -> None:
-        from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+        from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, disable_created_metrics
 
+        # A second series for every counter and histogram, which says what the first scrape says.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry: CollectorRegistry = CollectorRegistry()
         self._prefix = f"katydid_{service}_"
         ProcessCollector(registry=self.registry)
@@ -57,11 +73,13 @@ class Metrics:
 
         return Histogram(self._full(name), help_text, labels, registry=self.registry, buckets=bounds)
 
-    def render(self) -> bytes:
-        """The exposition text (`text/plain; version=0.0.4`) of everything registered."""
-        from prometheus_client import generate_latest
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """Everything registered, and its content type: OpenMetrics, which has exemplars, for a scraper whose Accept
+        header names it; else Prometheus' own text."""
+        from prometheus_client.exposition import choose_encoder
 
-        return generate_latest(self.registry)
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
 
     def _full(self, name: str) -> str:
         if not _NAME.fullmatch(name):

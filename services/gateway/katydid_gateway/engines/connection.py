@@ -41,6 +41,7 @@ _RECONNECT = (
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 
+_ROLES = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode"}
 _PARTIAL_ROLES = {pb.ROLE_PREFILL: "computes prompts only", pb.ROLE_DECODE: "continues prompts only"}
 
 logger = logging.getLogger(__name__)
@@ -138,18 +139,22 @@ class EngineConnection:
 
     def on_disconnected(self) -> None:
         self._absence = "not connected"
+        self._state.draining = False
         self._exclude()
         self._metrics.connected.labels(self.name).set(0)
 
     def on_state(self, reports: Mapping[int, RankReport], *, draining: bool, role: pb.Role.ValueType) -> None:
         self._health.heard(draining)
         self._role = _PARTIAL_ROLES.get(role, "")
+        self._state.role, self._state.draining = _ROLES.get(role, "both"), draining
         self._absence = "draining" if draining else ""
         self._exclude()
         self._state.reported(reports, time.monotonic())
 
     def _exclude(self) -> None:
-        self._state.excluded = self._absence or self._health.ailment or self._role
+        ailment = self._absence or self._health.ailment
+        self._state.excluded, self._state.well = ailment or self._role, not ailment
+        self._metrics.ill.labels(self.name).set(bool(self._health.ailment) and self.session is not None)
 
     async def _describe(self) -> pb.DescribeResponse:
         try:

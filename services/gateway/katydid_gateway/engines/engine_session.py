@@ -251,6 +251,9 @@ def _report(load: pb.RankLoad) -> RankReport:
         waiting=load.waiting,
         uncached_tokens=load.waiting_uncached_tokens,
         prefill_speed=load.prefill_tokens_per_second,
+        decode_speed=load.decode_tokens_per_second,
+        free_pages=load.free_pages,
+        total_pages=load.total_pages,
     )
 
 

@@ -109,8 +109,9 @@ def http_app(
             return PlainTextResponse("draining\n" if generator.draining else "no engine is connected\n", 503)
         return PlainTextResponse("ready\n")
 
-    async def exposition(_request: Request) -> Response:
-        return Response(metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    async def exposition(request: Request) -> Response:
+        text, content_type = metrics.render(request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": content_type})
 
     return Starlette(
         routes=[

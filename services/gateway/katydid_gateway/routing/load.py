@@ -16,12 +16,16 @@ REPORT_LAG_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What routing uses of a rank's report; `prefill_speed` is tokens per second, 0 when not yet measured."""
+    """What a rank says of itself; speeds are tokens per second, 0 when not yet measured. Routing uses the first four,
+    scaling all."""
 
     running: int = 0
     waiting: int = 0
     uncached_tokens: int = 0
     prefill_speed: float = 0.0
+    decode_speed: float = 0.0
+    free_pages: int = 0
+    total_pages: int = 0
 
 
 @dataclass(slots=True)
@@ -57,13 +61,19 @@ class RankState:
 
 @dataclass(slots=True)
 class EngineState:
-    """One engine as the router sees it; `excluded` says why it can't be chosen, "" when it can."""
+    """One engine as the router sees it; `excluded` says why it can't be chosen, "" when it can.
+
+    `well` is whether it works at all, whatever it may be chosen for; `role` is both, prefill or decode.
+    """
 
     name: str
     ranks: list[RankState] = field(default_factory=list)
     block_bytes: int = 0
     kv_cache_attached: bool = False
     excluded: str = "not connected"
+    well: bool = False
+    draining: bool = False
+    role: str = "both"
 
     def reported(self, reports: Mapping[int, RankReport], now: float) -> None:
         for rank, report in reports.items():

@@ -69,6 +69,8 @@ class Router:
     index: PrefixIndex = field(default_factory=PrefixIndex)
     tiers: TierIndex = field(default_factory=TierIndex)
     speeds: TierSpeeds = field(default_factory=TierSpeeds)
+    sent_tokens: int = 0
+    """Prompt tokens sent so far that had to be computed, as predicted."""
 
     def decide(self, prompt: RoutedPrompt, now: float, without: Collection[str] = ()) -> Decision:
         """Where the prompt should go; changes nothing. `without` names engines to leave out."""
@@ -85,6 +87,7 @@ class Router:
         holder = candidate.holder
         rank = self.engines[holder.engine].ranks[holder.rank]
         rank.sent(request, candidate.prediction.uncached_tokens, now)
+        self.sent_tokens += candidate.prediction.uncached_tokens
         self.index.predict(holder, prompt.chain[candidate.prediction.device_blocks :], now)
 
     def settled(self, request: int, holder: Holder) -> None:
