@@ -2,6 +2,7 @@
 torch reference beside it that defines the result.
 """
 
+from katydid_kernels.advance import Sampled, StepInputs, advance, advance_reference
 from katydid_kernels.decode_attention import DecodeScratch, decode_attention, decode_attention_reference, decode_ctas
 from katydid_kernels.decode_plan import decode_plan
 from katydid_kernels.fused_moe import fused_moe, fused_moe_reference
@@ -50,8 +51,10 @@ from katydid_kernels.sample import (
     logprobs_reference,
     sample,
     sample_reference,
+    seen_tokens,
 )
 from katydid_kernels.swiglu import swiglu, swiglu_reference
+from katydid_kernels.verify_draft import verify_draft, verify_draft_reference
 from katydid_kernels.w4a8.packing import Int4Weight, dequantize_int4, pack_int4, quantize_int4, unpack_int4
 
 __all__ = [
@@ -65,12 +68,16 @@ __all__ = [
     "QkNorm",
     "RoutedRows",
     "RouterWeight",
+    "Sampled",
     "SamplingBatch",
+    "StepInputs",
     "add_rms_norm",
     "add_rms_norm_quantize",
     "add_rms_norm_quantize_reference",
     "add_rms_norm_reference",
     "add_rms_norm_route",
+    "advance",
+    "advance_reference",
     "decode_attention",
     "decode_attention_reference",
     "decode_ctas",
@@ -116,6 +123,7 @@ __all__ = [
     "router_reference",
     "sample",
     "sample_reference",
+    "seen_tokens",
     "segment_scale",
     "swiglu",
     "swiglu_quantize",
@@ -123,4 +131,6 @@ __all__ = [
     "swiglu_reference",
     "unpack_int4",
     "unregister_memory",
+    "verify_draft",
+    "verify_draft_reference",
 ]

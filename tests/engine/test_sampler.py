@@ -22,9 +22,9 @@ def start(prompt: list[int], output: list[int], sampling: Sampling) -> SequenceS
 
 
 def seen(sampler: SequenceSampler) -> tuple[set[int], Counter[int]]:
-    in_prompt, output_counts = sampler.seen(VOCAB, torch.device("cpu"))
-    counts = Counter({token: count for token, count in enumerate(output_counts.tolist()) if count})
-    return set(in_prompt.nonzero()[:, 0].tolist()), counts
+    entries = sampler.seen(VOCAB, torch.device("cpu")).tolist()
+    counts = Counter({token: entry & 0x7FFF for token, entry in enumerate(entries) if entry & 0x7FFF})
+    return {token for token, entry in enumerate(entries) if entry < 0}, counts
 
 
 def test_penalties_count_what_they_should() -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from katydid_kernels import LogitBias, Penalties, SamplingBatch, logprobs, sample
+from katydid_kernels import LogitBias, Penalties, SamplingBatch, logprobs, sample, seen_tokens
 from katydid_kernels.philox import gumbel_noise
-from katydid_kernels.sample import _likeliest
+from katydid_kernels.sample.reference import _likeliest
 from torch import Tensor
 
 
@@ -24,6 +24,10 @@ def batch_of(rows: int, *, temperature: float = 1.0, **fields: float) -> Samplin
         seeds=torch.arange(rows) + 17,
         positions=torch.arange(rows, dtype=torch.int32) * 3,
     )
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
 
 
 def row_of(batch: SamplingBatch, row: int) -> SamplingBatch:
@@ -143,7 +147,7 @@ def test_hints_change_nothing() -> None:
 
 def test_bias_and_mask() -> None:
     logits = torch.zeros(2, 70)
-    bias = LogitBias(torch.tensor([0, 1, 1]), torch.tensor([69, 3, 40]), torch.tensor([1.0, 5.0, 4.0]))
+    bias = LogitBias(int32(0, 1, 3), int32(69, 3, 40), torch.tensor([1.0, 5.0, 4.0]))
     batch = replace(batch_of(2, temperature=0.0), bias=bias)
     assert sample(logits, batch).tolist() == [69, 3]
     # Row 1 may take tokens 40 and 41 alone: bits 8 and 9 of the second word.
@@ -153,7 +157,8 @@ def test_bias_and_mask() -> None:
 
 def test_banned_token_is_never_drawn() -> None:
     rows = 2000
-    bias = LogitBias(torch.arange(rows), torch.zeros(rows, dtype=torch.int64), torch.full((rows,), -torch.inf))
+    starts = torch.arange(rows + 1, dtype=torch.int32)
+    bias = LogitBias(starts, torch.zeros(rows, dtype=torch.int32), torch.full((rows,), -torch.inf))
     tokens = sample(torch.tensor([[9.0, 0.0, 0.0]]).expand(rows, -1), replace(batch_of(rows), bias=bias))
     assert set(tokens.tolist()) == {1, 2}
 
@@ -180,11 +185,16 @@ def scalar_choice(
 def test_penalties(seed: int, history: list[tuple[int, bool]], penalties: tuple[float, float, float]) -> None:
     logits = torch.randn(2, 12, generator=torch.Generator().manual_seed(seed % 2**32))
     seeds = torch.tensor([5, seed])
-    in_prompt, output_counts = torch.zeros(1, 12, dtype=torch.bool), torch.zeros(1, 12, dtype=torch.int32)
-    for token, is_output in history:
-        output_counts[0, token] += is_output
-        in_prompt[0, token] |= not is_output
-    record = Penalties(torch.tensor([1]), *(torch.tensor([value]) for value in penalties), in_prompt, output_counts)
+    # The last two outputs are drafts that the row takes for granted.
+    output = [token for token, is_output in history if is_output]
+    drafted = [*output[-2:], -1]
+    prompt = int32(*(token for token, is_output in history if not is_output))
+    record = Penalties(
+        int32(-1, 0),
+        *(torch.tensor([5.0, value]) for value in penalties),
+        seen_tokens(prompt, int32(*output[:-2]), 12)[None],
+        torch.tensor([[3] * len(drafted), drafted], dtype=torch.int32),
+    )
     batch = replace(batch_of(2), seeds=seeds, penalties=record)
     noise = gumbel_noise(seeds, batch.positions, 12)
     found = sample(logits, batch).tolist()

@@ -6,6 +6,7 @@ batch. Stop tokens are banned before ``min_tokens``.
 
 from __future__ import annotations
 
+import itertools
 import math
 from array import array
 from collections.abc import Sequence
@@ -13,7 +14,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from katydid_kernels.sample import LogitBias, Penalties, SamplingBatch, logprobs, sample
+from katydid_kernels.sample import (
+    IN_PROMPT,
+    LogitBias,
+    Penalties,
+    SamplingBatch,
+    logprobs,
+    sample,
+    seen_tokens,
+)
 from torch import Tensor
 
 from katydid_engine.plan import Logprobs, Start
@@ -35,25 +44,25 @@ class SequenceSampler:
         self._start = start
         self._stops = start.sampling.stop_token_ids + (() if start.sampling.ignore_eos else eos_token_ids)
         self._bias = dict(start.sampling.logit_bias)
-        self._seen: tuple[Tensor, Tensor] | None = None
+        self._seen: Tensor | None = None
 
     @property
     def penalises(self) -> bool:
         sampling = self.sampling
         return (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (1.0, 0.0, 0.0)
 
-    def seen(self, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Which tokens the prompt has, bool ``[vocab_size]``, and how often each was output, int32 ``[vocab_size]``."""
+    def seen(self, vocab_size: int, device: torch.device) -> Tensor:
+        """The tokens of prompt and output, as ``Penalties.seen`` keeps them: int16 ``[vocab_size]``."""
         if self._seen is None:
-            tokens, end = self._start.tokens, self._start.num_prompt
-            in_prompt = _counts(tokens[:end], vocab_size) > 0
-            self._seen = in_prompt.to(device), _counts(tokens[end:], vocab_size).to(device)
+            tokens, end = np.frombuffer(self._start.tokens, dtype=np.int32), self._start.num_prompt
+            prompt, output = (torch.from_numpy(part.copy()) for part in (tokens[:end], tokens[end:]))
+            self._seen = seen_tokens(prompt, output, vocab_size).to(device)
         return self._seen
 
     def note(self, token: int) -> None:
         """The token just sampled is the sequence's own (forks of it start on their own)."""
-        if self._seen is not None:
-            self._seen[1][token] += 1
+        if self._seen is not None and int(self._seen[token]) & ~IN_PROMPT < ~IN_PROMPT:
+            self._seen[token] += 1
 
     def bias(self, position: int) -> dict[int, float]:
         """Additions to the logits of the token at ``position``."""
@@ -103,39 +112,31 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> Logprobs:
 
 
 def _penalties(rows: Sequence[Row], vocab_size: int, device: torch.device) -> Penalties | None:
-    indices = [index for index, row in enumerate(rows) if row.sequence.penalises]
-    if not indices:
+    penalised = [index for index, row in enumerate(rows) if row.sequence.penalises]
+    if not penalised:
         return None
-    sequences = [rows[index].sequence for index in indices]
-    in_prompt, output_counts = zip(*(sequence.seen(vocab_size, device) for sequence in sequences), strict=True)
+    slots = [-1] * len(rows)
+    for slot, index in enumerate(penalised):
+        slots[index] = slot
+    samplings = [row.sequence.sampling for row in rows]
     return Penalties(
-        rows=_ints(indices, device, torch.int64),
-        repetition=_floats([sequence.sampling.repetition_penalty for sequence in sequences], device),
-        presence=_floats([sequence.sampling.presence_penalty for sequence in sequences], device),
-        frequency=_floats([sequence.sampling.frequency_penalty for sequence in sequences], device),
-        in_prompt=torch.stack(in_prompt),
-        output_counts=torch.stack(output_counts),
+        slots=_ints(slots, device, torch.int32),
+        repetition=_floats([sampling.repetition_penalty for sampling in samplings], device),
+        presence=_floats([sampling.presence_penalty for sampling in samplings], device),
+        frequency=_floats([sampling.frequency_penalty for sampling in samplings], device),
+        seen=torch.stack([rows[index].sequence.seen(vocab_size, device) for index in penalised]),
     )
 
 
-def _counts(tokens: array[int], vocab_size: int) -> Tensor:
-    """How often each id occurs, int32 ``[vocab_size]``."""
-    ids = np.frombuffer(tokens, dtype=np.uint32)
-    return torch.from_numpy(np.bincount(ids, minlength=vocab_size).astype(np.int32))
-
-
 def _bias(rows: Sequence[Row], device: torch.device) -> LogitBias | None:
-    entries = [
-        (index, token, value)
-        for index, row in enumerate(rows)
-        for token, value in row.sequence.bias(row.position).items()
-    ]
+    of_rows = [row.sequence.bias(row.position) for row in rows]
+    entries = [entry for bias in of_rows for entry in bias.items()]
     if not entries:
         return None
-    of_row, token_ids, values = zip(*entries, strict=True)
+    token_ids, values = zip(*entries, strict=True)
     return LogitBias(
-        _ints(list(of_row), device, torch.int64),
-        _ints(list(token_ids), device, torch.int64),
+        _ints([0, *itertools.accumulate(len(bias) for bias in of_rows)], device, torch.int32),
+        _ints(list(token_ids), device, torch.int32),
         _floats(list(values), device),
     )
 
