@@ -16,7 +16,7 @@ from katydid_cache.arena_slots import ArenaSlot, ArenaSlots
 from katydid_cache.asking import Asker, asking
 from katydid_cache.client import CacheClient
 from katydid_cache.fleet import CacheFleet
-from katydid_cache.in_place import GIVEN_UP, InPlace, Reservation
+from katydid_cache.in_place import GIVEN_UP, NOT_WRITTEN, InPlace, Reservation
 from katydid_cache.instances import Instances
 from katydid_cache.layout import BlockLayout, Span
 from katydid_cache.near import NearCache
@@ -46,6 +46,7 @@ from katydid_cache.records import (
 
 __all__ = [
     "GIVEN_UP",
+    "NOT_WRITTEN",
     "ArenaMapping",
     "ArenaSlot",
     "ArenaSlots",

@@ -292,6 +292,16 @@ class CacheClient:
 
         await self._answer(call, lambda: None)
 
+    async def report(self, hashes: bytes, *, timeout_s: float = 1.0) -> int:
+        """Name blocks that did not have their checksum where they were read in place; how many were quarantined."""
+
+        async def call(attachment: int) -> int:
+            request = pb.ReportRequest(attachment=attachment, hashes=hashes)
+            response = await self._stub.Report(signed(request), timeout=timeout_s)
+            return int(response.quarantined)
+
+        return await self._answer(call, lambda: 0)
+
     async def prefetch(
         self, hashes: bytes, *, deadline_s: float = 1.0, wait: bool = False, timeout_s: float = 1.0
     ) -> PrefetchResult:

@@ -245,6 +245,11 @@ class CacheFleet:
                 outcomes[place] = outcome
         return outcomes
 
+    async def report(self, hashes: bytes, *, timeout_s: float = 1.0) -> int:
+        """Nothing: blocks are read over the network, where their checksums are checked on both sides."""
+        del hashes, timeout_s
+        return 0
+
     async def release(self, lease: int, *, timeout_s: float = 1.0) -> None:
         """Give a lease back. An unknown one is no error."""
         held = self._leases.pop(lease, _Lease())

@@ -32,10 +32,13 @@ from katydid_cache.asking import signed
 from katydid_cache.layout import Span
 from katydid_cache.records import Durability, PutOutcome, PutRefusal, PutStatus
 
-__all__ = ["GIVEN_UP", "InPlace", "Reservation"]
+__all__ = ["GIVEN_UP", "NOT_WRITTEN", "InPlace", "Reservation"]
 
 GIVEN_UP = bytes(CHECKSUM_BYTES)
 """Checksum to commit for a slot that was not written after all."""
+
+NOT_WRITTEN = 0
+"""Linear checksum to commit for one."""
 
 _UNANSWERED = PutOutcome(PutStatus.REFUSED, PutRefusal.STORE_UNAVAILABLE)
 
@@ -133,7 +136,8 @@ class InPlace:
         """Make written slots visible; one outcome for each slot that was given, in order.
 
         `checksums` holds the xxh3-128 (16 bytes) of the reserved heads' runs of each of these slots, GIVEN_UP for those
-        not written; or, of whole blocks, `linear_checksums` the 64-bit linear ones that a GPU made.
+        not written; or, of whole blocks, `linear_checksums` the 64-bit linear ones that an engine made while it packed,
+        NOT_WRITTEN for those not written.
         """
         taken = sum(slot is not None for slot in reservation.slots)
         given = len(checksums) + len(linear_checksums)

@@ -190,6 +190,10 @@ class NearCache:
         whole = found.blocks == sum(run.blocks for run in found.runs if run.tier is Tier.MEMORY)
         return PrefetchResult(found.blocks, 0.0, found.slots) if whole else PrefetchResult(0, 0.0)
 
+    async def report(self, hashes: bytes, *, timeout_s: float = 1.0) -> int:
+        """`CacheClient.report`: what is read in place is the near instance's."""
+        return await self._near.report(hashes, timeout_s=timeout_s)
+
     async def release(self, lease: int, *, timeout_s: float = 1.0) -> None:
         """Give a lease back. An unknown one is no error."""
         held = self._leases.pop(lease, _Lease())

@@ -24,6 +24,10 @@ def digests(tokens: Iterable[int]) -> list[int]:
     return out
 
 
+def checksum(slot: list[int]) -> int:
+    return sum((place + 1) * value for place, value in enumerate(slot)) % 2**64 or 1
+
+
 def sample(tokens: Iterable[int], seed: int) -> int:
     return (digests(tokens)[-1] ^ (seed * 7919)) % VOCAB
 
@@ -60,10 +64,12 @@ class PaperRunner:
             self.sequences[start.sequence] = ([], list(start.tokens), start.sampling.seed)
         for move in plan.packs:
             self.slots[move.slot] = self.pages[move.page][:]
+        packed = tuple(checksum(self.slots[move.slot]) * move.summed for move in plan.packs)
         for copy in plan.copies:
             self.pages[copy.target] = self.pages[copy.source][:]
         for move in plan.unpacks:
             self.pages[move.page] = self.slots[move.slot][:]
+        unpacked = tuple(checksum(self.slots[move.slot]) * move.summed for move in plan.unpacks)
         written: set[tuple[int, int]] = set()
         prompt_logprobs = {}
         for index, run in enumerate(plan.runs):
@@ -93,4 +99,4 @@ class PaperRunner:
         for row in plan.samples:
             _, tokens, seed = self.sequences[plan.runs[row.run].sequence]
             sampled.append(sample(tokens, seed + row.choice))
-        return StepOutput(tuple(sampled), {}, prompt_logprobs)
+        return StepOutput(tuple(sampled), {}, prompt_logprobs, packed=packed, unpacked=unpacked)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import struct
 from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 import torch
 from katydid_cache import (
-    GIVEN_UP,
+    NOT_WRITTEN,
     ArenaMapping,
     ArenaSlot,
     ArenaSlots,
@@ -31,6 +32,7 @@ from katydid_engine.messages import KvGiveUp, KvGranted, KvReserve, KvStore, ToW
 from katydid_engine.plan import Transfer
 from katydid_engine.slot_memory import SlotMemory
 from katydid_engine.staging import ARENA_PAGE_BYTES, arena_place, arena_slot
+from katydid_kernels import linear_checksum, published_checksum
 from xxhash import xxh3_128_digest
 
 BLOCK = 3000
@@ -42,6 +44,10 @@ def name(block: int) -> bytes:
     return bytes([block]) * 32
 
 
+def summed(block: int) -> int:
+    return published_checksum(linear_checksum(bytes([block]) * BLOCK))
+
+
 class SharedMemory:
     """A service's memory of ten slots, as a client sees it; block ``i`` lies in slot ``i`` once it is committed."""
 
@@ -51,6 +57,8 @@ class SharedMemory:
         self.committed: dict[bytes, bytes] = {}
         self.given_up = 0
         self.on_disk: set[int] = set()
+        self.summed: set[int] = set()
+        self.reported: list[bytes] = []
         self.broken = False
 
     @property
@@ -80,16 +88,20 @@ class SharedMemory:
         )
         return Reservation(1, slots, {index: PutOutcome(PutStatus.PRESENT) for index in there})
 
-    async def commit(self, reservation: Reservation, checksums: Sequence[bytes]) -> list[PutOutcome]:
+    async def report(self, hashes: bytes) -> int:
+        self.reported.append(hashes)
+        return 1
+
+    async def commit(self, reservation: Reservation, *, linear_checksums: Sequence[int]) -> list[PutOutcome]:
         outcomes = []
         slots = [slot for slot in reservation.slots if slot is not None]
-        for slot, checksum in zip(slots, checksums, strict=True):
+        for slot, checksum in zip(slots, linear_checksums, strict=True):
             content = self.content(slot.offset // SLOT_BYTES)
-            if checksum == xxh3_128_digest(content):
+            if checksum == published_checksum(linear_checksum(content)):
                 self.committed[name(slot.offset // SLOT_BYTES)] = content
                 outcomes.append(STORED)
             else:
-                self.given_up += checksum == GIVEN_UP
+                self.given_up += checksum == NOT_WRITTEN
                 outcomes.append(PutOutcome(PutStatus.REFUSED, PutRefusal.CHECKSUM))
         return outcomes
 
@@ -108,8 +120,11 @@ class SharedMemory:
         self.arena.view[block * SLOT_BYTES : block * SLOT_BYTES + BLOCK] = bytes([block]) * BLOCK
 
     def slots(self, blocks: Sequence[int]) -> ArenaSlots:
+        """Blocks in `summed` have a linear checksum beside the other."""
         checksums = (xxh3_128_digest(bytes([block]) * BLOCK) for block in blocks)
-        return ArenaSlots(b"".join(SLOT.pack(block * SLOT_BYTES, 1) for block in blocks), b"".join(checksums))
+        linear = [summed(block) if block in self.summed else 0 for block in blocks]
+        packed = b"".join(SLOT.pack(block * SLOT_BYTES, 1) for block in blocks)
+        return ArenaSlots(packed, b"".join(checksums), struct.pack(f"<{len(linear)}Q", *linear))
 
     def found(self, count: int) -> LookupResult:
         """Blocks 0 to ``count``, the last of them on disk where they are."""
@@ -134,7 +149,7 @@ def writing(memory: SharedMemory) -> tuple[ArenaWrites, list[KvGranted], EngineM
         assert isinstance(message, KvGranted)
         sent.append(message)
 
-    return ArenaWrites(memory, BLOCK, send, metrics), sent, metrics  # type: ignore[arg-type]
+    return ArenaWrites(memory, send, metrics), sent, metrics  # type: ignore[arg-type]
 
 
 def stored(metrics: EngineMetrics) -> dict[str, float]:
@@ -164,10 +179,10 @@ def test_blocks_are_granted_packed_and_committed_once() -> None:
         assert one == arena_slot(memory.arena.descriptor, SLOT_BYTES)
         assert three is not None
         memory.write(1)
-        writes.settle(one, packed=True)
+        writes.settle(one, linear_checksum(memory.content(1)))
         await asyncio.sleep(0.01)
         assert name(1) not in memory.committed, "a reservation is committed as a whole"
-        writes.settle(three, packed=False)
+        writes.settle(three, NOT_WRITTEN)
         while name(1) not in memory.committed:
             await asyncio.sleep(0.001)
         assert memory.given_up == 1
@@ -209,9 +224,9 @@ def test_reads_are_checked_counted_and_limited() -> None:
         reads = ArenaReads(memory, BLOCK, limit=4)  # type: ignore[arg-type]
         lying = reads.found(memory.found(8))
         assert lying is not None
-        first, _ = await reads.window(1, lying, hashes(range(4)), 5.0)
+        first = (await reads.window(1, lying, hashes(range(4)), 5.0)).slots
         assert memory.arena is not None
-        assert first == [arena_slot(memory.arena.descriptor, block * SLOT_BYTES) for block in range(4)]
+        assert first == tuple(arena_slot(memory.arena.descriptor, block * SLOT_BYTES) for block in range(4))
         second = asyncio.create_task(reads.window(1, lying, hashes(range(4, 8)), 5.0))
         await asyncio.sleep(0.02)
         assert not second.done(), "four blocks at a time"
@@ -219,7 +234,7 @@ def test_reads_are_checked_counted_and_limited() -> None:
         await asyncio.sleep(0.02)
         assert not second.done()
         reads.unpacked(first[2:])
-        slots, _ = await second
+        slots = (await second).slots
         assert len(slots) == 4, "those on disk were brought up"
         ended = asyncio.create_task(reads.all_unpacked(1))
         reads.unpacked(slots[:3])
@@ -241,14 +256,34 @@ def test_wrong_bytes_and_a_restarted_service_end_the_read() -> None:
         reads = ArenaReads(memory, BLOCK, limit=8)  # type: ignore[arg-type]
         lying = reads.found(memory.found(4))
         assert lying is not None
-        slots, _ = await reads.window(1, lying, hashes(range(4)), 5.0)
+        slots = (await reads.window(1, lying, hashes(range(4)), 5.0)).slots
         assert len(slots) == 2
+        assert memory.reported == [name(2)]
         reads.unpacked(slots)
         lying = reads.found(memory.found(2))
         assert lying is not None
         memory.restart()
-        assert (await reads.window(2, lying, hashes(range(2)), 5.0))[0] == []
+        assert not (await reads.window(2, lying, hashes(range(2)), 5.0)).slots
         await reads.all_unpacked(2)
+
+    run(scenario)
+
+
+def test_blocks_with_a_linear_checksum_are_left_to_the_worker_to_check() -> None:
+    async def scenario() -> None:
+        memory = SharedMemory()
+        memory.summed = {0, 2}
+        for block in range(3):
+            memory.write(block)
+        assert memory.arena is not None
+        memory.arena.view[9] ^= 1
+        reads = ArenaReads(memory, BLOCK, limit=8)  # type: ignore[arg-type]
+        lying = reads.found(memory.found(3))
+        assert lying is not None
+        window = await reads.window(1, lying, hashes(range(3)), 5.0)
+        assert len(window.slots) == 3
+        assert window.checksums == (summed(0), 0, summed(2))
+        assert memory.reported == []
 
     run(scenario)
 
@@ -269,11 +304,12 @@ def test_a_rank_finds_slots_in_the_buffer_and_in_whichever_memory(arenas: list[A
         slots = [1, arena_slot(arena.descriptor, 0), arena_slot(arena.descriptor, 9 * SLOT_BYTES), 2]
         assert [arena_place(slot) is not None for slot in slots] == [False, True, True, False]
         seen: dict[int, int] = {}
-        for objects, pages, rows in memory.groups([Transfer(page, slot) for page, slot in enumerate(slots)]):
+        for objects, places in memory.groups([Transfer(page, slot) for page, slot in enumerate(slots)]):
             assert objects.shape[1] == BLOCK
-            for page, row in zip(pages, rows, strict=True):
+            for place in places:
+                row = memory.row(slots[place])
                 (value,) = set(objects[row].tolist())
-                seen[page] = value
+                seen[place] = value
                 if value >= 10:
                     assert objects.stride(0) == ARENA_PAGE_BYTES
                     objects[row] = 200
@@ -302,7 +338,7 @@ def test_a_step_packs_what_was_granted_and_gives_up_what_has_gone() -> None:
     traffic.granted(KvGranted(tuple(chain[:4]), (big, None, big + 1, big + 2)))
     gone = {103}
     packs = traffic.take_packs(lambda page: None if page in gone else chain[page - 100])
-    assert [transfer for transfer, _ in packs] == [Transfer(100, big), Transfer(102, big + 1)]
+    assert [transfer for transfer, _ in packs] == [Transfer(100, big, summed=True), Transfer(102, big + 1, summed=True)]
     assert [store for _, store in packs] == [
         KvStore(big, chain[0], b"", b"t", None, chain[0]),
         KvStore(big + 1, chain[2], chain[1], b"t", None, chain[0]),
@@ -316,3 +352,4 @@ def test_a_step_packs_what_was_granted_and_gives_up_what_has_gone() -> None:
     traffic.offer(Live(), chain, 0, page=100)  # type: ignore[arg-type]
     ((transfer, _),) = traffic.take_packs(lambda page: chain[page - 100])
     assert transfer.slot in range(2), "without the service's memory blocks go through the buffer"
+    assert not transfer.summed

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import math
+import mmap
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +40,26 @@ async def blocks_stored(address: str, blocks: int) -> None:
         while max((tier.blocks for tier in (await stats(kvcache_pb2.StatsRequest())).tiers), default=0) < blocks:
             await asyncio.sleep(0.02)
         await CacheAdminStub(channel).Flush(kvcache_pb2.FlushRequest())
+
+
+def spoil_memory(cache: Service) -> None:
+    """Flips a bit in every page of the service's memory, where its clients have it mapped."""
+    folder = Path(f"/proc/{cache.process.pid}/fd")
+    memory = next(path for path in folder.iterdir() if "katydid-kvcache" in os.readlink(path))
+    with memory.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapping:
+        for page in range(0, len(mapping), mmap.PAGESIZE):
+            if mapping[page + 9] or mapping[page + 8]:
+                mapping[page + 9] ^= 4
+
+
+async def corrupt_blocks(address: str) -> int:
+    """Waits until the service has found a corrupt block."""
+    async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(20):
+        while True:
+            tiers = (await KvCacheServiceStub(channel).Stats(kvcache_pb2.StatsRequest())).tiers
+            if corrupt := sum(tier.corrupt for tier in tiers):
+                return corrupt
+            await asyncio.sleep(0.02)
 
 
 async def blocks_held(addresses: Sequence[str], blocks: int) -> None:
@@ -85,6 +107,12 @@ def test_blocks_move_between_engines_and_survive_the_service(tmp_path: Path) -> 
                     served = await on_b.generate(prompt(128), **fields)
                     assert served.cached() == (0, 127, 0, 0), "the last token is computed for its logits"
                     assert served.output == made.output
+                    spoil_memory(cache)
+                    await flush(b.address)
+                    unharmed = await on_b.generate(prompt(128), **fields)
+                    assert unharmed.cached() == (0, 0, 0, 0), "wrong bytes are a miss"
+                    assert unharmed.output == made.output
+                    assert await corrupt_blocks(address) >= 1, "and reported"
 
                     cache.kill()
                     without = await asyncio.gather(

@@ -7,9 +7,10 @@ from array import array
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from katydid_engine.messages import KvArrived, KvCancel, KvFound, KvLookup, KvReadSlotsFree, KvStore
+from katydid_engine.messages import KvArrived, KvCancel, KvCorrupt, KvFound, KvLookup, KvReadSlotsFree, KvStore
 from katydid_engine.request import Sampling, Tier
 
+from tests.engine.paper_runner import checksum
 from tests.engine.scheduler_rig import STREAMS, Rig
 
 LENGTHS = [129, 64, 192, 250, 65, 128, 63, 1, 150, 127, 2]
@@ -35,6 +36,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.stores: list[KvStore] = []
         self.free_read_slots = [3, 4, 5]
         self.lent: set[int] = set()
+        self.spoilt: set[bytes] = set()
         self.rig.scheduler.kv.set_attached(attached)
 
     def take_asks(self) -> None:
@@ -48,6 +50,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert self.lent >= set(ask.slots), "a slot was given back twice"
                     self.lent -= set(ask.slots)
                     self.free_read_slots += ask.slots
+                elif isinstance(ask, KvCorrupt):
+                    assert ask.hash in self.spoilt, "a right block was reported"
                 else:
                     assert isinstance(ask, KvCancel)
                     self.lookups = [lookup for lookup in self.lookups if lookup.ticket != ask.ticket]
@@ -105,7 +109,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             while self.lookups:
                 self.answer_lookup(1.0)
             while self.fetches and self.free_read_slots:
-                self.arrive(2, False)
+                self.arrive(2, False, 3)
             self.steps(1)
 
     @rule(pick=st.integers(0, 30))
@@ -134,20 +138,26 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.fetches[ask.ticket] = hashes[:found]
 
     @precondition(lambda self: self.fetches)
-    @rule(count=st.integers(0, 3), give_up=st.booleans())
-    def arrive(self, count: int, give_up: bool) -> None:
+    @rule(count=st.integers(0, 3), give_up=st.booleans(), spoil=st.integers(0, 9))
+    def arrive(self, count: int, give_up: bool, spoil: int) -> None:
+        """Block number `spoil` of those that arrive, if there is one, has other bytes than it should."""
         ticket = next(iter(self.fetches))
         left = self.fetches[ticket]
         count = min(count, len(left), len(self.free_read_slots))
         slots = [self.free_read_slots.pop() for _ in range(count)]
-        for slot, block_hash in zip(slots, left, strict=False):
+        checksums = []
+        for place, (slot, block_hash) in enumerate(zip(slots, left, strict=False)):
             self.rig.runner.slots[slot] = self.store[block_hash][:]
+            checksums.append(checksum(self.store[block_hash]))
+            if place == spoil:
+                self.rig.runner.slots[slot][7] ^= 1
+                self.spoilt.add(block_hash)
         self.lent |= set(slots)
         del left[:count]
         last = give_up or not left
         if last:
             del self.fetches[ticket]
-        self.rig.scheduler.kv_arrived(KvArrived(ticket, tuple(slots), last))
+        self.rig.scheduler.kv_arrived(KvArrived(ticket, tuple(slots), last, tuple(checksums)))
 
     @precondition(lambda self: self.stores)
     @rule()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -67,9 +68,15 @@ def _add_checksums(checksums: Tensor | None, moved: Tensor, layer: int, first_he
         return
     _, heads, _, run_bytes = moved.shape
     first_word = (layer * object_kv_heads + first_head) * 2 * run_bytes // 4
-    factors = torch.from_numpy(multipliers(first_word, heads * 2 * run_bytes // 4).view("int64"))
+    factors = _factors(first_word, heads * 2 * run_bytes // 4)
     words = moved.contiguous().view(torch.int32).flatten(1).long() & 0xFFFFFFFF
     checksums += (words * factors.to(words.device)).sum(1).to(checksums.device)
+
+
+@functools.lru_cache(maxsize=256)
+def _factors(first_word: int, count: int) -> Tensor:
+    """One layer's, kept: to make them takes several times what the sum does."""
+    return torch.from_numpy(multipliers(first_word, count).view("int64"))
 
 
 def _as_bytes(pages: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Blocks that workers unpack from where they lie in the cache service's memory, which this host's service shares.
 
-The face checks a block's bytes before a worker hears of it, and counts what workers have not unpacked yet: the lease
-must not end before. How much may be on its way is limited, since a step unpacks all that has arrived.
+A block whose linear checksum is known is checked by the workers as they unpack it; any other one by the face before
+a worker hears of it. The face counts what workers have not unpacked yet: the lease must not end before. How much may be
+on its way is limited, since a step unpacks all that has arrived.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from katydid_cache import ArenaMapping, ArenaSlot, Cache, LookupResult, Tier
 from katydid_runtime.block_hash import HASH_BYTES
@@ -18,7 +20,7 @@ from xxhash import xxh3_128_digest
 
 from katydid_engine.staging import arena_place, arena_slot
 
-__all__ = ["ArenaReads", "Lying"]
+__all__ = ["ArenaReads", "Lying", "Window"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,15 @@ class Lying:
 
     mapping: ArenaMapping
     slots: Iterator[ArenaSlot | None]
+
+
+class Window(NamedTuple):
+    """Slots of blocks and the linear checksum that each must have (0: it has been checked); ``read_s`` is the time it
+    took to have them, beside waiting for workers."""
+
+    slots: Sequence[int]
+    checksums: Sequence[int]
+    read_s: float
 
 
 class ArenaReads:
@@ -48,9 +59,8 @@ class ArenaReads:
             return None
         return Lying(mapping, _by_block(found))
 
-    async def window(self, ticket: int, lying: Lying, hashes: bytes, timeout_s: float) -> tuple[list[int], float]:
-        """Slots of the next blocks, whose hashes are given: as many as are there and right, from the first one on; and
-        the seconds it took to have them, beside waiting for workers."""
+    async def window(self, ticket: int, lying: Lying, hashes: bytes, timeout_s: float) -> Window:
+        """The next blocks, whose hashes are given: as many as are there and not known to be wrong, in order."""
         wanted = [next(lying.slots) for _ in range(0, len(hashes), HASH_BYTES)]
         await self._room(len(wanted))
         started = time.monotonic()
@@ -59,13 +69,17 @@ class ArenaReads:
             fetched = await self._client.prefetch(hashes, deadline_s=timeout_s, wait=True)
             slots = [*fetched.slots]
         if self._client.arena is not lying.mapping:
-            return [], 0.0  # the service has been restarted meanwhile
-        right = await asyncio.to_thread(self._count_right, lying.mapping, slots)
-        numbers = [arena_slot(lying.mapping.descriptor, slot.offset) for slot in slots[:right]]
+            return Window((), (), 0.0)  # the service has been restarted meanwhile
+        if not all(slot.linear for slot in slots):
+            right = await asyncio.to_thread(self._count_right, lying.mapping, slots)
+            if right < len(slots):
+                await self._client.report(hashes[HASH_BYTES * right : HASH_BYTES * (right + 1)])
+            slots = slots[:right]
+        numbers = tuple(arena_slot(lying.mapping.descriptor, slot.offset) for slot in slots)
         for number in numbers:
             self._tickets.setdefault(number, []).append(ticket)
         self._told[ticket] += len(numbers)
-        return numbers, time.monotonic() - started
+        return Window(numbers, tuple(slot.linear for slot in slots), time.monotonic() - started)
 
     def unpacked(self, slots: Sequence[int]) -> list[int]:
         """Workers are done with these; those that are none of the service's memory are left."""
@@ -95,10 +109,10 @@ class ArenaReads:
             await self._freed.wait()
 
     def _count_right(self, mapping: ArenaMapping, slots: Sequence[ArenaSlot]) -> int:
-        """How many hold what was committed, from the first one on."""
+        """How many hold what was committed, or are left to the workers to check, from the first one on."""
         for count, slot in enumerate(slots):
             block = mapping.view[slot.offset : slot.offset + self._block_bytes]
-            if xxh3_128_digest(block) != slot.checksum:
+            if not slot.linear and xxh3_128_digest(block) != slot.checksum:
                 return count
         return len(slots)
 

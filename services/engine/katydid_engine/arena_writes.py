@@ -1,7 +1,7 @@
 """Blocks that workers pack straight into the cache service's memory, which this host's service shares.
 
-Finished blocks are reserved in batches, packed by the next step into the slots granted, and committed with checksums
-that the face makes beside its loop. Blocks the service has already are never packed at all.
+Finished blocks are reserved in batches, packed by the next step into the slots granted, and committed with the linear
+checksums that were made of them on the way. Blocks the service has already are never packed at all.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from katydid_cache import GIVEN_UP, ArenaMapping, Cache, InPlace, PutOutcome, Reservation
-from xxhash import xxh3_128_digest
+from katydid_cache import NOT_WRITTEN, ArenaMapping, Cache, InPlace, PutOutcome, Reservation
 
 from katydid_engine.engine_metrics import EngineMetrics
 from katydid_engine.messages import KvGranted, KvReserve, ToWorker
@@ -27,23 +26,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Batch:
-    """One reservation: the numbers of its slots in order, and which of them have been packed or given up."""
+    """One reservation: the numbers of its slots in order, and the checksums of those packed or given up."""
 
     reservation: Reservation
     in_place: InPlace
-    mapping: ArenaMapping
     slots: list[int]
-    packed: dict[int, bool] = field(default_factory=dict)
+    checksums: dict[int, int] = field(default_factory=dict)
 
 
 class ArenaWrites:
-    """Writes of one connector; a block has ``block_bytes``."""
+    """Writes of one connector."""
 
-    def __init__(
-        self, client: Cache, block_bytes: int, send: Callable[[ToWorker], None], metrics: EngineMetrics
-    ) -> None:
+    def __init__(self, client: Cache, send: Callable[[ToWorker], None], metrics: EngineMetrics) -> None:
         self._client = client
-        self._block_bytes = block_bytes
         self._send = send
         self._metrics = metrics
         self._wanted: asyncio.Queue[KvReserve] = asyncio.Queue()
@@ -59,11 +54,11 @@ class ArenaWrites:
         """Takes a block that waits; it is answered by KvGranted, whatever happens."""
         self._wanted.put_nowait(ask)
 
-    def settle(self, slot: int, *, packed: bool) -> None:
-        """A granted slot holds its block now, or never will."""
+    def settle(self, slot: int, checksum: int) -> None:
+        """A granted slot holds a block of this linear checksum now, or with NOT_WRITTEN never will."""
         batch = self._batches.pop(slot)
-        batch.packed[slot] = packed
-        if len(batch.packed) == len(batch.slots):
+        batch.checksums[slot] = checksum
+        if len(batch.checksums) == len(batch.slots):
             task = asyncio.create_task(self._commit(batch))
             self._commits.add(task)
             task.add_done_callback(self._commits.discard)
@@ -102,27 +97,19 @@ class ArenaWrites:
         numbers = [None if slot is None else arena_slot(mapping.descriptor, slot.offset) for slot in reservation.slots]
         if self._client.arena is not mapping:
             return [None] * len(group)  # restarted meanwhile: what was reserved is gone, or goes with the attachment
-        batch = _Batch(reservation, in_place, mapping, [number for number in numbers if number is not None])
+        batch = _Batch(reservation, in_place, [number for number in numbers if number is not None])
         self._batches.update(dict.fromkeys(batch.slots, batch))
         return numbers
 
     async def _commit(self, batch: _Batch) -> None:
         try:
-            checksums = await asyncio.to_thread(self._checksums, batch)
-            outcomes = await batch.in_place.commit(batch.reservation, checksums)
+            checksums = [batch.checksums[slot] for slot in batch.slots]
+            outcomes = await batch.in_place.commit(batch.reservation, linear_checksums=checksums)
             for checksum, outcome in zip(checksums, outcomes, strict=True):
-                if checksum != GIVEN_UP:
+                if checksum != NOT_WRITTEN:
                     self._count(outcome)
         except Exception:
             logger.exception("write-back failed", extra={"blocks": len(batch.slots)})
-
-    def _checksums(self, batch: _Batch) -> list[bytes]:
-        checksums = []
-        for slot in (slot for slot in batch.reservation.slots if slot is not None):
-            packed = batch.packed[arena_slot(batch.mapping.descriptor, slot.offset)]
-            block = batch.mapping.view[slot.offset : slot.offset + self._block_bytes]
-            checksums.append(xxh3_128_digest(block) if packed else GIVEN_UP)
-        return checksums
 
     def _count(self, outcome: PutOutcome) -> None:
         what = outcome.status if outcome.refusal is None else outcome.refusal

@@ -42,4 +42,7 @@ class EngineMetrics:
         self.kv_saved = metrics.counter(
             "kvcache_saved_seconds", "Prefill time that fetched blocks saved, net of fetching"
         )
+        self.kv_corrupt = metrics.counter(
+            "kvcache_corrupt_blocks", "Blocks of the cache service that were wrong when they were unpacked"
+        )
         self.kv_attached = metrics.gauge("attached_caches", "1 while the cache service can be asked")

@@ -1,11 +1,11 @@
 """The engine's way to the KV-cache service: the face looks up, reads and writes blocks for its workers.
 
 A worker asks with a ticket and goes on computing. The chain is looked up under one lease, and blocks are read in
-windows: where the service shares its memory they are checked here and unpacked by the worker from where they lie, and
-the lease ends when it has; otherwise they come in a stream into read slots of the staging buffer. Finished blocks go
-the other way, in batches: packed by the worker into slots of that memory, or into write slots of the buffer. When the
-service is away, lookups find nothing and blocks are given up; it is asked again once it is back. Every ticket is
-answered to its end, whatever happens here.
+windows: where the service shares its memory they are unpacked by the worker from where they lie, which checks them on
+the way, and the lease ends when it has; otherwise they come in a stream into read slots of the staging buffer. Finished
+blocks go the other way, in batches: packed by the worker into slots of that memory, or into write slots of the buffer.
+When the service is away, lookups find nothing and blocks are given up; it is asked again once it is back. Every ticket
+is answered to its end, whatever happens here.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-from katydid_cache import Asker, Cache, LookupResult, PutBlock, asking
+from katydid_cache import NOT_WRITTEN, Asker, Cache, LookupResult, PutBlock, asking
 from katydid_cache import Tier as CacheTier
 from katydid_runtime.block_hash import BLOCK_TOKENS, HASH_BYTES
 from katydid_runtime.trace_context import TraceContext
 
-from katydid_engine.arena_reads import ArenaReads
+from katydid_engine.arena_reads import ArenaReads, Window
 from katydid_engine.arena_writes import ArenaWrites
 from katydid_engine.engine_metrics import EngineMetrics
 from katydid_engine.faults import FaultDelays
@@ -31,6 +31,7 @@ from katydid_engine.messages import (
     KvArrived,
     KvAsk,
     KvCancel,
+    KvCorrupt,
     KvFound,
     KvGiveUp,
     KvLookup,
@@ -84,10 +85,11 @@ class KvConnector:
         self._prefill_speed = prefill_speed
         self._advice = FetchAdvice(BLOCK_TOKENS)
         self._in_place = ArenaReads(client, staging.shape.slot_bytes, limit=staging.shape.read_slots)
-        self._writes = ArenaWrites(client, staging.shape.slot_bytes, send, metrics)
+        self._writes = ArenaWrites(client, send, metrics)
         self._slots_freed = asyncio.Event()
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._stores: asyncio.Queue[KvStore] = asyncio.Queue()
+        self._reports: set[asyncio.Task[int]] = set()
 
     def ask(self, ask: KvAsk, spans: CacheSpans = CacheSpans()) -> None:
         """Takes a worker's wish; the service's spans for it go under ``spans``. Never waits."""
@@ -105,10 +107,13 @@ class KvConnector:
             case KvReserve():
                 self._writes.reserve(ask)
             case KvStore(slot) if arena_place(slot) is not None:
-                self._writes.settle(slot, packed=True)
+                self._writes.settle(slot, ask.checksum)
             case KvGiveUp(slots):
                 for slot in slots:
-                    self._writes.settle(slot, packed=False)
+                    self._writes.settle(slot, NOT_WRITTEN)
+            case KvCorrupt(block, tenant):
+                with asking(Asker(tenant)):
+                    self._report(block)
             case KvStore():
                 self._stores.put_nowait(ask)
 
@@ -190,19 +195,18 @@ class KvConnector:
                 hashes = ask.hashes[HASH_BYTES * first : HASH_BYTES * (first + count)]
                 if lying is not None:
                     await asyncio.sleep(self._faults.fetch)
-                    slots, read_s = await self._in_place.window(ask.ticket, lying, hashes, _READ_TIMEOUT_S)
+                    window = await self._in_place.window(ask.ticket, lying, hashes, _READ_TIMEOUT_S)
                 else:
-                    slots, count, read_s = await self._stream(found.lease, hashes, spans.fetch(run_start))
-                self._advice.note(tier, len(slots), read_s, time.monotonic())
-                first += len(slots)
-                last = len(slots) < count or first == found.blocks
-                self._send(KvArrived(ask.ticket, tuple(slots), last))
+                    window, count = await self._stream(found.lease, hashes, spans.fetch(run_start))
+                self._advice.note(tier, len(window.slots), window.read_s, time.monotonic())
+                first += len(window.slots)
+                last = len(window.slots) < count or first == found.blocks
+                self._send(KvArrived(ask.ticket, tuple(window.slots), last, tuple(window.checksums)))
                 if last:
                     return
 
-    async def _stream(self, lease: int, hashes: bytes, trace: TraceContext | None) -> tuple[list[int], int, float]:
-        """Read slots with as many of the blocks as there are slots and right blocks; how many were asked for, and the
-        seconds it took."""
+    async def _stream(self, lease: int, hashes: bytes, trace: TraceContext | None) -> tuple[Window, int]:
+        """Read slots with as many of the blocks as there are slots and right blocks; and how many were asked for."""
         slots = await self._take_slots(len(hashes) // HASH_BYTES)
         valid = 0
         try:
@@ -214,7 +218,15 @@ class KvConnector:
             valid = got.prefix
         finally:
             self._give_back(slots[valid:])
-        return slots[:valid], len(slots), time.monotonic() - started
+        return Window(slots[:valid], (), time.monotonic() - started), len(slots)
+
+    def _report(self, block: bytes) -> None:
+        """Tells the service of a block that was wrong when it was unpacked."""
+        self._metrics.kv_corrupt.inc()
+        logger.warning("a block was wrong when it was unpacked", extra={"block": block.hex()[:16]})
+        task = asyncio.create_task(self._client.report(block))
+        self._reports.add(task)
+        task.add_done_callback(self._reports.discard)
 
     async def _write(self) -> None:
         while True:

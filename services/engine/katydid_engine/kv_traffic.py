@@ -11,11 +11,21 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from katydid_runtime.block_hash import BLOCK_TOKENS, RUN_BLOCKS
 
-from katydid_engine.messages import KvAsk, KvCancel, KvGiveUp, KvGranted, KvLookup, KvReadSlotsFree, KvReserve, KvStore
+from katydid_engine.messages import (
+    KvAsk,
+    KvCancel,
+    KvCorrupt,
+    KvGiveUp,
+    KvGranted,
+    KvLookup,
+    KvReadSlotsFree,
+    KvReserve,
+    KvStore,
+)
 from katydid_engine.plan import Transfer
 from katydid_engine.request import CachedTokens, Request, Sequence, Tier, fetch_span_id
 
@@ -64,11 +74,12 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Blocks of one ticket that the next step unpacks."""
+    """Blocks of one ticket that the next step unpacks. ``checksums``: what each must have, 0 where it is known."""
 
     ticket: Ticket
     transfers: tuple[Transfer, ...]
     last: bool
+    checksums: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +141,7 @@ class KvTraffic:
                 del self._tickets[number]
         return ticket
 
-    def arrive(self, number: int, slots: tuple[int, ...], last: bool) -> None:
+    def arrive(self, number: int, slots: tuple[int, ...], last: bool, checksums: tuple[int, ...] = ()) -> None:
         """Notes the ticket's next blocks, to be unpacked from ``slots``; freed at once where nobody waits any more."""
         ticket = self._tickets.get(number)
         if ticket is None:
@@ -143,8 +154,10 @@ class KvTraffic:
             + sum(len(arrival.transfers) for arrival in self._arrivals if arrival.ticket is ticket)
         )
         pages = ticket.sequence.pages[first : first + len(slots)]
-        transfers = tuple(Transfer(page, slot) for page, slot in zip(pages, slots, strict=True))
-        self._arrivals.append(Arrival(ticket, transfers, last))
+        checksums = checksums or (0,) * len(slots)
+        moves = zip(pages, slots, checksums, strict=True)
+        transfers = tuple(Transfer(page, slot, summed=checksum != 0) for page, slot, checksum in moves)
+        self._arrivals.append(Arrival(ticket, transfers, last, checksums))
 
     def take_arrivals(self) -> tuple[Arrival, ...]:
         """Arrivals for this step to unpack."""
@@ -152,15 +165,26 @@ class KvTraffic:
         self._arrivals.clear()
         return arrivals
 
-    def unpacked(self, arrival: Arrival) -> bool:
-        """A step has unpacked ``arrival``; returns whether its sequence still waits for it."""
+    def unpacked(self, arrival: Arrival, sums: tuple[int, ...]) -> bool:
+        """A step has unpacked ``arrival``, whose blocks had these checksums there; whether its sequence waits for it.
+
+        A block that is wrong is reported, and ends the ticket as if it had not been found.
+        """
         if arrival.transfers:
             self._asks.append(KvReadSlotsFree(tuple(transfer.slot for transfer in arrival.transfers)))
         ticket = arrival.ticket
         if self._tickets.get(ticket.number) is not ticket:
             return False
-        ticket.arrived += len(arrival.transfers)
-        if arrival.last:
+        checks = zip(arrival.checksums, sums, strict=True)
+        wrong = next((place for place, (wanted, found) in enumerate(checks) if wanted not in (0, found)), None)
+        if wrong is not None:
+            block = ticket.sequence.hashes()[ticket.first_block + ticket.arrived + wrong]
+            self._asks.append(KvCorrupt(block, ticket.sequence.request.tenant))
+            if not arrival.last:
+                self._asks.append(KvCancel(ticket.number))
+        ticket.arrived += len(arrival.transfers) if wrong is None else wrong
+        if arrival.last or wrong is not None:
+            ticket.ended = True
             del self._tickets[ticket.number]
         return True
 
@@ -187,12 +211,12 @@ class KvTraffic:
         while not self._in_place and self._finished and self._free_slots:
             block = self._finished.popleft()
             if hash_of(block.page) == block.hash:
-                packs.append(_pack(block, self._free_slots.pop()))
+                packs.append(_pack(block, self._free_slots.pop(), granted=False))
         given_up = []
         for block, slot in self._granted:
             del self._reserved[block.hash]
             if hash_of(block.page) == block.hash:
-                packs.append(_pack(block, slot))
+                packs.append(_pack(block, slot, granted=True))
             else:
                 given_up.append(slot)
         self._granted.clear()
@@ -207,8 +231,9 @@ class KvTraffic:
             else:
                 self._granted.append((self._reserved[block_hash], slot))
 
-    def packed(self, store: KvStore) -> None:
-        self._asks.append(store)
+    def packed(self, store: KvStore, checksum: int) -> None:
+        """A step has packed a block; its linear checksum, 0 where none was made."""
+        self._asks.append(replace(store, checksum=checksum))
 
     def free_write_slots(self, slots: tuple[int, ...]) -> None:
         self._free_slots.extend(slots)
@@ -243,7 +268,7 @@ class KvTraffic:
             self._asks.append(KvGiveUp(tuple(slots)))
 
 
-def _pack(block: _Finished, slot: int) -> tuple[Transfer, KvStore]:
+def _pack(block: _Finished, slot: int, *, granted: bool) -> tuple[Transfer, KvStore]:
     request = block.request
     store = KvStore(slot, block.hash, block.parent, request.tenant, request.hold_s, block.run)
-    return Transfer(block.page, slot), store
+    return Transfer(block.page, slot, summed=granted), store

@@ -90,11 +90,16 @@ class KvFound:
 
 @dataclass(frozen=True, slots=True)
 class KvArrived:
-    """The next blocks of a ticket lie in these read slots. ``last``: no more will come, whatever was found."""
+    """The next blocks of a ticket lie in these read slots. ``last``: no more will come, whatever was found.
+
+    ``checksums`` has the 64-bit linear checksum that each must have once it is unpacked, 0 for one that is known to be
+    right; empty: all are.
+    """
 
     ticket: int
     slots: tuple[int, ...]
     last: bool
+    checksums: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +233,10 @@ class KvReadSlotsFree:
 
 @dataclass(frozen=True, slots=True)
 class KvStore:
-    """A finished block lies in a write slot or a granted one, to be stored; ``run`` is the hash of its run's first."""
+    """A finished block lies in a write slot or a granted one, to be stored; ``run`` is the hash of its run's first.
+
+    ``checksum`` is the 64-bit linear one that was made when it was packed into a granted slot.
+    """
 
     slot: int
     hash: bytes
@@ -236,6 +244,7 @@ class KvStore:
     tenant: bytes
     hold_s: float | None
     run: bytes = b""
+    checksum: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +264,15 @@ class KvGiveUp:
     slots: tuple[int, ...]
 
 
-KvAsk: TypeAlias = KvLookup | KvCancel | KvReadSlotsFree | KvStore | KvReserve | KvGiveUp
+@dataclass(frozen=True, slots=True)
+class KvCorrupt:
+    """A block of ``tenant`` that did not have its checksum when it was unpacked."""
+
+    hash: bytes
+    tenant: bytes
+
+
+KvAsk: TypeAlias = KvLookup | KvCancel | KvReadSlotsFree | KvStore | KvReserve | KvGiveUp | KvCorrupt
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,10 +64,14 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One block between a page and a slot, of the staging buffer or of the cache service's memory (``arena_slot``)."""
+    """One block between a page and a slot, of the staging buffer or of the cache service's memory (``arena_slot``).
+
+    ``summed``: the step's output is to have its linear checksum.
+    """
 
     page: int
     slot: int
+    summed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +110,14 @@ class Logprobs:
 class StepOutput:
     """What rank 0 sampled: ``tokens`` by row of ``StepPlan.samples``; log probabilities by sample row and by run.
 
-    ``broken`` are the runs whose logits are no numbers; their tokens mean nothing.
+    ``broken`` are the runs whose logits are no numbers; their tokens mean nothing. ``packed`` and ``unpacked`` are the
+    64-bit linear checksums of the plan's packs and unpacks, of whole objects whatever the number of ranks; 0 for those
+    that were not to be summed.
     """
 
     tokens: tuple[int, ...] = ()
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
     broken: frozenset[int] = frozenset()
+    packed: tuple[int, ...] = ()
+    unpacked: tuple[int, ...] = ()

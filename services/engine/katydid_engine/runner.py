@@ -11,9 +11,10 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
-from katydid_kernels import kv_pack, kv_unpack
+from katydid_kernels import kv_pack, kv_unpack, published_checksum
 from torch import Tensor
 
 from katydid_engine.batch_builder import BatchBuilder
@@ -56,8 +57,13 @@ class Runner:
         for start in plan.starts:
             self._batches.start(start.sequence)
             self._samplers[start.sequence] = SequenceSampler(start, self._model.config.eos_token_ids)
-        self._move(plan)
-        return self._compute(plan) if plan.runs else StepOutput()
+        sums = self._move(plan)
+        output = self._compute(plan) if plan.runs else StepOutput()
+        if sums is not None:
+            # Read last: on a GPU this waits for the transfers, without which their slots must not be given back.
+            moved = _published(sums.tolist(), (*plan.packs, *plan.unpacks))
+            output = replace(output, packed=moved[: len(plan.packs)], unpacked=moved[len(plan.packs) :])
+        return output
 
     def warm_up(self) -> None:
         """Computes a prompt and a decode whose K and V are not stored, so that no request pays for first use."""
@@ -69,16 +75,17 @@ class Runner:
         self.run(StepPlan(0, runs=(decode,), num_decodes=1, samples=(SampleRow(0, 0),)))
         self.run(StepPlan(0, ends=(0,)))
 
-    def _move(self, plan: StepPlan) -> None:
-        if plan.packs:
-            self._transfer(kv_pack, plan.packs)
+    def _move(self, plan: StepPlan) -> Tensor | None:
+        """Moves pages; the linear checksums of packs, then of unpacks, int64 ``[transfers]``; None without any."""
+        packed = self._transfer(kv_pack, plan.packs)
         if plan.copies:
             self._copy(plan.copies)
-        if plan.unpacks:
-            self._transfer(kv_unpack, plan.unpacks)
-        if (plan.packs or plan.unpacks) and self._collectives.size > 1:
-            # Rank 0 tells the face that slots are full or free: every rank must be done with its heads.
-            self._collectives.all_reduce(torch.zeros(1, device=self._model.device))
+        unpacked = self._transfer(kv_unpack, plan.unpacks)
+        if not (plan.packs or plan.unpacks):
+            return None
+        # The sum over ranks is that of the whole object. Rank 0 tells the face that slots are full or free: every rank
+        # must be done with its heads by then, summed or not.
+        return self._collectives.all_reduce(torch.cat((packed, unpacked)))
 
     def _copy(self, copies: Sequence[PageCopy]) -> None:
         sources = [copy.source for copy in copies]
@@ -86,20 +93,30 @@ class Runner:
         for pages in (*self._kv_cache.k_pages, *self._kv_cache.v_pages):
             pages[targets] = pages[sources]
 
-    def _transfer(self, move: Callable[..., None], transfers: Sequence[Transfer]) -> None:
-        assert self._slots is not None
+    def _transfer(self, move: Callable[..., None], transfers: Sequence[Transfer]) -> Tensor:
+        """Carries out transfers; this rank's part of their checksums, int64 ``[transfers]``."""
         device = self._model.device
+        sums = torch.zeros(len(transfers), dtype=torch.int64, device=device)
+        if not transfers:
+            return sums
+        assert self._slots is not None
         heads = self._kv_cache.k_pages[0].shape[1]
-        for objects, pages, rows in self._slots.groups(transfers):
+        for objects, places in self._slots.groups(transfers):
+            some = [transfers[place] for place in places]
+            part = sums.new_zeros(len(some)) if any(transfer.summed for transfer in some) else None
             move(
                 self._kv_cache.k_pages,
                 self._kv_cache.v_pages,
-                torch.tensor(pages, dtype=torch.int32).to(device),
+                torch.tensor([transfer.page for transfer in some], dtype=torch.int32).to(device),
                 objects,
-                torch.tensor(rows, dtype=torch.int32).to(device),
+                torch.tensor([self._slots.row(transfer.slot) for transfer in some], dtype=torch.int32).to(device),
                 object_kv_heads=self._model.config.num_kv_heads,
                 first_head=heads * self._collectives.rank,
+                checksums=part,
             )
+            if part is not None:
+                sums[places] = part
+        return sums
 
     def _compute(self, plan: StepPlan) -> StepOutput:
         batch = self._batches.build(plan.runs, plan.num_decodes)
@@ -152,6 +169,10 @@ class Runner:
             if parts:
                 results[index] = _join(parts)
         return results
+
+
+def _published(sums: Sequence[int], transfers: Sequence[Transfer]) -> tuple[int, ...]:
+    return tuple(published_checksum(total) * of.summed for total, of in zip(sums, transfers, strict=True))
 
 
 def _join(parts: Sequence[Logprobs]) -> Logprobs:

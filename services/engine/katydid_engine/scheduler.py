@@ -135,7 +135,7 @@ class Scheduler:
             ticket.sequence.live.enter(Phase.FETCH, self._clock(), tier, ticket.fetch_span_id)
 
     def kv_arrived(self, message: KvArrived) -> None:
-        self.kv.arrive(message.ticket, message.slots, message.last)
+        self.kv.arrive(message.ticket, message.slots, message.last, message.checksums)
 
     def schedule(self) -> StepPlan | None:
         """The next step; None when there is nothing to compute or move now. Every plan must be committed."""
@@ -183,10 +183,11 @@ class Scheduler:
         now = self._clock()
         self._in_flight = None
         self._queues.step_done()
-        for store in self._packing:
-            self.kv.packed(store)
+        for store, checksum in zip(self._packing, output.packed, strict=True):
+            self.kv.packed(store, checksum)
+        sums = iter(output.unpacked)
         for arrival in self._unpacking:
-            self._commit_arrival(arrival, now)
+            self._commit_arrival(arrival, tuple(itertools.islice(sums, len(arrival.transfers))), now)
         for index, run in enumerate(plan.runs):
             if (sequence := self._queues.started(run.sequence)) is None:
                 continue
@@ -327,15 +328,15 @@ class Scheduler:
         self._pool.withdraw(sequence.pages)
         self._end(sequence, FinishReason.ERROR, "INTERNAL", "the model produced logits that are no numbers")
 
-    def _commit_arrival(self, arrival: Arrival, now: float) -> None:
-        if not self.kv.unpacked(arrival):
+    def _commit_arrival(self, arrival: Arrival, sums: tuple[int, ...], now: float) -> None:
+        if not self.kv.unpacked(arrival, sums):
             return
         ticket, sequence = arrival.ticket, arrival.ticket.sequence
         sequence.num_computed = ticket.loaded_tokens
         self._queues.publish(sequence, computed=False)
         if not sequence.live.has_first_token:
             sequence.live.cached = ticket.cached(_reusable(sequence))
-        if arrival.last:
+        if ticket.ended:
             self._compute(sequence)
         elif (tier := ticket.next_tier) is not None:
             sequence.live.enter(Phase.FETCH, now, tier, ticket.fetch_span_id)

@@ -36,20 +36,24 @@ class SlotMemory:
         self._arena: tuple[tuple[int, int], Tensor] | None = None
         self._registered: Tensor | None = None
 
-    def groups(self, transfers: Sequence[Transfer]) -> Iterator[tuple[Tensor, list[int], list[int]]]:
-        """Transfers by memory: objects uint8 ``[rows, object_bytes]``, then page ids and rows, one each a transfer.
+    def groups(self, transfers: Sequence[Transfer]) -> Iterator[tuple[Tensor, list[int]]]:
+        """Transfers by memory: objects uint8 ``[rows, object_bytes]``, and the places in ``transfers`` of those in it.
 
-        Rows of the service's memory begin every 4 KiB, so they overlap. Raises OSError when it
-        can't be mapped, RuntimeError when CUDA refuses it.
+        ``row`` tells the row of a slot. Rows of the service's memory begin every 4 KiB, so they overlap. Raises OSError
+        when it can't be mapped, RuntimeError when CUDA refuses it.
         """
-        by_descriptor: dict[int, tuple[list[int], list[int]]] = {}
-        for transfer in transfers:
-            descriptor, row = arena_place(transfer.slot) or (0, transfer.slot)
-            pages, rows = by_descriptor.setdefault(descriptor, ([], []))
-            pages.append(transfer.page)
-            rows.append(row)
-        for descriptor, (pages, rows) in by_descriptor.items():
-            yield self._map(descriptor) if descriptor else self._staging, pages, rows
+        by_descriptor: dict[int, list[int]] = {}
+        for place, transfer in enumerate(transfers):
+            descriptor, _ = arena_place(transfer.slot) or (0, 0)
+            by_descriptor.setdefault(descriptor, []).append(place)
+        for descriptor, places in by_descriptor.items():
+            yield self._map(descriptor) if descriptor else self._staging, places
+
+    @staticmethod
+    def row(slot: int) -> int:
+        """Row of a slot in the objects of its group."""
+        _, row = arena_place(slot) or (0, slot)
+        return row
 
     def _map(self, descriptor: int) -> Tensor:
         path = f"/proc/{self._face}/fd/{descriptor}"

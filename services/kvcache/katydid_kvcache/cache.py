@@ -350,6 +350,16 @@ class Cache:
                 return 0
         return await self.writer.flush()
 
+    async def suspect(self, namespace: Namespace, names: Sequence[bytes]) -> int:
+        """Look at blocks that were wrong to a reader; how many are wrong in memory, and quarantined now."""
+        wrong = 0
+        for name in names:
+            block = namespace.blocks.get(name)
+            if block is not None:
+                wrong += self.reader.withdraw_if_wrong(block)
+                await asyncio.sleep(0)
+        return wrong
+
     async def verify(self) -> Verified:
         """Read every copy of every block and quarantine those whose checksum is wrong."""
         checked, corrupt = 0, 0

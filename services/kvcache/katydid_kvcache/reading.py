@@ -77,6 +77,13 @@ class Reader:
             task.add_done_callback(lambda _: self._promotions.pop(block, None))
         return await asyncio.shield(task)
 
+    def withdraw_if_wrong(self, block: Block) -> bool:
+        """Quarantine the slot in memory of a complete block that no longer holds it; whether it did."""
+        if block.memory is None or not block.complete or self._memory.intact(block, block.namespace.all_heads):
+            return False
+        self._store.leave(self._store.memory, block, corrupt=True)
+        return True
+
     async def check_disk(self, block: Block, scratch: memoryview) -> bool:
         """Read a block's disk slot into `scratch` (page-aligned, large enough); False when it was quarantined."""
         if block.disk is None:

@@ -202,6 +202,12 @@ class KvCacheService:
         self._cache.release(self._cache.attachments.find(request.attachment), request.lease)
         return pb.ReleaseResponse()
 
+    async def Report(self, request: pb.ReportRequest, _context: Context) -> pb.ReportResponse:
+        namespace = self._cache.attachments.find(request.attachment).namespace
+        asker = requests.asker(request.tenant, request.session)
+        names = self._cache.names(asker, requests.hash_list(request.hashes))
+        return pb.ReportResponse(quarantined=await self._cache.suspect(namespace, names))
+
     async def Stats(self, _request: pb.StatsRequest, _context: Context) -> pb.StatsResponse:
         return stats_reply(self._cache)
 

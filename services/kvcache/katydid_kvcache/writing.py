@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from katydid_cache.in_place import GIVEN_UP, NOT_WRITTEN
 from katydid_cache.records import PutOutcome, PutRefusal, PutStatus
 from katydid_runtime.errors import OverloadedError
 
@@ -26,6 +27,8 @@ from katydid_kvcache.store import Store, Write
 __all__ = ["Claim", "Writer", "commit"]
 
 _FLUSH_BLOCKS = 64
+# What is claimed of a slot that was given up; no need to look at its bytes.
+_NOT_WRITTEN = (GIVEN_UP, NOT_WRITTEN)
 
 Claim: TypeAlias = bytes | int
 """What a client says of the bytes it wrote: xxh3-128 (16 bytes), or of a whole block its 64-bit linear checksum."""
@@ -79,6 +82,9 @@ class Writer:
         if block.memory is None:
             store.abort_write(write)
             return _refused(PutRefusal.CORRUPT)
+        if claimed in _NOT_WRITTEN:
+            store.abort_write(write)
+            return _refused(PutRefusal.CHECKSUM)
         view = self._memory.view(block)
         computed = payload_checksum(view, block.namespace.layout.runs(write.heads))
         if isinstance(claimed, int):

@@ -1030,6 +1030,7 @@ class PutBlock(_message.Message):
     HASH_FIELD_NUMBER: _builtins.int
     PARENT_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Number in this stream, from 0."""
     hash: _builtins.bytes
@@ -1038,6 +1039,10 @@ class PutBlock(_message.Message):
     """Hash of the block before it; empty for a first block."""
     checksum: _builtins.bytes
     """xxh3-128 of the payload, 16 bytes, big-endian."""
+    resume: _builtins.bool
+    """The client was sending this block when another stream of its broke. The service answers with PutResume, and frames
+    begin where that says.
+    """
     def __init__(
         self,
         *,
@@ -1045,10 +1050,11 @@ class PutBlock(_message.Message):
         hash: _builtins.bytes = ...,
         parent: _builtins.bytes = ...,
         checksum: _builtins.bytes = ...,
+        resume: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "hash", b"hash", "index", b"index", "parent", b"parent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "hash", b"hash", "index", b"index", "parent", b"parent", "resume", b"resume"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1062,6 +1068,7 @@ class PutResponse(_message.Message):
 
     CREDIT_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def credit(self) -> Global___Credit:
         """The client may send so many payload bytes more."""
@@ -1070,21 +1077,54 @@ class PutResponse(_message.Message):
     def result(self) -> Global___PutResult:
         """A block is done."""
 
+    @_builtins.property
+    def resume(self) -> Global___PutResume:
+        """Where to go on with a block."""
+
     def __init__(
         self,
         *,
         credit: Global___Credit | None = ...,
         result: Global___PutResult | None = ...,
+        resume: Global___PutResume | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "message", b"message", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "message", b"message", "result", b"result", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "message", b"message", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "message", b"message", "result", b"result", "resume", b"resume"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["credit", "result"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["credit", "result", "resume"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___PutResponse: _TypeAlias = PutResponse  # noqa: Y015
+
+@_typing.final
+class PutResume(_message.Message):
+    """What the service has of a block whose stream broke. It keeps it for two seconds, for whoever announces a block of the
+    same hash, heads and checksum.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    RECEIVED_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Its number in the stream."""
+    received: _builtins.int
+    """Bytes of the payload that need not be sent again."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        received: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "received", b"received"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutResume: _TypeAlias = PutResume  # noqa: Y015
 
 @_typing.final
 class PutResult(_message.Message):
@@ -1410,6 +1450,62 @@ class ReleaseResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseResponse: _TypeAlias = ReleaseResponse  # noqa: Y015
+
+@_typing.final
+class ReportRequest(_message.Message):
+    """Names blocks that looked wrong."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTACHMENT_FIELD_NUMBER: _builtins.int
+    HASHES_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    attachment: _builtins.int
+    """From Attached."""
+    hashes: _builtins.bytes
+    """Blocks, 32 bytes a hash."""
+    tenant: _builtins.bytes
+    """As in LookupRequest."""
+    session: _builtins.bytes
+    """Id of the session, as in LookupRequest."""
+    def __init__(
+        self,
+        *,
+        attachment: _builtins.int = ...,
+        hashes: _builtins.bytes = ...,
+        tenant: _builtins.bytes = ...,
+        session: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attachment", b"attachment", "hashes", b"hashes", "session", b"session", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportRequest: _TypeAlias = ReportRequest  # noqa: Y015
+
+@_typing.final
+class ReportResponse(_message.Message):
+    """Answer to Report."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUARANTINED_FIELD_NUMBER: _builtins.int
+    quarantined: _builtins.int
+    """Blocks that were wrong in memory and are out of use there now."""
+    def __init__(
+        self,
+        *,
+        quarantined: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["quarantined", b"quarantined"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportResponse: _TypeAlias = ReportResponse  # noqa: Y015
 
 @_typing.final
 class OpenLaneRequest(_message.Message):

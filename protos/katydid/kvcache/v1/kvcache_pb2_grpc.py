@@ -77,6 +77,11 @@ class KvCacheServiceStub(object):
                 request_serializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
+        self.Report = channel.unary_unary(
+                '/katydid.kvcache.v1.KvCacheService/Report',
+                request_serializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ReportRequest.SerializeToString,
+                response_deserializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ReportResponse.FromString,
+                _registered_method=True)
         self.OpenLane = channel.unary_unary(
                 '/katydid.kvcache.v1.KvCacheService/OpenLane',
                 request_serializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.OpenLaneRequest.SerializeToString,
@@ -162,6 +167,14 @@ class KvCacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Report(self, request, context):
+        """Same host: names blocks that did not have their checksum where they were read in place. Those that are wrong are
+        quarantined.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def OpenLane(self, request, context):
         """Prepares whole blocks to be read over a raw TCP connection; the answer holds a one-time token for it.
         """
@@ -232,6 +245,11 @@ def add_KvCacheServiceServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ReleaseRequest.FromString,
                     response_serializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'Report': grpc.unary_unary_rpc_method_handler(
+                    servicer.Report,
+                    request_deserializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ReportRequest.FromString,
+                    response_serializer=katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ReportResponse.SerializeToString,
             ),
             'OpenLane': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenLane,
@@ -473,6 +491,33 @@ class KvCacheService(object):
             '/katydid.kvcache.v1.KvCacheService/Release',
             katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ReleaseRequest.SerializeToString,
             katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Report(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/katydid.kvcache.v1.KvCacheService/Report',
+            katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ReportRequest.SerializeToString,
+            katydid_dot_kvcache_dot_v1_dot_kvcache__pb2.ReportResponse.FromString,
             options,
             channel_credentials,
             insecure,

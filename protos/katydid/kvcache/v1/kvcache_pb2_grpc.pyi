@@ -54,6 +54,10 @@ class KvCacheServiceStub:
     """Moves blocks up into memory before they are asked for."""
     Release: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ReleaseRequest, _kvcache_pb2.ReleaseResponse]
     """Gives a lease back."""
+    Report: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ReportRequest, _kvcache_pb2.ReportResponse]
+    """Same host: names blocks that did not have their checksum where they were read in place. Those that are wrong are
+    quarantined.
+    """
     OpenLane: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.OpenLaneRequest, _kvcache_pb2.OpenLaneResponse]
     """Prepares whole blocks to be read over a raw TCP connection; the answer holds a one-time token for it."""
     Pull: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.PullRequest, _kvcache_pb2.PullResponse]
@@ -89,6 +93,10 @@ class KvCacheServiceAsyncStub(KvCacheServiceStub):
     """Moves blocks up into memory before they are asked for."""
     Release: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ReleaseRequest, _kvcache_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Gives a lease back."""
+    Report: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ReportRequest, _kvcache_pb2.ReportResponse]  # type: ignore[assignment]
+    """Same host: names blocks that did not have their checksum where they were read in place. Those that are wrong are
+    quarantined.
+    """
     OpenLane: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.OpenLaneRequest, _kvcache_pb2.OpenLaneResponse]  # type: ignore[assignment]
     """Prepares whole blocks to be read over a raw TCP connection; the answer holds a one-time token for it."""
     Pull: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.PullRequest, _kvcache_pb2.PullResponse]  # type: ignore[assignment]
@@ -169,6 +177,16 @@ class KvCacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.ReleaseResponse, _abc.Awaitable[_kvcache_pb2.ReleaseResponse]]:
         """Gives a lease back."""
+
+    @_abc_1.abstractmethod
+    def Report(
+        self,
+        request: _kvcache_pb2.ReportRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvcache_pb2.ReportResponse, _abc.Awaitable[_kvcache_pb2.ReportResponse]]:
+        """Same host: names blocks that did not have their checksum where they were read in place. Those that are wrong are
+        quarantined.
+        """
 
     @_abc_1.abstractmethod
     def OpenLane(

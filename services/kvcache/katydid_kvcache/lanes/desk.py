@@ -179,7 +179,8 @@ class LaneDesk:
                         end_silence_after(connection, self._stall_s)
                         # Shielded: the blocks may be unpinned only when the thread no longer sends them.
                         sending = loop.run_in_executor(self._threads, _send, connection, parcel)
-                        self._look_at(await _finish(sending))
+                        for suspect in await _finish(sending):
+                            self._cache.reader.withdraw_if_wrong(suspect)
                     except OSError:
                         self._cache.traffic.broken_lanes += 1
                         raise
@@ -189,13 +190,6 @@ class LaneDesk:
                     connection.setblocking(False)
             finally:
                 self._connections.discard(connection)
-
-    def _look_at(self, suspects: Sequence[Block]) -> None:
-        """Blocks that arrived wrong: quarantine those that are wrong here."""
-        store = self._cache.store
-        for block in suspects:
-            if block.memory is not None and not self._cache.memory.intact(block, block.namespace.all_heads):
-                store.leave(store.memory, block, corrupt=True)
 
 
 async def _token(loop: asyncio.AbstractEventLoop, connection: socket.socket) -> bytes:
