@@ -105,6 +105,17 @@ class EngineModel:
         return sum(job.to_prefill for job in self.waiting)
 
     @property
+    def decode_tokens_per_s(self) -> float:
+        """What a step that only decodes makes now."""
+        count = len(self.running)
+        return count / (self.speeds.step_s + self.speeds.step_per_request_s * count)
+
+    @property
+    def held_tokens(self) -> int:
+        """Prompt tokens of running requests: what is held and not only cached."""
+        return sum(job.arrival.prompt_tokens for job in self.running)
+
+    @property
     def requests(self) -> int:
         return len(self.waiting) + len(self.running)
 

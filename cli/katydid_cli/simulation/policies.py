@@ -9,6 +9,7 @@ from typing import Protocol
 from katydid_gateway.routing.load import EngineState, RankReport, RankState
 from katydid_gateway.routing.prefix_index import Holder
 from katydid_gateway.routing.router import Candidate, RoutedPrompt, Router
+from katydid_runtime.block_hash import BLOCK_TOKENS
 
 from katydid_cli.simulation.engine_model import EngineModel, PrefixCache
 from katydid_cli.simulation.trace import Arrival
@@ -106,34 +107,48 @@ class KatydidRouter:
     """The gateway's router, fed with what a gateway gets: reports, block events, first tokens."""
 
     def __init__(self, engines: Sequence[EngineModel]) -> None:
-        self._engines: Mapping[str, EngineModel] = {engine.name: engine for engine in engines}
-        self._router = Router()
+        self._engines: dict[str, EngineModel] = {}
+        self.router = Router()
         for engine in engines:
-            speed = engine.speeds.prefill_tokens_per_s
-            rank = RankState(RankReport(prefill_speed=speed))
-            self._router.engines[engine.name] = EngineState(engine.name, [rank], excluded="")
+            self.add(engine)
         self._sent: dict[int, tuple[int, Candidate]] = {}
         self._books = 0
 
+    def add(self, engine: EngineModel) -> None:
+        """An engine is up."""
+        rank = RankState(RankReport(prefill_speed=engine.speeds.prefill_tokens_per_s))
+        self._engines[engine.name] = engine
+        self.router.engines[engine.name] = EngineState(engine.name, [rank], excluded="", well=True)
+
+    def drain(self, engine: str) -> None:
+        """It takes nothing more."""
+        state = self.router.engines[engine]
+        state.excluded, state.draining = "draining", True
+
+    def remove(self, engine: str) -> None:
+        """It is gone."""
+        self.router.forget(engine)
+        del self.router.engines[engine], self._engines[engine]
+
     def choose(self, arrival: Arrival, now: float) -> str:
         prompt = RoutedPrompt(arrival.chain, arrival.prompt_tokens, arrival.session)
-        chosen = self._router.decide(prompt, now).chosen
+        chosen = self.router.decide(prompt, now).chosen
         assert chosen is not None, "no simulated engine is ever excluded"
         self._books += 1
         self._sent[id(arrival)] = (self._books, chosen)
-        self._router.sent(self._books, chosen, prompt, now)
+        self.router.sent(self._books, chosen, prompt, now)
         return chosen.holder.engine
 
     def first_token(self, arrival: Arrival, _engine: str) -> None:
         book, chosen = self._sent.pop(id(arrival))
-        self._router.settled(book, chosen.holder)
+        self.router.settled(book, chosen.holder)
 
     def ended(self, engine: str) -> None: ...
 
     def blocks(self, engine: str, stored: list[bytes], removed: list[bytes]) -> None:
         holder = Holder(engine, 0)
-        self._router.index.stored(holder, stored)
-        self._router.index.removed(holder, removed)
+        self.router.index.stored(holder, stored)
+        self.router.index.removed(holder, removed)
 
     def report(self, now: float) -> None:
         for name, engine in self._engines.items():
@@ -142,8 +157,11 @@ class KatydidRouter:
                 waiting=len(engine.waiting),
                 uncached_tokens=engine.queued_tokens,
                 prefill_speed=engine.speeds.prefill_tokens_per_s,
+                decode_speed=engine.decode_tokens_per_s,
+                free_pages=max(0, engine.speeds.cache_tokens - engine.held_tokens) // BLOCK_TOKENS,
+                total_pages=engine.speeds.cache_tokens // BLOCK_TOKENS,
             )
-            self._router.engines[name].reported({0: report}, now)
+            self.router.engines[name].reported({0: report}, now)
 
 
 class Oracle:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from katydid_runtime.block_hash import BLOCK_TOKENS
 
-__all__ = ["Arrival", "TraceError", "agent_traffic", "read_trace"]
+__all__ = ["Agents", "Arrival", "TraceError", "agent_traffic", "read_trace"]
 
 
 class TraceError(ValueError):
@@ -70,42 +70,58 @@ def agent_traffic(
     Shape of the workload in docs/gateway.md: log-normal contexts of 68K tokens in the mean and 192K at most, answers of
     0.9K, about four fifths of each prompt seen before; a tenth of the sessions fans out into siblings at one time.
     """
-    dice = random.Random(seed)
-    shared = [[_hash(f"app {app} {block}") for block in range(dice.randint(60, 160))] for app in range(applications)]
-    weights = [1 / (rank + 1) for rank in range(applications)]
+    agents = Agents(seed, max_tokens=max_tokens, applications=applications)
     arrivals: list[Arrival] = []
-    at, session = 0.0, 0
+    at = 0.0
     while len(arrivals) < requests:
-        at += dice.expovariate(sessions_per_s)
-        session += 1
-        arrivals += _session(dice, at, session, dice.choices(shared, weights)[0], max_tokens)
+        at += agents.dice.expovariate(sessions_per_s)
+        arrivals += agents.session(at)
     return sorted(arrivals, key=lambda arrival: arrival.at)[:requests]
 
 
-def _session(
-    dice: random.Random, start: float, session: int, prefix: list[bytes], max_tokens: int
-) -> Iterator[Arrival]:
-    """A conversation: each turn's prompt is the one before, its answer, and what a tool or the user said."""
-    name = f"session {session}"
-    chain = list(prefix)
-    goal = min(max_tokens, dice.lognormvariate(math.log(46_000), 0.95))
-    at = start
-    siblings = dice.randint(2, 8) if dice.random() < 0.1 else 0
-    while True:
-        added = int(dice.lognormvariate(math.log(6_000), 1.1)) + 1
-        chain += [_hash(f"{name} {len(chain) + place}") for place in range(added // BLOCK_TOKENS)]
-        tokens = min(max_tokens, len(chain) * BLOCK_TOKENS + added % BLOCK_TOKENS)
-        chain = chain[: tokens // BLOCK_TOKENS]
-        output = max(1, min(64 * 1024, int(dice.lognormvariate(math.log(350), 1.35))))
-        yield Arrival(at, tuple(chain), tokens, output, name)
-        for place in range(siblings):
-            own = [_hash(f"{name} sibling {place} {block}") for block in range(8)]
-            yield Arrival(at + 0.01 * place, (*chain, *own), tokens + 512, output, name)
-        siblings = 0
-        if tokens >= goal:
-            return
-        chain += [_hash(f"{name} {len(chain) + place}") for place in range(output // BLOCK_TOKENS)]
-        at += output * 0.03 + dice.expovariate(1 / 8)
+class Agents:
+    """Makes sessions, the same ones for the same seed.
+
+    With a `grain` of N a token of a prompt stands for N: prompts are so much shorter, answers and times are the same.
+    """
+
+    def __init__(self, seed: int, *, max_tokens: int = 192 * 1024, applications: int = 6, grain: int = 1) -> None:
+        self.dice = dice = random.Random(seed)
+        self._grain = grain
+        self._max_tokens = max_tokens // grain
+        self._shared = [
+            [_hash(f"app {app} {block}") for block in range(max(1, dice.randint(60, 160) // grain))]
+            for app in range(applications)
+        ]
+        self._weights = [1 / (rank + 1) for rank in range(applications)]
+        self._sessions = 0
+
+    def session(self, start: float) -> Iterator[Arrival]:
+        """A conversation: each turn's prompt is the one before, its answer, and what a tool or the user said."""
+        self._sessions += 1
+        return self._turns(start, f"session {self._sessions}", self.dice.choices(self._shared, self._weights)[0])
+
+    def _turns(self, start: float, name: str, prefix: list[bytes]) -> Iterator[Arrival]:
+        dice, grain = self.dice, self._grain
+        chain = list(prefix)
+        goal = min(self._max_tokens, dice.lognormvariate(math.log(46_000), 0.95) / grain)
+        at = start
+        siblings = dice.randint(2, 8) if dice.random() < 0.1 else 0
+        while True:
+            added = int(dice.lognormvariate(math.log(6_000), 1.1) / grain) + 1
+            chain += [_hash(f"{name} {len(chain) + place}") for place in range(added // BLOCK_TOKENS)]
+            tokens = min(self._max_tokens, len(chain) * BLOCK_TOKENS + added % BLOCK_TOKENS)
+            chain = chain[: tokens // BLOCK_TOKENS]
+            output = max(1, min(64 * 1024, int(dice.lognormvariate(math.log(350), 1.35))))
+            yield Arrival(at, tuple(chain), tokens, output, name)
+            for place in range(siblings):
+                own = [_hash(f"{name} sibling {place} {block}") for block in range(max(1, 8 // grain))]
+                yield Arrival(at + 0.01 * place, (*chain, *own), tokens + 512 // grain, output, name)
+            siblings = 0
+            if tokens >= goal:
+                return
+            chain += [_hash(f"{name} {len(chain) + place}") for place in range(output // grain // BLOCK_TOKENS)]
+            at += output * 0.03 + dice.expovariate(1 / 8)
 
 
 def _parts(id: int, share: int, known: dict[int, tuple[bytes, ...]]) -> tuple[bytes, ...]:

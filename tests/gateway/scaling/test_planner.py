@@ -63,7 +63,7 @@ def test_held_pages_ask_for_room_and_so_do_choices_that_wait_for_it() -> None:
 
 def test_a_lull_takes_nobody_away_until_it_has_lasted() -> None:
     planner = Planner()
-    busy, now, offered = steady(planner, 3.0, 5, 3600)
+    busy, now, offered = steady(planner, 2.9, 5, 7200)
     lull, now, offered = steady(planner, 0.1, 5, TERMS.hold_s - 10, now, offered)
     assert lull.desired == busy.desired == 5
     after, _, _ = steady(planner, 0.1, 5, 7200, now, offered)
@@ -85,7 +85,7 @@ def test_a_new_engine_gets_time_to_warm_up() -> None:
 
 def test_without_an_engine_the_last_plan_stands() -> None:
     planner = Planner()
-    busy, now, offered = steady(planner, 3.0, 5, 3600)
+    busy, now, offered = steady(planner, 2.9, 5, 7200)
     assert planner.observe(RoleLoad(0, offered_tokens=offered), now + 5) == busy
     assert Planner().observe(RoleLoad(0), 0).desired == 1
 
@@ -98,10 +98,10 @@ def test_without_an_engine_the_last_plan_stands() -> None:
             draining=st.integers(0, 2),
             offered_tokens=st.floats(0, 1e9),
             waiting_tokens=st.floats(0, 1e7),
-            prefill_speed=st.floats(0, 1e6),
+            prefill_speed=st.just(0.0) | st.floats(1, 1e6),
             running=st.integers(0, 500),
             waiting=st.integers(0, 500),
-            decode_speed=st.floats(0, 1e5),
+            decode_speed=st.just(0.0) | st.floats(0.1, 1e5),
             held_pages=st.integers(0, 100),
             total_pages=st.just(100),
         ),

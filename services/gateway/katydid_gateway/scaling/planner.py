@@ -86,7 +86,7 @@ class Planner:
         while self._wanted and self._wanted[-1][1] <= wanted:
             self._wanted.pop()
         self._wanted.append((now, wanted))
-        while self._wanted[0][0] <= now - self.terms.hold_s:
+        while self._wanted[0][0] < now - self.terms.hold_s:
             self._wanted.popleft()
         floor = load.ready if load.draining or now < self._warm_at else 1
         self._plan = ScalingPlan(max(self._wanted[0][1], floor), needed)

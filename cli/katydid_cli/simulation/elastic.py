@@ -1,0 +1,204 @@
+"""Replays arrivals over a fleet that grows and shrinks: engines take their time to start and finish what they have.
+
+What the autoscaler does is what Kubernetes does: it looks every 15 s, takes the newest engines away first, and goes
+down only to the most it wanted in the last 300 s. GPUs are paid from the moment an engine is asked for until its last
+request has ended.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from katydid_gateway.scaling.signals import role_loads
+
+from katydid_cli.simulation.autoscalers import Rule, Seen
+from katydid_cli.simulation.engine_model import EngineModel, EngineSpeeds, Job
+from katydid_cli.simulation.policies import KatydidRouter
+from katydid_cli.simulation.trace import Arrival
+
+__all__ = ["ElasticOptions", "ElasticOutcome", "replay_elastic"]
+
+REPORT_S = 0.25
+LOOK_S = 15.0
+STABLE_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticOptions:
+    """Bounds of the fleet, what an engine takes to start, what its GPUs are; targets in seconds."""
+
+    speeds: EngineSpeeds
+    least: int = 1
+    most: int = 12
+    start_s: float = 240.0
+    gpus: int = 8
+    gpu_memory: float = 0.93
+    ttft_s: float = 4.0
+    tpot_s: float = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticOutcome:
+    """What a rule made of the day; shares in [0, 1]. `engines` are those paid for, in the mean and at most."""
+
+    rule: str
+    requests: int
+    within_ttft: float
+    within_tpot: float
+    within_both: float
+    p50_ttft_s: float
+    p99_ttft_s: float
+    gpu_hours: float
+    engines: float
+    most_engines: int
+    changes: int
+
+
+@dataclass(slots=True)
+class _Member:
+    engine: EngineModel
+    asked_at: float
+    ready_at: float
+    jobs: list[Job] = field(default_factory=list)
+    up: bool = False
+    draining: bool = False
+
+
+class _Fleet:
+    """The engines that are paid for, in the order they were asked for."""
+
+    def __init__(self, options: ElasticOptions) -> None:
+        self._options = options
+        self._made = 0
+        self.router = KatydidRouter([])
+        self.members: list[_Member] = []
+        self.paid_s = 0.0
+        self.changes = 0
+
+    @property
+    def asked(self) -> list[_Member]:
+        return [member for member in self.members if not member.draining]
+
+    def resize(self, wanted: int, now: float, start_s: float) -> None:
+        asked = self.asked
+        self.changes += wanted != len(asked)
+        for _ in range(wanted - len(asked)):
+            engine = EngineModel(f"engine-{self._made}", self._options.speeds, on_blocks=self.router.blocks)
+            engine.now = now
+            self._made += 1
+            self.members.append(_Member(engine, now, now + start_s))
+        for member in asked[wanted:]:
+            member.draining = True
+            if member.up:
+                self.router.drain(member.engine.name)
+
+    def advance(self, now: float) -> None:
+        """Work up to now; who has started is up, who has drained is gone."""
+        for member in self.members:
+            if member.up:
+                member.engine.advance(now)
+            elif not member.draining and member.ready_at <= now:
+                member.up = True
+                member.engine.now = now
+                self.router.add(member.engine)
+        for member in [each for each in self.members if each.draining and not each.engine.requests]:
+            if member.up:
+                self.router.remove(member.engine.name)
+            self.dismiss(member, max(now, member.engine.now))
+
+    def dismiss(self, member: _Member, now: float) -> None:
+        self.paid_s += now - member.asked_at
+        self.members.remove(member)
+
+    def seen(self) -> Seen:
+        router = self.router.router
+        load = role_loads(router.engines.values(), router.sent_tokens, 0)["both"]
+        return Seen(load, len(self.asked), self._options.gpu_memory if load.ready else 0.0)
+
+
+class _Wishes:
+    """The autoscaler's memory: up at once, down to the largest wish of the last 300 s."""
+
+    def __init__(self) -> None:
+        self._wishes: deque[tuple[float, int]] = deque()
+
+    def settle(self, wanted: int, asked: int, now: float) -> int:
+        self._wishes.append((now, wanted))
+        while self._wishes[0][0] < now - STABLE_S:
+            self._wishes.popleft()
+        return max(wanted, min(asked, max(wish for _, wish in self._wishes)))
+
+
+def replay_elastic(name: str, rule: Rule, arrivals: Iterable[Arrival], options: ElasticOptions) -> ElasticOutcome:
+    """Run arrivals to their end, beginning with the least number of engines, up."""
+    fleet, wishes = _Fleet(options), _Wishes()
+    jobs: list[Job] = []
+    silent: list[Job] = []
+    most, now, next_report, next_look = options.least, 0.0, 0.0, 0.0
+    fleet.resize(options.least, 0.0, 0.0)
+    fleet.changes = 0
+    for arrival in arrivals:
+        while next_report <= arrival.at:
+            now = next_report
+            next_report += REPORT_S
+            fleet.advance(now)
+            silent = _tell(fleet.router, silent, now)
+            fleet.router.report(now)
+            if now >= next_look:
+                next_look += LOOK_S
+                seen = fleet.seen()
+                wanted = min(options.most, max(options.least, rule(seen, now)))
+                fleet.resize(wishes.settle(wanted, seen.asked, now), now, options.start_s)
+                most = max(most, len(fleet.members))
+        fleet.advance(arrival.at)
+        silent = _tell(fleet.router, silent, arrival.at)
+        chosen = fleet.router.choose(arrival, arrival.at)
+        job = Job(arrival)
+        next(member for member in fleet.members if member.engine.name == chosen).engine.submit(job)
+        jobs.append(job)
+        silent.append(job)
+    for member in fleet.members:
+        member.engine.drain()
+    for member in list(fleet.members):
+        fleet.dismiss(member, max(now, member.engine.now) if member.draining else now)
+    return _outcome(name, jobs, fleet, options, most, now)
+
+
+def _tell(router: KatydidRouter, silent: list[Job], now: float) -> list[Job]:
+    """Tell of first tokens that have come; returns the jobs yet without one."""
+    begun = [job for job in silent if job.first_token_at is not None and job.first_token_at <= now]
+    if not begun:
+        return silent
+    for job in begun:
+        router.first_token(job.arrival, "")
+    done = set(map(id, begun))
+    return [job for job in silent if id(job) not in done]
+
+
+def _outcome(
+    name: str, jobs: list[Job], fleet: _Fleet, options: ElasticOptions, most: int, length_s: float
+) -> ElasticOutcome:
+    ttfts = [(job.first_token_at or 0.0) - job.arrival.at for job in jobs]
+    early = [ttft <= options.ttft_s for ttft in ttfts]
+    fluent = [_tpot(job) <= options.tpot_s for job in jobs]
+    ordered = sorted(ttfts)
+    return ElasticOutcome(
+        rule=name,
+        requests=len(jobs),
+        within_ttft=sum(early) / len(jobs),
+        within_tpot=sum(fluent) / len(jobs),
+        within_both=sum(a and b for a, b in zip(early, fluent, strict=True)) / len(jobs),
+        p50_ttft_s=ordered[len(ordered) // 2],
+        p99_ttft_s=ordered[int(len(ordered) * 0.99)],
+        gpu_hours=fleet.paid_s * options.gpus / 3600,
+        engines=fleet.paid_s / length_s,
+        most_engines=most,
+        changes=fleet.changes,
+    )
+
+
+def _tpot(job: Job) -> float:
+    tokens = job.arrival.output_tokens
+    return ((job.ended_at or 0.0) - (job.first_token_at or 0.0)) / (tokens - 1) if tokens > 1 else 0.0
