@@ -31,6 +31,7 @@ from katydid_engine.admin_service import ROLES, AdminService
 from katydid_engine.block_watch import BlockWatch
 from katydid_engine.engine_metrics import EngineMetrics
 from katydid_engine.face import Face
+from katydid_engine.gpu_figures import GpuFigures
 from katydid_engine.identity import model_identity
 from katydid_engine.kv_connector import KvConnector
 from katydid_engine.messages import Load, Ready
@@ -40,6 +41,7 @@ from katydid_engine.service import EngineService
 from katydid_engine.settings import EngineSettings
 from katydid_engine.staging import Staging, StagingShape
 from katydid_engine.submission import EngineLimits
+from katydid_engine.vllm_names import VllmNames
 from katydid_engine.worker_config import WorkerConfig
 from katydid_engine.worker_group import WorkerGroup
 
@@ -73,6 +75,7 @@ async def serve(settings: EngineSettings, telemetry: Telemetry) -> None:
     service = EngineService()
     admin = AdminService(settings.profile_folder)
     metrics = EngineMetrics()
+    _register(settings, metrics)
     add_EngineServiceServicer_to_server(service, server.grpc)
     add_AdminServiceServicer_to_server(admin, server.grpc)
     exposition = Exposition(metrics.metrics, lambda: server.serving)
@@ -89,6 +92,15 @@ async def serve(settings: EngineSettings, telemetry: Telemetry) -> None:
         await engine.attend(server)
 
 
+def _register(settings: EngineSettings, metrics: EngineMetrics) -> None:
+    """What is read only when Prometheus asks."""
+    registry = metrics.metrics.registry
+    if settings.device == "cuda":
+        registry.register(GpuFigures())
+    if settings.vllm_metric_names:
+        registry.register(VllmNames(registry, settings.name))
+
+
 class Engine:
     """The running parts of an engine, all workers ready."""
 
@@ -102,6 +114,7 @@ class Engine:
         cache: Cache | None,
     ) -> None:
         self._settings = settings
+        self._metrics = metrics
         self._model = model
         self._boot_id = uuid.uuid4().hex
         self._pages = min(worker.ready.num_pages for worker in workers)
@@ -212,6 +225,8 @@ class Engine:
         """Health follows the step loops: a loop that turns no more is no longer SERVING."""
         while True:
             stalled = self.stalled
+            for rank, group in enumerate(self.groups):
+                self._metrics.silence.labels(str(rank)).set(group.silence_s)
             healthy = not stalled and self.face.failure is None and not self.face.draining
             if healthy != server.serving:
                 await server.set_serving(healthy)

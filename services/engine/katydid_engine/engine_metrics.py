@@ -45,4 +45,5 @@ class EngineMetrics:
         self.kv_corrupt = metrics.counter(
             "kvcache_corrupt_blocks", "Blocks of the cache service that were wrong when they were unpacked"
         )
+        self.silence = metrics.gauge("silence_seconds", "Time since the step loop was last heard of", rank)
         self.kv_attached = metrics.gauge("attached_caches", "1 while the cache service can be asked")

@@ -71,6 +71,7 @@ class EngineSettings(DialingSettings):
     kvcache_fetch: Literal["cheaper", "always"] = Field(
         "cheaper", description="fetch found blocks when that is cheaper than computing them, or always"
     )
+    vllm_metric_names: bool = Field(False, description="show figures under vLLM's names (vllm:...) as well")
     staging_mib: int = Field(128, ge=1, description="shared memory of a rank for blocks on their way to and from it")
     profile_folder: Path = Field(Path(tempfile.gettempdir()), description="where AdminService.Profile writes its files")
     fault_delays: Annotated[dict[str, float], NoDecode, BeforeValidator(delays_at(*_PHASES))] = Field(

@@ -103,7 +103,12 @@ class WorkerGroup:
 
     def stalled(self, timeout_s: float) -> bool:
         """Whether rank 0's loop has been silent for so long."""
-        return time.monotonic() - self._heard_at > timeout_s
+        return self.silence_s > timeout_s
+
+    @property
+    def silence_s(self) -> float:
+        """How long rank 0's loop has been silent."""
+        return time.monotonic() - self._heard_at
 
     async def stop(self) -> None:
         """Ends all ranks, by force where they do not listen."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 
 from katydid.gateway.v1 import gateway_pb2
 from katydid.gateway.v1.gateway_pb2_grpc import add_InferenceServiceServicer_to_server
 from katydid_runtime.exposition import Exposition
+from katydid_runtime.metric_aliases import MetricAliases
 from katydid_runtime.server import RpcServer
 from katydid_runtime.telemetry import Telemetry
 
@@ -24,6 +26,7 @@ from katydid_gateway.scaling.watch import ScalingWatch
 from katydid_gateway.service import InferenceServicer
 from katydid_gateway.settings import GatewaySettings
 from katydid_gateway.text.model_text import ModelText, load_model_text
+from katydid_gateway.vllm_names import VLLM_NAMES
 
 __all__ = ["Gateway"]
 
@@ -40,6 +43,9 @@ class Gateway:
     def __init__(self, settings: GatewaySettings, text: ModelText, keys: ApiKeys, telemetry: Telemetry) -> None:
         self._settings = settings
         metrics = GatewayMetrics()
+        if settings.vllm_metric_names:
+            labels = {"engine": "all", "model_name": Path(settings.model).resolve().name}
+            metrics.registry.register(MetricAliases(metrics.registry, VLLM_NAMES, labels))
         self.fleet = Fleet(settings, Router(), metrics, text.digest)
         capture = Capture(settings.capture_file, settings.capture_bytes) if settings.capture_file else None
         self._capture = capture

@@ -84,6 +84,7 @@ class GatewaySettings(DialingSettings):
     )
     capture_bytes: int = Field(2**30, gt=0, description="the capture grows no further than this")
     console: bool = Field(True, description="serve the page at /console: chat, traces, the fleet as it is now")
+    vllm_metric_names: bool = Field(False, description="show latencies under vLLM's names (vllm:...) as well")
     scaling_start_s: float = Field(
         240.0, ge=0, description="time from the wish for an engine to its first request, for desired_replicas"
     )
