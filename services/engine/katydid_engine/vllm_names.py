@@ -1,6 +1,6 @@
 """The engine's figures once more under vLLM's names, for dashboards, autoscalers and endpoint pickers that read those.
 
-Off unless asked for: a second set of series costs memory everywhere, and `:` in a name is against Prometheus' own rules.
+Off unless asked for: a second set of series costs memory, and `:` in a name is against Prometheus' own rules.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class VllmNames(MetricAliases):
             ("prefix_cache_queries", prompts),
             ("prefix_cache_hits", hits),
         ):
-            counter = CounterMetricFamily(f"vllm:{name}", "Tokens of prompts, or those of them found", labels=_LABELS)
+            counter = CounterMetricFamily(f"vllm:{name}", "Tokens of prompts, or of them found", labels=_LABELS)
             counter.add_metric(["0", self._model], tokens)
             yield counter
 
