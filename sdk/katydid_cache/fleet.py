@@ -97,6 +97,11 @@ class CacheFleet:
         return bool(self._members.usable)
 
     @property
+    def peer_address(self) -> str:
+        """Empty: no instance is nearer than the others."""
+        return ""
+
+    @property
     def members(self) -> Members:
         return self._members
 

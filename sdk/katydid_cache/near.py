@@ -77,6 +77,11 @@ class NearCache:
         return self._near.attached
 
     @property
+    def peer_address(self) -> str:
+        """Where others reach the near instance; empty: nowhere."""
+        return self._near.peer_address
+
+    @property
     def arena(self) -> ArenaMapping | None:
         return self._near.arena
 

@@ -116,6 +116,8 @@ class MockEngine(EngineServiceServicer):
             max_choices=options.max_choices,
             max_logprobs=options.max_logprobs,
             tokenizer_digest=options.tokenizer_digest,
+            golden_digest=options.golden_digest,
+            kvcache_instance=options.kvcache_instance,
             grammar_kinds=options.grammar_kinds,
             block_bytes=1 << 20,
         )

@@ -31,6 +31,8 @@ class MockOptions:
     role: pb.Role = pb.ROLE_BOTH
     identity: bytes = hashlib.sha256(b"mock model").digest()
     tokenizer_digest: bytes = b""
+    golden_digest: bytes = b""
+    kvcache_instance: str = ""
     vocab_size: int = 1000
     max_model_tokens: int = 8192
     max_choices: int = 8

@@ -14,7 +14,8 @@ from katydid.kvcache.v1 import kvcache_pb2
 from katydid.kvcache.v1.kvcache_pb2_grpc import KvCacheServiceServicer, add_KvCacheServiceServicer_to_server
 from katydid_gateway.engines import block_events
 from katydid_gateway.engines.block_events import follow_cache, follow_engine
-from katydid_gateway.routing.prefix_index import CacheTier, Holder, PrefixIndex, TierIndex
+from katydid_gateway.routing.prefix_index import Holder, PrefixIndex
+from katydid_gateway.routing.tier_index import CacheTier, TierIndex, TierRun
 from katydid_runtime.errors import UnsupportedError
 from katydid_runtime.server import RpcServer
 
@@ -133,12 +134,12 @@ def test_the_cache_services_tiers_and_its_restart() -> None:
             sequence=1, snapshot=kvcache_pb2.BlockSnapshot(tier=kvcache_pb2.TIER_SHARED, hashes=BLOCKS[4])
         )
     ]
-    seen: list[list[CacheTier]] = []
+    seen: list[list[TierRun]] = []
 
     class Recording(TierIndex):
-        def cleared(self) -> None:
-            seen.append(self.run(BLOCKS, 0))
-            super().cleared()
+        def cleared(self, instance: str) -> None:
+            seen.append(self.runs(BLOCKS, 0))
+            super().cleared(instance)
 
     async def body() -> None:
         server = RpcServer("127.0.0.1:0", services=[])
@@ -147,9 +148,9 @@ def test_the_cache_services_tiers_and_its_restart() -> None:
         address = await server.start()
         tiers = Recording()
         async with grpc.aio.insecure_channel(address) as channel:
-            task = asyncio.create_task(follow_cache(b"i" * 32, channel, tiers))
-            await until(lambda: tiers.run([BLOCKS[4]], 0) == [CacheTier.SHARED])
-            assert seen[0] == [CacheTier.MEMORY, CacheTier.DISK, CacheTier.DISK]
+            task = asyncio.create_task(follow_cache(b"i" * 32, "host-a", channel, tiers))
+            await until(lambda: tiers.runs([BLOCKS[4]], 0) == [TierRun(CacheTier.SHARED, 1)])
+            assert seen[0] == [TierRun(CacheTier.MEMORY, 1), TierRun(CacheTier.DISK, 2)]
             assert len(tiers) == 1
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

@@ -12,8 +12,9 @@ from katydid_gateway.gateway_metrics import GatewayMetrics
 from katydid_gateway.requests import CachedTokens
 from katydid_gateway.routing.cost import Prediction, TierSpeeds
 from katydid_gateway.routing.load import EngineState, RankState
-from katydid_gateway.routing.prefix_index import CacheTier, Holder
+from katydid_gateway.routing.prefix_index import Holder
 from katydid_gateway.routing.router import Candidate, Router
+from katydid_gateway.routing.tier_index import CacheTier
 
 MIB = 2**20
 

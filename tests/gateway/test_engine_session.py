@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from katydid.engine.v1 import engine_pb2 as pb
 from katydid_gateway.engines import health
-from katydid_gateway.engines.connection import check_parity
+from katydid_gateway.engines.parity import check_parity
 from katydid_runtime.block_hash import fingerprint
 from katydid_runtime.errors import IdentityMismatchError
 
@@ -232,22 +232,20 @@ def test_a_draining_engine_gets_no_new_requests(chatml: Path) -> None:
     run(chatml, scenario, engines=2)
 
 
-def test_an_engine_of_one_phase_gets_no_whole_requests(chatml: Path) -> None:
+def test_roles_are_heard_of_and_the_last_engine_takes_whole_requests(chatml: Path) -> None:
     async def scenario(built: Rig) -> None:
         engine, state = built.engines[0], built.gateway.fleet.router.engines["engine-0"]
-        for role, why in [
-            (pb.ROLE_PREFILL, "computes prompts only"),
-            (pb.ROLE_DECODE, "continues prompts only"),
-            (pb.ROLE_BOTH, ""),
-        ]:
-            engine.change_role(role)
-            await until(lambda why=why: state.excluded == why)
-            assert (await built.chat()).status_code == 200
-            assert why == "" or not engine.submitted
+        engine.change_role(pb.ROLE_DECODE)
+        await until(lambda: state.role == "decode")
+        assert (await built.chat()).status_code == 200
+        assert not engine.submitted
+        await built.engines[1].stop()
+        await until(lambda: built.gateway.fleet.healthy == 1)
+        assert (await built.chat()).status_code == 200
         await engine.stop()
         engine.options.role = pb.ROLE_PREFILL
         await revive(built, engine)
-        await until(lambda: state.excluded == "computes prompts only")
+        await until(lambda: state.role == "prefill")
 
     run(chatml, scenario, engines=2)
 
@@ -290,6 +288,7 @@ DESCRIPTION = pb.DescribeResponse(
         ({"identity": b"j" * 32}, "hash_fingerprint"),
         ({"tokenizer_digest": b"u"}, "tokenizer_digest"),
         ({"tokenizer_digest": b""}, "tokenizer_digest"),
+        ({"golden_digest": b"other ids"}, "golden_digest"),
     ],
 )
 def test_parity(change: dict[str, Any], field: str | None) -> None:
@@ -298,10 +297,10 @@ def test_parity(change: dict[str, Any], field: str | None) -> None:
     for name, value in change.items():
         setattr(description, name, value)
     if field is None:
-        check_parity("e", description, b"t")
+        check_parity("e", description, b"t", b"g")
         return
     with pytest.raises(IdentityMismatchError) as caught:
-        check_parity("e", description, b"t")
+        check_parity("e", description, b"t", b"g")
     assert caught.value.field == field
 
 

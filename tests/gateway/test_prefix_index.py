@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
+from collections.abc import Callable
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from katydid_gateway.routing.prefix_index import (
-    PREDICTION_S,
-    CacheTier,
-    Holder,
-    PrefixIndex,
-    TierIndex,
-)
+from katydid_gateway.routing.prefix_index import PREDICTION_S, Holder, PrefixIndex
 
 HOLDERS = [Holder("a", 0), Holder("a", 1), Holder("b", 0)]
 BLOCKS = [bytes([number]) * 32 for number in range(8)]
@@ -81,25 +79,61 @@ def test_only_leading_blocks_count() -> None:
     assert index.depths([], 0.0)[HOLDERS[0]] == 0
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(st.tuples(st.booleans(), st.sampled_from(list(CacheTier)), SETS), max_size=30),
-    st.permutations(BLOCKS),
-    st.integers(0, 8),
-)
-def test_tiers_equal_a_model(
-    operations: list[tuple[bool, CacheTier, list[bytes]]], chain: list[bytes], start: int
-) -> None:
-    index = TierIndex()
-    held: dict[bytes, set[CacheTier]] = {block: set() for block in BLOCKS}
-    for stored, tier, blocks in operations:
-        (index.stored if stored else index.removed)(tier, blocks)
-        for block in blocks:
-            (held[block].add if stored else held[block].discard)(tier)
-    expected = []
-    for block in chain[start:]:
-        if not held[block]:
-            break
-        expected.append(min(held[block]))
-    assert index.run(chain, start) == expected
-    assert len(index) == sum(1 for tiers in held.values() if tiers)
+def _hashes(start: int, count: int) -> list[bytes]:
+    return [number.to_bytes(32, "little") for number in range(start, start + count)]
+
+
+def test_a_day_of_unique_prompts_stays_within_its_bound() -> None:
+    """A tree that only grows ends its gateway."""
+    index = PrefixIndex(capacity_bytes=2_000_000)
+    for number in range(400):
+        prompt = _hashes(1000 * number, 300)
+        index.predict(HOLDERS[number % 3], prompt, float(number))
+        if number % 2:
+            index.stored(HOLDERS[number % 3], prompt)
+        assert index.size_bytes <= 2_000_000
+    index.check_integrity()
+    assert index.evicted > 50_000
+
+
+def test_the_memory_counted_is_the_memory_taken() -> None:
+    def growth(fill: Callable[[PrefixIndex], None]) -> tuple[int, int]:
+        gc.collect()
+        tracemalloc.start()
+        index = PrefixIndex()
+        # Integers of many holders are objects of their own.
+        for number in range(12):
+            index.stored(Holder("e", number), [])
+        fill(index)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return peak, index.size_bytes
+
+    last = Holder("e", 11)
+    for fill in (
+        lambda index: index.stored(last, _hashes(0, 22_000)),
+        lambda index: index.predict(last, _hashes(0, 22_000), 0.0),
+    ):
+        taken, counted = growth(fill)
+        assert taken <= counted * 1.3
+        assert taken > counted * 0.4
+
+
+def test_what_prompts_want_outlives_what_nobody_asked_for_again() -> None:
+    """One tenant's unique prompts must not drive out what everybody shares."""
+    index = PrefixIndex(capacity_bytes=1_000_000)
+    shared = _hashes(10**9, 50)
+    index.stored(HOLDERS[0], shared)
+    for number in range(100):
+        index.touch(shared)
+        index.stored(HOLDERS[1], _hashes(1000 * number, 200))
+    assert index.depths(shared, 0.0)[HOLDERS[0]] == 50
+    index.check_integrity()
+
+
+def test_a_prefix_outlives_what_depends_on_it() -> None:
+    index = PrefixIndex(capacity_bytes=240 * 150)
+    first = _hashes(0, 100)
+    index.stored(HOLDERS[0], first)
+    index.stored(HOLDERS[0], _hashes(1000, 100))
+    assert index.depths(first, 0.0)[HOLDERS[0]] == 50

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from katydid_gateway.routing.cost import DEFAULT_PREFILL_SPEED, TierSpeeds, predict
 from katydid_gateway.routing.load import REPORT_LAG_S, EngineState, RankReport, RankState
-from katydid_gateway.routing.prefix_index import CacheTier, Holder
+from katydid_gateway.routing.prefix_index import Holder
 from katydid_gateway.routing.rendezvous import homes
 from katydid_gateway.routing.router import RoutedPrompt, Router
+from katydid_gateway.routing.tier_index import CacheTier, TierRun
 
 SPEED = 10_000.0
 
@@ -156,7 +157,7 @@ def test_blocks_of_the_cache_service_are_priced_by_tier_and_speed() -> None:
     built = router(2)
     for state in built.engines.values():
         state.block_bytes, state.kv_cache_attached = 10_000_000, True
-    built.tiers.stored(CacheTier.DISK, chain(*conversation("a", 10)))
+    built.tiers.stored("host-a", CacheTier.DISK, chain(*conversation("a", 10)))
     built.index.stored(Holder("e1", 0), chain(*conversation("a", 4)))
     built.speeds.bytes_per_s[CacheTier.DISK] = 2e9
     chosen = built.decide(prompt(*conversation("a", 10)), 0.0).chosen
@@ -172,7 +173,7 @@ def test_blocks_of_the_cache_service_are_priced_by_tier_and_speed() -> None:
 
 def test_an_engine_without_the_cache_service_fetches_nothing() -> None:
     state = EngineState("e", [RankState()], block_bytes=1)
-    terms = predict(state, state.ranks[0], 640, 0, [CacheTier.MEMORY] * 10, TierSpeeds())
+    terms = predict(state, state.ranks[0], 640, 0, [TierRun(CacheTier.MEMORY, 10)], TierSpeeds())
     assert (terms.fetch_s, terms.cached_blocks, terms.prefill_s) == (0, 0, 640 / DEFAULT_PREFILL_SPEED)
 
 

@@ -23,6 +23,7 @@ from katydid_runtime.block_hash import BLOCK_TOKENS, fingerprint
 from katydid_runtime.duration import to_duration
 from katydid_runtime.errors import KatydidError
 from katydid_runtime.exposition import Exposition
+from katydid_runtime.golden_prompts import tokenised_alone
 from katydid_runtime.server import RpcServer
 from katydid_runtime.telemetry import Telemetry
 from katydid_runtime.tokenizer_digest import tokenizer_digest
@@ -116,6 +117,7 @@ class Engine:
         self._settings = settings
         self._metrics = metrics
         self._model = model
+        self._cache = cache
         self._boot_id = uuid.uuid4().hex
         self._pages = min(worker.ready.num_pages for worker in workers)
         self.groups = [worker.group for worker in workers]
@@ -204,6 +206,8 @@ class Engine:
             max_choices=limits.max_choices,
             max_logprobs=limits.max_logprobs,
             kv_cache_attached=any(connector.attached for connector in self._connectors),
+            kvcache_instance="" if self._cache is None else self._cache.peer_address,
+            golden_digest=self._model.golden_digest,
             version=importlib.metadata.version("katydid"),
             tokenizer_digest=self._model.tokenizer_digest,
             block_bytes=self._model.layout.block_bytes,
@@ -244,6 +248,7 @@ class ModelFacts:
     identity: bytes
     layout: BlockLayout
     tokenizer_digest: bytes
+    golden_digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,8 +313,11 @@ async def _read_model(settings: EngineSettings) -> ModelFacts:
         head_dim=config.head_dim,
         dtype=pages,
     )
-    has_tokenizer = (settings.model / "tokenizer.json").exists()
-    return ModelFacts(config, dtype, identity, layout, tokenizer_digest(settings.model) if has_tokenizer else b"")
+    digest = golden = b""
+    if (settings.model / "tokenizer.json").exists():
+        digest = tokenizer_digest(settings.model)
+        golden = await asyncio.to_thread(tokenised_alone, settings.model)
+    return ModelFacts(config, dtype, identity, layout, digest, golden)
 
 
 def _new_staging(settings: EngineSettings, model: ModelFacts) -> Staging:

@@ -4,7 +4,7 @@ Between the two lies one delta a choice, which grows until the writer comes: a f
 one gets larger chunks, and beyond `buffer_bytes` the answer ends with SlowClientError and the engine is told at once.
 An engine that dies is replaced by another. Before the first token that one gets the request as it was; later, each
 unfinished choice goes on by itself behind the tokens that came, at the same seed and position: it says what the lost
-engine would have said.
+engine would have said. Prompts that one engine computes for another to continue are handed off in the same way.
 """
 
 from __future__ import annotations
@@ -211,10 +211,25 @@ class Answer:
             return
         if finish.cached.total and flight.part is None:
             self._cached = finish.cached
+        if flight.hands_off and finish.reason is FinishReason.LENGTH and not choice.done:
+            self._hand_off(flight, index)
+            return
         if not choice.done:
             self._push(choice.finish(finish.reason or FinishReason.STOP))
         if not flight.running:
             self._land(flight)
+
+    def _hand_off(self, flight: Flight, index: int) -> None:
+        """A choice has its first token from an engine that computes prompts: another one goes on."""
+        if flight.dispatch is None:
+            return
+        engine = flight.dispatch.engine
+        part = Part(index, pack_ids(self._generated[index]))
+        self._to_send.append(Flight(self, (index,), part, flight.attempt, giver=engine))
+        self._dispatcher.handed_off(engine)
+        if not flight.running:
+            self._land(flight)
+        self._ready.set()
 
     def _engine_failed(self, flight: Flight, error: KatydidError, *, retryable: bool) -> None:
         if flight.dispatch is None:

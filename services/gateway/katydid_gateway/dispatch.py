@@ -18,8 +18,9 @@ from katydid_gateway.engines.frames import EngineTrace
 from katydid_gateway.engines.submission import Submission
 from katydid_gateway.gateway_metrics import GatewayMetrics
 from katydid_gateway.requests import CachedTokens
-from katydid_gateway.routing.prefix_index import CacheTier
+from katydid_gateway.routing.drift import CacheDrift
 from katydid_gateway.routing.router import Candidate, Decision, RoutedPrompt
+from katydid_gateway.routing.tier_index import CacheTier
 
 __all__ = ["Dispatch", "Dispatcher"]
 
@@ -53,16 +54,20 @@ class Dispatcher:
         self._router = fleet.router
         self._metrics = metrics
         self._books = itertools.count()
+        self._cache_drift = CacheDrift()
 
-    def decide(self, prompt: RoutedPrompt, span: Span, without: Collection[str] = ()) -> Candidate:
+    def decide(
+        self, prompt: RoutedPrompt, span: Span, without: Collection[str] = (), *, after: str | None = None
+    ) -> Candidate:
         """The best rank; its terms go into `span`. Raises UnavailableError when there is none.
 
-        Engines in `without` failed this request before: they get it again only where no other can take it.
+        Engines in `without` failed this request before: they get it again only where no other can take it. For `after`
+        see Router.decide.
         """
         now = time.monotonic()
-        decision = self._router.decide(prompt, now, without)
+        decision = self._router.decide(prompt, now, without, after=after)
         if decision.chosen is None and without:
-            decision = self._router.decide(prompt, now)
+            decision = self._router.decide(prompt, now, after=after)
         if decision.chosen is None:
             raise UnavailableError(_why_none(decision), retry_after_s=1.0)
         if span.recording:
@@ -88,8 +93,7 @@ class Dispatcher:
     def first_token(self, dispatch: Dispatch, cached: CachedTokens, trace: EngineTrace) -> None:
         """The engine said what it found in caches: learn from it."""
         self.ended(dispatch)
-        expected = dispatch.candidate.prediction.device_blocks + dispatch.candidate.prediction.cached_blocks
-        self._metrics.drift.observe(abs(expected * BLOCK_TOKENS - cached.total))
+        self._compare(dispatch, cached)
         block_bytes = self._router.engines[dispatch.engine].block_bytes
         # Blocks of two tiers may alternate: a tier's tokens took all the phases of that tier together.
         fetch_s = dict.fromkeys(_TIERS, 0.0)
@@ -99,6 +103,19 @@ class Dispatcher:
         for name, tier in _TIERS.items():
             self._router.speeds.measured(tier, getattr(cached, name) // BLOCK_TOKENS * block_bytes, fetch_s[name])
 
+    def _compare(self, dispatch: Dispatch, cached: CachedTokens) -> None:
+        prediction = dispatch.candidate.prediction
+        expected = (prediction.device_blocks + prediction.cached_blocks) * BLOCK_TOKENS
+        self._metrics.drift.observe(abs(expected - cached.total))
+        turned = self._cache_drift.found(dispatch.engine, expected, cached.total)
+        share = self._cache_drift.share(dispatch.engine)
+        self._metrics.predictions_found.labels(dispatch.engine).set(share)
+        if turned:
+            logger.error(
+                "engine finds little of what routing expects in its caches",
+                extra={"engine": dispatch.engine, "found_share": round(share, 3)},
+            )
+
     def failed(self, dispatch: Dispatch) -> None:
         """The engine gave the request up."""
         self._metrics.failed.labels(dispatch.engine).inc()
@@ -106,6 +123,10 @@ class Dispatcher:
     def resumed(self, engine: str, choices: int) -> None:
         """So many choices that `engine` had begun go on elsewhere."""
         self._metrics.resumed.labels(engine).inc(choices)
+
+    def handed_off(self, engine: str) -> None:
+        """A choice that `engine` computed the prompt of goes on elsewhere."""
+        self._metrics.handed_off.labels(engine).inc()
 
     def ended(self, dispatch: Dispatch) -> None:
         """The router need not count the request as unreported any more."""
@@ -123,6 +144,7 @@ def _attributes(decision: Decision, chosen: Candidate) -> dict[str, str | bool |
         "route.engine": chosen.holder.engine,
         "route.dp_rank": chosen.holder.rank,
         "route.reason": decision.reason,
+        "route.partner": chosen.partner.engine if chosen.partner is not None else "",
         "route.candidates": len(decision.candidates),
         "route.predicted_ttft_ms": round(prediction.ttft_s * 1e3, 3),
         "route.predicted_queue_ms": round(prediction.queue_s * 1e3, 3),

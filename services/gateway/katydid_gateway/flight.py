@@ -32,16 +32,19 @@ class FlightListener(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Flight:
-    """All choices of a request at first; after an engine was lost in mid-answer, one choice each (`part` is set).
+    """All choices of a request at first; behind what was said on another engine, one choice each (`part` is set).
 
     `choices[i]` is the answer's number of the engine's choice i; `attempt` counts the engines they were sent to.
-    `dispatch` is None before it is sent and after its end.
+    `dispatch` is None before it is sent and after its end. With `hands_off` its engine computes the prompt and first
+    tokens alone; `giver` is the engine that did so for a part, "" where an engine was lost.
     """
 
     listener: FlightListener
     choices: Sequence[int]
     part: Part | None = None
     attempt: int = 1
+    giver: str = ""
+    hands_off: bool = False
     dispatch: Dispatch | None = None
     running: set[int] = field(init=False)
 

@@ -16,11 +16,14 @@ from katydid_runtime.telemetry import Telemetry
 from katydid_gateway.api_keys import ApiKeys, load_api_keys
 from katydid_gateway.capture import Capture
 from katydid_gateway.engines.fleet import Fleet
+from katydid_gateway.engines.parity import Parity
 from katydid_gateway.gateway_metrics import GatewayMetrics
 from katydid_gateway.generation import Generator
 from katydid_gateway.http.app import http_app
 from katydid_gateway.http.server import HttpServer
+from katydid_gateway.routing.prefix_index import PrefixIndex
 from katydid_gateway.routing.router import Router
+from katydid_gateway.routing.tier_index import TierIndex
 from katydid_gateway.scaling.planner import ScalingTerms
 from katydid_gateway.scaling.watch import ScalingWatch
 from katydid_gateway.service import InferenceServicer
@@ -46,7 +49,9 @@ class Gateway:
         if settings.vllm_metric_names:
             labels = {"engine": "all", "model_name": Path(settings.model).resolve().name}
             metrics.registry.register(MetricAliases(metrics.registry, VLLM_NAMES, labels))
-        self.fleet = Fleet(settings, Router(), metrics, text.digest)
+        share = settings.index_bytes // 4
+        router = Router(index=PrefixIndex(settings.index_bytes - share), tiers=TierIndex(share))
+        self.fleet = Fleet(settings, router, metrics, Parity(text))
         capture = Capture(settings.capture_file, settings.capture_bytes) if settings.capture_file else None
         self._capture = capture
         self.generator = Generator(settings, text, self.fleet, keys, telemetry, metrics, capture)

@@ -44,6 +44,14 @@ class GatewayMetrics:
             "Difference between the cached tokens routing predicted and those found",
             bounds=_DRIFT_TOKENS,
         )
+        self.predictions_found = metrics.gauge(
+            "predicted_cache_found_ratio", "Share of tokens predicted in caches that were found there", ("engine",)
+        )
+        self.handed_off = metrics.counter(
+            "handed_off_choices",
+            "Choices whose prompt one engine computed and another continued, by giver",
+            ("engine",),
+        )
         self.routed = metrics.counter("routed_requests", "Requests sent, by engine", ("engine",))
         self.failed = metrics.counter("failed_requests", "Requests an engine failed or refused", ("engine",))
         self.queued = metrics.gauge("queued_requests", "Requests that wait here for an engine, by class", ("priority",))
@@ -56,9 +64,7 @@ class GatewayMetrics:
             "refused_engines", "Times an engine failed the parity check", ("engine", "field")
         )
 
-        self.ill = metrics.gauge(
-            "ill_engines", "1 while a connected engine hangs or is stuck", ("engine",)
-        )
+        self.ill = metrics.gauge("ill_engines", "1 while a connected engine hangs or is stuck", ("engine",))
         self.goodput = metrics.counter(
             "goodput_requests", "Requests whose time to first token and mean time per token both met the targets"
         )

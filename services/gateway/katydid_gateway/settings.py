@@ -53,7 +53,14 @@ class GatewaySettings(DialingSettings):
     engines: Annotated[CommaSeparated, AfterValidator(_some_engine)] = Field(
         description="engines, comma separated, each ADDRESS or NAME=ADDRESS"
     )
-    kvcache_address: str | None = Field(None, description="KV-cache service whose block events refine routing")
+    kvcache_address: str | None = Field(
+        None,
+        description="instances of the KV-cache service, whose block events refine routing: HOST:PORT,..., unix:/path, "
+        "dns:NAME:PORT or file:PATH",
+    )
+    index_bytes: int = Field(
+        256 * 2**20, ge=2**20, description="memory for what is known of engines' and cache instances' blocks"
+    )
     api_keys_file: str | None = Field(
         None,
         description="file of API keys, read again when it changes, a line each: "

@@ -36,9 +36,7 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     """Does both phases."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
-    """What an engine is there for. It refuses nothing because of its role: gateways choose whom to send what. Today's
-    gateway splits no request over two engines and sends requests to engines of role both alone.
-    """
+    """What an engine is there for. It refuses nothing because of its role: gateways choose whom to send what."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
 """Not stated."""
@@ -105,7 +103,7 @@ Global___DescribeRequest: _TypeAlias = DescribeRequest  # noqa: Y015
 
 @_typing.final
 class DescribeResponse(_message.Message):
-    """Who this engine is. Constant for the life of the process, but for `role` and `kv_cache_attached`."""
+    """Who this engine is. Constant for the life of the process, but for `role`, `kv_cache_attached` and `kvcache_instance`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -128,6 +126,8 @@ class DescribeResponse(_message.Message):
     TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
     GRAMMAR_KINDS_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    KVCACHE_INSTANCE_FIELD_NUMBER: _builtins.int
+    GOLDEN_DIGEST_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The name requests ask for, such as "hy3-tiny"."""
     identity: _builtins.bytes
@@ -160,6 +160,14 @@ class DescribeResponse(_message.Message):
     """Digest of tokenizer.json and the chat template in the model folder; gateways compare it with their own."""
     block_bytes: _builtins.int
     """Bytes of one block's store object."""
+    kvcache_instance: _builtins.str
+    """The address by which the KV-cache instance on this host is known to others; empty without one. Blocks there are
+    cheaper to this engine than those of other instances.
+    """
+    golden_digest: _builtins.bytes
+    """Digest of the ids that this engine's own tokenizer makes of fixed golden texts, 32 bytes; empty where no tokenizer is
+    installed. A gateway computes the same or refuses.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids that end a sequence unless the request says ignore_eos; for whoever scores or replays without a gateway."""
@@ -196,10 +204,12 @@ class DescribeResponse(_message.Message):
         tokenizer_digest: _builtins.bytes = ...,
         grammar_kinds: _abc.Iterable[_builtins.str] | None = ...,
         block_bytes: _builtins.int = ...,
+        kvcache_instance: _builtins.str = ...,
+        golden_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reattach_window", b"reattach_window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "boot_id", b"boot_id", "dp_ranks", b"dp_ranks", "eos_token_ids", b"eos_token_ids", "grammar_kinds", b"grammar_kinds", "hash_fingerprint", b"hash_fingerprint", "identity", b"identity", "kv_cache_attached", b"kv_cache_attached", "max_choices", b"max_choices", "max_logprobs", b"max_logprobs", "max_model_tokens", b"max_model_tokens", "model", b"model", "pages_per_rank", b"pages_per_rank", "reattach_window", b"reattach_window", "role", b"role", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_tokens", b"block_tokens", "boot_id", b"boot_id", "dp_ranks", b"dp_ranks", "eos_token_ids", b"eos_token_ids", "golden_digest", b"golden_digest", "grammar_kinds", b"grammar_kinds", "hash_fingerprint", b"hash_fingerprint", "identity", b"identity", "kv_cache_attached", b"kv_cache_attached", "kvcache_instance", b"kvcache_instance", "max_choices", b"max_choices", "max_logprobs", b"max_logprobs", "max_model_tokens", b"max_model_tokens", "model", b"model", "pages_per_rank", b"pages_per_rank", "reattach_window", b"reattach_window", "role", b"role", "tokenizer_digest", b"tokenizer_digest", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -371,7 +381,7 @@ class SubmitRequest(_message.Message):
     @_builtins.property
     def hold(self) -> _duration_pb2.Duration:
         """Prefill/decode hand-off: keep this request's blocks in the KV-cache service at least this long. Passed on with
-        every block stored; no gateway sets it yet.
+        every block stored.
         """
 
     def __init__(

@@ -1093,10 +1093,13 @@ class ExplainRouteRequest(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     WITHOUT_ENGINE_FIELD_NUMBER: _builtins.int
+    WITH_ANOTHER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name."""
     without_engine: _builtins.str
     """Leave this engine out, to see what would happen without it."""
+    with_another: _builtins.bool
+    """Imagine one more engine, idle and with empty caches, to see what it would change; it is called "one more"."""
     @_builtins.property
     def prompt(self) -> Global___Prompt:
         """The prompt; used when `messages` is empty."""
@@ -1117,10 +1120,11 @@ class ExplainRouteRequest(_message.Message):
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
         options: Global___RequestOptions | None = ...,
         without_engine: _builtins.str = ...,
+        with_another: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["options", b"options", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "model", b"model", "options", b"options", "prompt", b"prompt", "without_engine", b"without_engine"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "model", b"model", "options", b"options", "prompt", b"prompt", "with_another", b"with_another", "without_engine", b"without_engine"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1178,6 +1182,9 @@ class RouteCandidate(_message.Message):
     CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     HOME_FIELD_NUMBER: _builtins.int
     EXCLUDED_FIELD_NUMBER: _builtins.int
+    PRESSURE_FIELD_NUMBER: _builtins.int
+    PARTNER_FIELD_NUMBER: _builtins.int
+    HAND_OFF_FIELD_NUMBER: _builtins.int
     engine: _builtins.str
     """Engine name."""
     dp_rank: _builtins.int
@@ -1190,6 +1197,8 @@ class RouteCandidate(_message.Message):
     """True when rendezvous hashing names it as home of this prefix."""
     excluded: _builtins.str
     """Why it can't be chosen; empty when it can."""
+    partner: _builtins.str
+    """The engine that would go on where this one computes prompts alone; empty when it does both."""
     @_builtins.property
     def predicted_ttft(self) -> _duration_pb2.Duration:
         """Predicted time to first token: the sum of the terms below."""
@@ -1206,6 +1215,14 @@ class RouteCandidate(_message.Message):
     def prefill(self) -> _duration_pb2.Duration:
         """Computing what is nowhere."""
 
+    @_builtins.property
+    def pressure(self) -> _duration_pb2.Duration:
+        """Waiting for pages of a nearly full rank."""
+
+    @_builtins.property
+    def hand_off(self) -> _duration_pb2.Duration:
+        """What the partner needs until the second token; not part of predicted_ttft."""
+
     def __init__(
         self,
         *,
@@ -1219,10 +1236,13 @@ class RouteCandidate(_message.Message):
         cached_blocks: _builtins.int = ...,
         home: _builtins.bool = ...,
         excluded: _builtins.str = ...,
+        pressure: _duration_pb2.Duration | None = ...,
+        partner: _builtins.str = ...,
+        hand_off: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "predicted_ttft", b"predicted_ttft", "prefill", b"prefill", "queue", b"queue"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "hand_off", b"hand_off", "predicted_ttft", b"predicted_ttft", "prefill", b"prefill", "pressure", b"pressure", "queue", b"queue"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "device_blocks", b"device_blocks", "dp_rank", b"dp_rank", "engine", b"engine", "excluded", b"excluded", "fetch", b"fetch", "home", b"home", "predicted_ttft", b"predicted_ttft", "prefill", b"prefill", "queue", b"queue"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "device_blocks", b"device_blocks", "dp_rank", b"dp_rank", "engine", b"engine", "excluded", b"excluded", "fetch", b"fetch", "hand_off", b"hand_off", "home", b"home", "partner", b"partner", "predicted_ttft", b"predicted_ttft", "prefill", b"prefill", "pressure", b"pressure", "queue", b"queue"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

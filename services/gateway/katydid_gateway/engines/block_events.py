@@ -1,4 +1,4 @@
-"""Follows event streams of block caches: engines' Watch into the prefix index, the cache service's into the tier index.
+"""Follows event streams of block caches: engines' Watch into the prefix index, cache instances' into the tier index.
 
 A stream begins with a snapshot; a gap in its sequence, or its end, means starting over with a new one.
 """
@@ -18,7 +18,8 @@ from katydid_runtime.block_hash import split_hashes
 from katydid_runtime.errors import KatydidError, UnsupportedError
 from katydid_runtime.rpc_errors import from_rpc_error
 
-from katydid_gateway.routing.prefix_index import CacheTier, Holder, PrefixIndex, TierIndex
+from katydid_gateway.routing.prefix_index import Holder, PrefixIndex
+from katydid_gateway.routing.tier_index import CacheTier, TierIndex
 
 __all__ = ["follow_cache", "follow_engine"]
 
@@ -53,8 +54,9 @@ async def follow_engine(engine: str, ranks: int, channel: grpc.aio.Channel, inde
     await _again_and_again(one_stream, f"engine {engine}")
 
 
-async def follow_cache(identity: bytes, channel: grpc.aio.Channel, tiers: TierIndex) -> None:
-    """Keep `tiers` in step with one namespace of the cache service until cancelled; empty while it is away."""
+async def follow_cache(identity: bytes, instance: str, channel: grpc.aio.Channel, tiers: TierIndex) -> None:
+    """Keep `tiers` in step with one namespace of an instance of the cache service, until cancelled; what it had is
+    forgotten while it is away."""
     stub = KvCacheServiceStub(channel)
 
     async def one_stream() -> None:
@@ -62,13 +64,14 @@ async def follow_cache(identity: bytes, channel: grpc.aio.Channel, tiers: TierIn
         try:
             async for event in stub.Watch(kvcache_pb2.WatchRequest(identity=identity)):
                 if event.sequence != expected:
+                    logger.info("gap in block events", extra={"instance": instance, "sequence": event.sequence})
                     return
                 expected += 1
-                _apply_cache(event, tiers)
+                _apply_cache(event, instance, tiers)
         finally:
-            tiers.cleared()
+            tiers.cleared(instance)
 
-    await _again_and_again(one_stream, "the KV-cache service")
+    await _again_and_again(one_stream, f"the cache service at {instance}")
 
 
 def _apply_engine(event: engine_pb2.WatchResponse, engine: str, index: PrefixIndex) -> None:
@@ -80,13 +83,13 @@ def _apply_engine(event: engine_pb2.WatchResponse, engine: str, index: PrefixInd
     index.stored(holder, split_hashes(event.delta.stored))
 
 
-def _apply_cache(event: kvcache_pb2.WatchResponse, tiers: TierIndex) -> None:
+def _apply_cache(event: kvcache_pb2.WatchResponse, instance: str, tiers: TierIndex) -> None:
     if event.HasField("snapshot"):
         if tier := _TIERS.get(event.snapshot.tier):
-            tiers.stored(tier, split_hashes(event.snapshot.hashes))
+            tiers.stored(instance, tier, split_hashes(event.snapshot.hashes))
     elif tier := _TIERS.get(event.delta.tier):
-        tiers.removed(tier, split_hashes(event.delta.removed))
-        tiers.stored(tier, split_hashes(event.delta.stored))
+        tiers.removed(instance, tier, split_hashes(event.delta.removed))
+        tiers.stored(instance, tier, split_hashes(event.delta.stored))
 
 
 async def _again_and_again(one_stream: Callable[[], Coroutine[None, None, None]], source: str) -> None:

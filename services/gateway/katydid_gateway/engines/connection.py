@@ -1,7 +1,6 @@
 """One configured engine: who it says it is, whether that fits this gateway, and its session while it does.
 
-An engine whose block hashes or tokenizer differ from the gateway's would be sent wrong text and never hit a cache, both
-silently; it is refused with a log line and a metric, and asked again later.
+An engine that fails the parity check (parity.py) is refused with a log line and a metric, and asked again later.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Callable, Mapping
 import grpc
 from katydid.engine.v1 import engine_pb2 as pb
 from katydid.engine.v1.engine_pb2_grpc import EngineServiceStub
-from katydid_runtime.block_hash import BLOCK_TOKENS, fingerprint
 from katydid_runtime.channel import CHANNEL_OPTIONS, open_channel
 from katydid_runtime.duration import to_seconds
 from katydid_runtime.errors import IdentityMismatchError, KatydidError, UnavailableError
@@ -24,16 +22,18 @@ from katydid_runtime.tls import Tls
 from katydid_gateway.engines.block_events import follow_engine
 from katydid_gateway.engines.engine_session import EngineSession
 from katydid_gateway.engines.health import HealthWatch
+from katydid_gateway.engines.parity import Parity
 from katydid_gateway.gateway_metrics import GatewayMetrics
 from katydid_gateway.routing.load import EngineState, RankReport, RankState
 from katydid_gateway.routing.router import Router
 from katydid_gateway.settings import EngineAddress
 
-__all__ = ["EngineConnection", "check_parity"]
+__all__ = ["EngineConnection"]
 
 DESCRIBE_TIMEOUT_S = 5.0
 RETRY_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 REFUSED_RETRY_S = 5.0
+CACHE_LOOK_S = 5.0
 # gRPC's own back-off grows to two minutes; a restarted engine should be back within a second.
 _RECONNECT = (
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -42,27 +42,8 @@ _RECONNECT = (
 )
 
 _ROLES = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode"}
-_PARTIAL_ROLES = {pb.ROLE_PREFILL: "computes prompts only", pb.ROLE_DECODE: "continues prompts only"}
 
 logger = logging.getLogger(__name__)
-
-
-def check_parity(engine: str, description: pb.DescribeResponse, tokenizer_digest: bytes) -> None:
-    """Raises IdentityMismatchError naming what the engine and this gateway do differently."""
-    if description.block_tokens != BLOCK_TOKENS:
-        raise IdentityMismatchError(
-            f"engine {engine} cuts blocks of {description.block_tokens} tokens, this gateway of {BLOCK_TOKENS}",
-            field="block_tokens",
-        )
-    if description.hash_fingerprint != fingerprint(description.identity):
-        raise IdentityMismatchError(
-            f"engine {engine} hashes blocks in another way than this gateway", field="hash_fingerprint"
-        )
-    if description.tokenizer_digest != tokenizer_digest:
-        raise IdentityMismatchError(
-            f"engine {engine} was started with another tokenizer or chat template than this gateway",
-            field="tokenizer_digest",
-        )
 
 
 class EngineConnection:
@@ -79,7 +60,7 @@ class EngineConnection:
         *,
         tls: Tls | None,
         client: str,
-        tokenizer_digest: bytes,
+        parity: Parity,
         admit: Callable[[EngineConnection, pb.DescribeResponse], None],
         transport_delay_s: float = 0.0,
     ) -> None:
@@ -90,14 +71,13 @@ class EngineConnection:
         self._router = router
         self._metrics = metrics
         self._client = client
-        self._tokenizer_digest = tokenizer_digest
+        self._parity = parity
         self._admit = admit
         self._delay_s = transport_delay_s
         self._channel = open_channel(where.address, tls, (*CHANNEL_OPTIONS, *_RECONNECT))
         self._state = router.engines[where.name] = EngineState(where.name)
         self._health = HealthWatch(self._channel, self._exclude)
         self._absence = "not connected"
-        self._role = ""
 
     @property
     def ready(self) -> bool:
@@ -145,35 +125,51 @@ class EngineConnection:
 
     def on_state(self, reports: Mapping[int, RankReport], *, draining: bool, role: pb.Role.ValueType) -> None:
         self._health.heard(draining)
-        self._role = _PARTIAL_ROLES.get(role, "")
         self._state.role, self._state.draining = _ROLES.get(role, "both"), draining
         self._absence = "draining" if draining else ""
         self._exclude()
         self._state.reported(reports, time.monotonic())
 
     def _exclude(self) -> None:
-        ailment = self._absence or self._health.ailment
-        self._state.excluded, self._state.well = ailment or self._role, not ailment
+        self._state.excluded = self._absence or self._health.ailment
+        self._state.well = not self._state.excluded
         self._metrics.ill.labels(self.name).set(bool(self._health.ailment) and self.session is not None)
 
     async def _describe(self) -> pb.DescribeResponse:
-        try:
-            description = await EngineServiceStub(self._channel).Describe(
-                pb.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S, wait_for_ready=True
-            )
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
-        check_parity(self.name, description, self._tokenizer_digest)
+        description = await self._asked()
+        await self._parity.check(self.name, description)
         if ailment := await self._health.check():
             raise UnavailableError(f"engine {self.name}: {ailment}")
         self._admit(self, description)
         return description
 
+    async def _asked(self) -> pb.DescribeResponse:
+        try:
+            return await EngineServiceStub(self._channel).Describe(
+                pb.DescribeRequest(), timeout=DESCRIBE_TIMEOUT_S, wait_for_ready=True
+            )
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def _follow_cache(self) -> None:
+        """An engine may find its cache service, or lose it, at any time."""
+        while True:
+            await asyncio.sleep(CACHE_LOOK_S)
+            try:
+                self._learn_cache(await self._asked())
+            except KatydidError as error:
+                logger.debug("engine did not describe itself", extra={"engine": self.name, "error": str(error)})
+
+    def _learn_cache(self, description: pb.DescribeResponse) -> None:
+        self._state.kv_cache_attached = description.kv_cache_attached
+        self._state.near = description.kvcache_instance
+
     async def _attend(self, description: pb.DescribeResponse) -> None:
         self.description = description
         self._state.ranks = [RankState() for _ in range(max(1, description.dp_ranks))]
         self._state.block_bytes = description.block_bytes
-        self._state.kv_cache_attached = description.kv_cache_attached
+        self._state.since = time.monotonic()
+        self._learn_cache(description)
         self.session = EngineSession(
             self.name,
             self.address,
@@ -187,6 +183,7 @@ class EngineConnection:
         watch = asyncio.create_task(follow_engine(self.name, len(self._state.ranks), self._channel, self._router.index))
         session = asyncio.create_task(self.session.run())
         health = asyncio.create_task(self._health.run())
+        cache = asyncio.create_task(self._follow_cache())
         try:
             await asyncio.wait((session, health), return_when=asyncio.FIRST_COMPLETED)
             if session.done():
@@ -194,9 +191,10 @@ class EngineConnection:
             else:
                 logger.error("engine hangs, its requests are given up", extra={"engine": self.name})
         finally:
-            for task in (session, health, watch):
+            tasks = (session, health, watch, cache)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(session, health, watch, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             self.session = None
             self.description = None
             self._router.forget(self.name)

@@ -8,15 +8,13 @@ import socket
 from collections.abc import Mapping
 from functools import reduce
 
-import grpc
 from katydid.engine.v1 import engine_pb2 as pb
-from katydid_runtime.bearer import interceptors
-from katydid_runtime.channel import open_channel
 from katydid_runtime.errors import IdentityMismatchError, UnavailableError
 
-from katydid_gateway.engines.block_events import follow_cache
+from katydid_gateway.engines.cache_instances import CacheInstances
 from katydid_gateway.engines.connection import EngineConnection
 from katydid_gateway.engines.engine_session import EngineSession
+from katydid_gateway.engines.parity import Parity
 from katydid_gateway.gateway_metrics import GatewayMetrics
 from katydid_gateway.routing.router import Router
 from katydid_gateway.settings import GatewaySettings
@@ -28,17 +26,16 @@ __all__ = ["Fleet"]
 class Fleet:
     """Connections to every configured engine. The engines of a fleet serve one model under one identity."""
 
-    def __init__(
-        self, settings: GatewaySettings, router: Router, metrics: GatewayMetrics, tokenizer_digest: bytes
-    ) -> None:
+    def __init__(self, settings: GatewaySettings, router: Router, metrics: GatewayMetrics, parity: Parity) -> None:
         self.router = router
-        self._kvcache_address = settings.kvcache_address
-        self._kvcache_token = settings.kvcache_token()
         self._tls = settings.client_tls()
+        self._caches: CacheInstances | None = None
+        if settings.kvcache_address is not None:
+            token = settings.kvcache_token()
+            self._caches = CacheInstances(settings.kvcache_address, router.tiers, tls=self._tls, token=token)
         self._identity = b""
         self._limits: ModelLimits | None = None
         self._cache_task: asyncio.Task[None] | None = None
-        self._cache_channel: grpc.aio.Channel | None = None
         self._tasks: list[asyncio.Task[None]] = []
         client = f"gateway-{socket.gethostname()}-{os.getpid()}"
         self.connections: Mapping[str, EngineConnection] = {
@@ -48,7 +45,7 @@ class Fleet:
                 metrics,
                 tls=self._tls,
                 client=client,
-                tokenizer_digest=tokenizer_digest,
+                parity=parity,
                 admit=self._admit,
                 transport_delay_s=settings.fault_delays.get("transport", 0.0),
             )
@@ -92,8 +89,6 @@ class Fleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._cache_channel is not None:
-            await self._cache_channel.close()
 
     def _admit(self, newcomer: EngineConnection, description: pb.DescribeResponse) -> None:
         others = {c.name: c.description for c in self.connections.values() if c is not newcomer and c.description}
@@ -112,17 +107,10 @@ class Fleet:
         self._limits = reduce(_both, (_limits(each) for each in (description, *others.values())))
         if description.identity != self._identity:
             self._identity = description.identity
-            self._follow_cache()
-
-    def _follow_cache(self) -> None:
-        if self._kvcache_address is None:
-            return
-        if self._cache_channel is None:
-            shown = interceptors(self._kvcache_token)
-            self._cache_channel = open_channel(self._kvcache_address, self._tls, interceptors=shown)
-        if self._cache_task is not None:
-            self._cache_task.cancel()
-        self._cache_task = asyncio.create_task(follow_cache(self._identity, self._cache_channel, self.router.tiers))
+            if self._cache_task is not None:
+                self._cache_task.cancel()
+            if self._caches is not None:
+                self._cache_task = asyncio.create_task(self._caches.follow(self._identity))
 
 
 def _limits(description: pb.DescribeResponse) -> ModelLimits:

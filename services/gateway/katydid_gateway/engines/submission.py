@@ -16,6 +16,7 @@ __all__ = ["Submission"]
 # An engine takes no timeout of 0; the gateway's own timer ends such a request.
 _SHORTEST_TIMEOUT_S = 0.001
 _SEEDS = 2**64
+HOLD_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,12 @@ class Submission:
     public_blocks: int = 0
     tenant: bytes = b""
     generated_ids: bytes = b""
+    hold_s: float = 0.0
+
+    def prompt_only(self) -> Self:
+        """The same request up to its first tokens, its blocks kept until another engine has fetched them."""
+        sampling = replace(self.sampling, max_tokens=1, min_tokens=min(1, self.sampling.min_tokens))
+        return replace(self, sampling=sampling, hold_s=HOLD_S)
 
     def continued(self, choice: int, generated_ids: bytes) -> Self:
         """The same request for one of its choices alone, after what it has said already (packed ids)."""
@@ -60,6 +67,8 @@ class Submission:
             bypass_cache=self.options.bypass_cache,
         )
         message.timeout.CopyFrom(to_duration(max(_SHORTEST_TIMEOUT_S, timeout_s)))
+        if self.hold_s:
+            message.hold.CopyFrom(to_duration(self.hold_s))
         if self.trace is not None:
             message.traceparent = self.trace.traceparent
             message.tracestate = self.trace.tracestate

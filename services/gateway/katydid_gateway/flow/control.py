@@ -100,7 +100,7 @@ class FlowControl:
 
     def _room(self) -> bool:
         """Whether some engine has less than `engine_queue_s` of prompts before it."""
-        able = [engine for engine in self._router.engines.values() if not engine.excluded]
+        able = [engine for engine in self._router.engines.values() if not engine.excluded and engine.role != "decode"]
         # Without an engine nothing is gained by waiting: routing says so at once.
         return not able or any(
             rank.queued_tokens < self._engine_queue_s * (rank.report.prefill_speed or DEFAULT_PREFILL_SPEED)
@@ -112,6 +112,6 @@ class FlowControl:
         return sum(
             rank.report.prefill_speed or DEFAULT_PREFILL_SPEED
             for engine in self._router.engines.values()
-            if not engine.excluded
+            if not engine.excluded and engine.role != "decode"
             for rank in engine.ranks
         )

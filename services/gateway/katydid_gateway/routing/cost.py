@@ -1,29 +1,32 @@
-"""Predicted time to first token: queue + fetch + prefill, in seconds.
+"""Predicted time to first token: queue + fetch + prefill + decode pressure, in seconds.
 
-    queue   = tokens to be computed before / prefill speed
-    fetch   = sum over tiers of bytes / measured speed of the tier
-    prefill = tokens that are nowhere / prefill speed
+    queue    = tokens to be computed before / prefill speed
+    fetch    = sum over tiers of bytes / measured speed of the tier
+    prefill  = tokens that are nowhere / prefill speed
+    pressure = what a nearly full rank makes a request wait for pages: 20 ms * k / (1 - k), k the share of pages in use
 
-Fetching is priced only for blocks behind the ones the rank holds, and not where computing them is faster.
+Fetching is priced for the blocks behind the ones the rank holds, and for as many of them as it is faster for than
+computing: the engine decides alike.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from katydid_runtime.block_hash import BLOCK_TOKENS
 
 from katydid_gateway.routing.load import EngineState, RankState
-from katydid_gateway.routing.prefix_index import CacheTier
+from katydid_gateway.routing.tier_index import CacheTier, TierRun
 
-__all__ = ["Prediction", "TierSpeeds", "predict"]
+__all__ = ["DEFAULT_PREFILL_SPEED", "Prediction", "TierSpeeds", "predict"]
 
 # Until an engine has measured its own speed. Low, so that an unmeasured engine is not flooded.
 DEFAULT_PREFILL_SPEED = 4000.0
 # A measurement's weight in the moving average.
 _SMOOTHING = 0.2
+_PRESSURE_S = 0.02
+_FULLEST = 0.99
 
 
 @dataclass(slots=True)
@@ -50,10 +53,11 @@ class Prediction:
     device_blocks: int
     cached_blocks: int
     uncached_tokens: int
+    pressure_s: float = 0.0
 
     @property
     def ttft_s(self) -> float:
-        return self.queue_s + self.fetch_s + self.prefill_s
+        return self.queue_s + self.fetch_s + self.prefill_s + self.pressure_s
 
 
 def predict(
@@ -61,17 +65,12 @@ def predict(
     rank: RankState,
     prompt_tokens: int,
     device_blocks: int,
-    tiers: Sequence[CacheTier],
+    runs: Sequence[TierRun],
     speeds: TierSpeeds,
 ) -> Prediction:
-    """Terms for a prompt of which the rank holds `device_blocks` blocks and the service the next `len(tiers)`."""
+    """Terms for a prompt of which the rank holds `device_blocks` blocks and the service the next ones in `runs`."""
     speed = rank.report.prefill_speed or DEFAULT_PREFILL_SPEED
-    fetch_s, fetched = 0.0, 0
-    if tiers and engine.kv_cache_attached:
-        sizes = Counter(tiers)
-        seconds = sum(count * engine.block_bytes / speeds.bytes_per_s[tier] for tier, count in sizes.items())
-        if seconds < len(tiers) * BLOCK_TOKENS / speed:
-            fetch_s, fetched = seconds, len(tiers)
+    fetch_s, fetched = _fetch(engine, runs, speed, speeds) if engine.kv_cache_attached else (0.0, 0)
     # The last token is always computed: its logits are what the first sample needs.
     uncached = max(1, prompt_tokens - (device_blocks + fetched) * BLOCK_TOKENS)
     return Prediction(
@@ -81,4 +80,26 @@ def predict(
         device_blocks=device_blocks,
         cached_blocks=fetched,
         uncached_tokens=uncached,
+        pressure_s=_pressure_s(rank),
     )
+
+
+def _fetch(engine: EngineState, runs: Sequence[TierRun], speed: float, speeds: TierSpeeds) -> tuple[float, int]:
+    """Seconds and blocks of the prefix of `runs` that is worth most."""
+    best = (0.0, 0)
+    saved = most_saved = seconds = 0.0
+    blocks = 0
+    for run in runs:
+        own_s = run.blocks * engine.block_bytes / speeds.bytes_per_s[run.tier]
+        seconds, blocks = seconds + own_s, blocks + run.blocks
+        saved += run.blocks * BLOCK_TOKENS / speed - own_s
+        if saved > most_saved:
+            most_saved, best = saved, (seconds, blocks)
+    return best
+
+
+def _pressure_s(rank: RankState) -> float:
+    if not rank.report.total_pages:
+        return 0.0
+    used = min(_FULLEST, 1 - rank.report.free_pages / rank.report.total_pages)
+    return _PRESSURE_S * used / (1 - used)

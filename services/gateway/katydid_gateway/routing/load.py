@@ -74,6 +74,10 @@ class EngineState:
     well: bool = False
     draining: bool = False
     role: str = "both"
+    near: str = ""
+    """The cache service's instance on its own host, "" when there is none or it is not known."""
+    since: float = 0.0
+    """When it joined the fleet with empty caches."""
 
     def reported(self, reports: Mapping[int, RankReport], now: float) -> None:
         for rank, report in reports.items():

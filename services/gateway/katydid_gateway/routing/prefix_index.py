@@ -1,20 +1,25 @@
-"""Who holds which block: the gateway's picture of every rank's prefix cache, and of the cache service's tiers.
+"""Who holds which block: the gateway's picture of every rank's prefix cache, within a bound of memory.
 
 The picture is fed by event streams (snapshot, then deltas). What a request is about to put into a cache is predicted
 when it is routed, so that its siblings follow it before the first event arrives; a prediction runs out by itself.
-Holders are bits of one integer a block, so one walk along a prompt's chain answers for all of them.
+Holders are bits of one integer a block, so one walk along a prompt's chain answers for all of them. When the index is
+full, blocks leave that no prompt has wanted for longest; what is forgotten costs affinity and nothing else.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
-__all__ = ["CacheTier", "Holder", "PrefixIndex", "TierIndex"]
+__all__ = ["Holder", "PrefixIndex"]
 
 PREDICTION_S = 10.0
+# What an entry costs with its hash, its integers and its share of the tables; measured by tests/gateway.
+_CONFIRMED_BYTES = 240
+_PREDICTED_BYTES = 320
+# Predictions may take a quarter of the memory, so that a flood of new prompts does not drive out what is known.
+_PREDICTED_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -25,41 +30,50 @@ class Holder:
     rank: int
 
 
-class CacheTier(IntEnum):
-    """Where the cache service has a block, fastest first."""
-
-    MEMORY = 1
-    DISK = 2
-    SHARED = 3
-
-
 class PrefixIndex:
-    """Blocks by holder, confirmed by events or predicted by routing. Times are seconds of one monotonic clock."""
+    """Blocks by holder, confirmed by events or predicted by routing, in at most `capacity_bytes`.
 
-    def __init__(self) -> None:
+    Times are seconds of one monotonic clock.
+    """
+
+    def __init__(self, capacity_bytes: int = 256 * 2**20) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.evicted = 0
+        """Blocks forgotten for want of room."""
+        self._holders: list[Holder] = []
         self._bits: dict[Holder, int] = {}
-        self._confirmed: dict[bytes, int] = {}
+        self._confirmed: OrderedDict[bytes, int] = OrderedDict()
         self._predicted: dict[bytes, int] = {}
-        self._until: dict[tuple[bytes, int], float] = {}
-        self._expiries: deque[tuple[float, bytes, int]] = deque()
+        # In the order in which they run out: all last equally long, and a renewed one moves to the end.
+        self._until: OrderedDict[tuple[bytes, int], float] = OrderedDict()
         self._counts: dict[Holder, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._confirmed)
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory it takes, as counted against `capacity_bytes`."""
+        return len(self._confirmed) * _CONFIRMED_BYTES + len(self._until) * _PREDICTED_BYTES
 
     def blocks(self, holder: Holder) -> int:
         """Confirmed blocks of a holder."""
         return self._counts.get(holder, 0)
 
-    def stored(self, holder: Holder, hashes: Iterable[bytes]) -> None:
+    def stored(self, holder: Holder, hashes: Sequence[bytes]) -> None:
         """These blocks are in the holder's cache."""
         bit = self._bit(holder)
-        for block in hashes:
+        # From the end, so that a prefix outlives what depends on it.
+        for block in reversed(hashes):
             before = self._confirmed.get(block, 0)
             if not before & bit:
                 self._confirmed[block] = before | bit
                 self._counts[holder] += 1
             if block in self._predicted:
                 self._drop_prediction(block, bit)
+        self._make_room()
 
-    def removed(self, holder: Holder, hashes: Iterable[bytes]) -> None:
+    def removed(self, holder: Holder, hashes: Sequence[bytes]) -> None:
         """These blocks have left the holder's cache."""
         bit = self._bit(holder)
         for block in hashes:
@@ -80,15 +94,22 @@ class PrefixIndex:
         for block in [block for block, bits in self._predicted.items() if bits & bit]:
             self._drop_prediction(block, bit)
 
-    def predict(self, holder: Holder, hashes: Iterable[bytes], now: float) -> None:
+    def predict(self, holder: Holder, hashes: Sequence[bytes], now: float) -> None:
         """These blocks will be in the holder's cache soon; believed for `PREDICTION_S` unless events say otherwise."""
         self._expire(now)
         bit, until = self._bit(holder), now + PREDICTION_S
-        for block in hashes:
+        for block in reversed(hashes):
             if not self._confirmed.get(block, 0) & bit:
                 self._predicted[block] = self._predicted.get(block, 0) | bit
                 self._until[block, bit] = until
-                self._expiries.append((until, block, bit))
+                self._until.move_to_end((block, bit))
+        self._make_room()
+
+    def touch(self, chain: Sequence[bytes]) -> None:
+        """A prompt wants these blocks: they leave last."""
+        for block in reversed(chain):
+            if block in self._confirmed:
+                self._confirmed.move_to_end(block)
 
     def depths(self, chain: Sequence[bytes], now: float) -> dict[Holder, int]:
         """Leading blocks of `chain` that each known holder is believed to have."""
@@ -106,20 +127,32 @@ class PrefixIndex:
         return {holder: depth_of_bit.get(bit, len(chain)) for holder, bit in self._bits.items()}
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when counts and contents disagree. For tests."""
+        """Raises AssertionError when counts and contents disagree, or the bound is exceeded. For tests."""
         for holder, bit in self._bits.items():
             held = sum(1 for bits in self._confirmed.values() if bits & bit)
             assert self._counts[holder] == held, (holder, self._counts[holder], held)
         assert all(self._confirmed.values())
         believed = {(block, bit) for block, bits in self._predicted.items() for bit in _bits_of(bits)}
         assert believed == self._until.keys()
+        assert self.size_bytes <= self.capacity_bytes
 
     def _bit(self, holder: Holder) -> int:
         bit = self._bits.get(holder)
         if bit is None:
             bit = self._bits[holder] = 1 << len(self._bits)
+            self._holders.append(holder)
             self._counts[holder] = 0
         return bit
+
+    def _make_room(self) -> None:
+        while len(self._until) * _PREDICTED_BYTES > self.capacity_bytes // _PREDICTED_SHARE:
+            self._drop_prediction(*next(iter(self._until)))
+            self.evicted += 1
+        while self.size_bytes > self.capacity_bytes:
+            _, bits = self._confirmed.popitem(last=False)
+            for bit in _bits_of(bits):
+                self._counts[self._holders[bit.bit_length() - 1]] -= 1
+            self.evicted += 1
 
     def _drop_prediction(self, block: bytes, bit: int) -> None:
         if self._until.pop((block, bit), None) is None:
@@ -131,46 +164,11 @@ class PrefixIndex:
             del self._predicted[block]
 
     def _expire(self, now: float) -> None:
-        while self._expiries and self._expiries[0][0] <= now:
-            until, block, bit = self._expiries.popleft()
-            # A later prediction of the same block keeps it alive.
-            if self._until.get((block, bit), now + 1) <= until:
-                self._drop_prediction(block, bit)
-
-
-class TierIndex:
-    """Blocks of the cache service by tier."""
-
-    def __init__(self) -> None:
-        self._tiers: dict[bytes, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._tiers)
-
-    def stored(self, tier: CacheTier, hashes: Iterable[bytes]) -> None:
-        for block in hashes:
-            self._tiers[block] = self._tiers.get(block, 0) | 1 << tier
-
-    def removed(self, tier: CacheTier, hashes: Iterable[bytes]) -> None:
-        for block in hashes:
-            left = self._tiers.get(block, 0) & ~(1 << tier)
-            if left:
-                self._tiers[block] = left
-            else:
-                self._tiers.pop(block, None)
-
-    def cleared(self) -> None:
-        self._tiers.clear()
-
-    def run(self, chain: Sequence[bytes], start: int) -> list[CacheTier]:
-        """The fastest tier of each block of `chain` from `start` on, up to the first block that is nowhere."""
-        tiers: list[CacheTier] = []
-        for place in range(start, len(chain)):
-            bits = self._tiers.get(chain[place], 0)
-            if not bits:
-                break
-            tiers.append(next(tier for tier in CacheTier if bits & 1 << tier))
-        return tiers
+        while self._until:
+            key = next(iter(self._until))
+            if self._until[key] > now:
+                return
+            self._drop_prediction(*key)
 
 
 def _bits_of(bits: int) -> Iterator[int]:
