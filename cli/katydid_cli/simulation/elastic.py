@@ -134,7 +134,7 @@ class _Wishes:
 def replay_elastic(name: str, rule: Rule, arrivals: Iterable[Arrival], options: ElasticOptions) -> ElasticOutcome:
     """Run arrivals to their end, beginning with the least number of engines, up."""
     fleet, wishes = _Fleet(options), _Wishes()
-    jobs: list[Job] = []
+    tally = _Tally(options)
     silent: list[Job] = []
     most, now, next_report, next_look = options.least, 0.0, 0.0, 0.0
     fleet.resize(options.least, 0.0, 0.0)
@@ -145,6 +145,7 @@ def replay_elastic(name: str, rule: Rule, arrivals: Iterable[Arrival], options: 
             next_report += REPORT_S
             fleet.advance(now)
             silent = _tell(fleet.router, silent, now)
+            tally.settle()
             fleet.router.report(now)
             if now >= next_look:
                 next_look += LOOK_S
@@ -157,13 +158,14 @@ def replay_elastic(name: str, rule: Rule, arrivals: Iterable[Arrival], options: 
         chosen = fleet.router.choose(arrival, arrival.at)
         job = Job(arrival)
         next(member for member in fleet.members if member.engine.name == chosen).engine.submit(job)
-        jobs.append(job)
+        tally.open.append(job)
         silent.append(job)
     for member in fleet.members:
         member.engine.drain()
     for member in list(fleet.members):
         fleet.dismiss(member, max(now, member.engine.now) if member.draining else now)
-    return _outcome(name, jobs, fleet, options, most, now)
+    tally.settle()
+    return tally.outcome(name, fleet, most, now)
 
 
 def _tell(router: KatydidRouter, silent: list[Job], now: float) -> list[Job]:
@@ -177,26 +179,44 @@ def _tell(router: KatydidRouter, silent: list[Job], now: float) -> list[Job]:
     return [job for job in silent if id(job) not in done]
 
 
-def _outcome(
-    name: str, jobs: list[Job], fleet: _Fleet, options: ElasticOptions, most: int, length_s: float
-) -> ElasticOutcome:
-    ttfts = [(job.first_token_at or 0.0) - job.arrival.at for job in jobs]
-    early = [ttft <= options.ttft_s for ttft in ttfts]
-    fluent = [_tpot(job) <= options.tpot_s for job in jobs]
-    ordered = sorted(ttfts)
-    return ElasticOutcome(
-        rule=name,
-        requests=len(jobs),
-        within_ttft=sum(early) / len(jobs),
-        within_tpot=sum(fluent) / len(jobs),
-        within_both=sum(a and b for a, b in zip(early, fluent, strict=True)) / len(jobs),
-        p50_ttft_s=ordered[len(ordered) // 2],
-        p99_ttft_s=ordered[int(len(ordered) * 0.99)],
-        gpu_hours=fleet.paid_s * options.gpus / 3600,
-        engines=fleet.paid_s / length_s,
-        most_engines=most,
-        changes=fleet.changes,
-    )
+class _Tally:
+    """What became of requests; one that has ended leaves its times and not its prompt."""
+
+    def __init__(self, options: ElasticOptions) -> None:
+        self.open: list[Job] = []
+        self._options = options
+        self._ttfts: list[float] = []
+        self._early = self._fluent = self._both = 0
+
+    def settle(self) -> None:
+        """Count those that have ended."""
+        ended = [job for job in self.open if job.ended_at is not None]
+        if not ended:
+            return
+        self.open = [job for job in self.open if job.ended_at is None]
+        for job in ended:
+            ttft = (job.first_token_at or 0.0) - job.arrival.at
+            early, fluent = ttft <= self._options.ttft_s, _tpot(job) <= self._options.tpot_s
+            self._ttfts.append(ttft)
+            self._early += early
+            self._fluent += fluent
+            self._both += early and fluent
+
+    def outcome(self, name: str, fleet: _Fleet, most: int, length_s: float) -> ElasticOutcome:
+        requests, ordered = len(self._ttfts), sorted(self._ttfts)
+        return ElasticOutcome(
+            rule=name,
+            requests=requests,
+            within_ttft=self._early / requests,
+            within_tpot=self._fluent / requests,
+            within_both=self._both / requests,
+            p50_ttft_s=ordered[requests // 2],
+            p99_ttft_s=ordered[int(requests * 0.99)],
+            gpu_hours=fleet.paid_s * self._options.gpus / 3600,
+            engines=fleet.paid_s / length_s,
+            most_engines=most,
+            changes=fleet.changes,
+        )
 
 
 def _tpot(job: Job) -> float:
