@@ -39,7 +39,7 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
     tp, dp = draw(st.sampled_from([1, 2, 4, 8])), draw(st.integers(1, 8))
     sp = tp > 1 and draw(st.booleans())
     ep = draw(st.sampled_from([1, tp] if tp > 1 and dp > 1 and not sp else [1, tp, tp * dp]))
-    sends = ep > 1 and (sp or ep == tp * dp and dp > 1)
+    sends = ep > 1 and (sp or (ep == tp * dp and dp > 1))
     return ParallelPlan(
         tp=tp,
         sp=sp,

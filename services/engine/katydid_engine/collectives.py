@@ -1,18 +1,26 @@
-"""The seam between layers and the ranks that share them: three ways to answer the same four questions."""
+"""The seam between layers and the ranks that share them: three ways to answer the same questions."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Collectives", "ShapeOnly", "SingleRank", "TorchCollectives"]
+__all__ = ["Collectives", "Pending", "ShapeOnly", "SingleRank", "TorchCollectives"]
+
+
+class Pending(Protocol):
+    """Rows under way; work that does not need them goes between the start and ``wait``."""
+
+    def wait(self) -> Tensor: ...
 
 
 class Collectives(Protocol):
-    """One group of ranks. Every method is called by all ranks of the group in the same order, with equal shapes."""
+    """One group of ranks. Every method is called by all ranks of the group in the same order; ``all_to_all`` takes
+    parts of any size, the others equal shapes."""
 
     @property
     def rank(self) -> int: ...
@@ -32,6 +40,26 @@ class Collectives(Protocol):
         """Sum over ranks, of which each keeps its ``1/size`` of dimension 0 (which ``size`` must divide)."""
         ...
 
+    def all_to_all(self, x: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None) -> Pending:
+        """Rows for each rank, in rank order -> rows from each rank, in rank order.
+
+        Args:
+            x: ``[rows, ...]``.
+            send: rows for each rank; equal parts where there are none. No size is read from a device then.
+            receive: rows from each rank; given exactly when ``send`` is.
+        """
+        ...
+
+
+class _Here:
+    """Rows that are there already."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+
+    def wait(self) -> Tensor:
+        return self._rows
+
 
 class SingleRank:
     """A group of one: nothing moves."""
@@ -48,9 +76,18 @@ class SingleRank:
     def reduce_scatter(self, x: Tensor) -> Tensor:
         return x
 
+    def all_to_all(
+        self,
+        x: Tensor,
+        send: Sequence[int] | None = None,  # noqa: ARG002
+        receive: Sequence[int] | None = None,  # noqa: ARG002
+    ) -> Pending:
+        return _Here(x)
+
 
 class TorchCollectives:
-    """A ``torch.distributed`` group: gloo on CPU, NCCL on GPUs."""
+    """A ``torch.distributed`` group: gloo on CPU, NCCL on GPUs. A group that loses a rank raises RuntimeError at the
+    latest after the timeout it was made with."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -72,6 +109,30 @@ class TorchCollectives:
         dist.reduce_scatter(out, parts, group=self._group)
         return out
 
+    def all_to_all(self, x: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None) -> Pending:
+        rows = x.shape[0] if receive is None else sum(receive)
+        out = x.new_empty((rows, *x.shape[1:]))
+        work = dist.all_to_all_single(
+            out,
+            x.contiguous(),
+            None if receive is None else list(receive),
+            None if send is None else list(send),
+            group=self._group,
+            async_op=True,
+        )
+        assert work is not None
+        return _Sent(work, out)
+
+
+class _Sent:
+    def __init__(self, work: dist.Work, rows: Tensor) -> None:
+        self._work = work
+        self._rows = rows
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._rows
+
 
 class ShapeOnly:
     """Stands in for the other ranks of a plan when one rank runs alone: results have the right shape, not the right
@@ -91,3 +152,13 @@ class ShapeOnly:
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         return x.chunk(self.size)[self.rank]
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        send: Sequence[int] | None = None,
+        receive: Sequence[int] | None = None,
+    ) -> Pending:
+        if send is None or receive is None:
+            return _Here(x)
+        return _Here(x[torch.arange(sum(receive), device=x.device) % max(1, len(x))] if len(x) else x)

@@ -7,7 +7,8 @@ Python int, so that a forward never waits for the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -79,6 +80,42 @@ class ForwardBatch:
     @property
     def num_decode_tokens(self) -> int:
         return self.num_decodes * self.decode_q_len
+
+    def split(self, parts: int) -> list[ForwardBatch]:
+        """At most ``parts`` batches of whole sequences, in order, that make this one, of about as many sequences each.
+
+        Raises:
+            ValueError: ``parts`` is below 1.
+        """
+        if parts < 1:
+            raise ValueError(f"parts={parts}: expected at least 1")
+        parts = min(parts, self.num_seqs)
+        if parts == 1:
+            return [self]
+        # The host needs the borders; lengths lie there in the shape of the batch alone when all runs are decodes.
+        decodes = self.num_decodes == self.num_seqs
+        borders = None if decodes else self.cu_q_lens.tolist()
+        batches = []
+        for part in range(parts):
+            first, last = (self.num_seqs * index // parts for index in (part, part + 1))
+            start, end = ((index * self.decode_q_len if borders is None else borders[index]) for index in (first, last))
+            batches.append(
+                replace(
+                    self,
+                    token_ids=self.token_ids[start:end],
+                    positions=self.positions[start:end],
+                    cu_q_lens=self.cu_q_lens[first : last + 1] - start,
+                    context_lens=self.context_lens[first:last],
+                    block_table=self.block_table[first:last],
+                    slot_mapping=self.slot_mapping[start:end],
+                    num_decodes=min(max(self.num_decodes - first, 0), last - first),
+                    max_q_len=self.decode_q_len
+                    if borders is None
+                    else max(after - before for before, after in pairwise(borders[first : last + 1])),
+                    attention=None,
+                )
+            )
+        return batches
 
     @classmethod
     def pack(

@@ -16,6 +16,7 @@ from katydid_engine.model_config import ModelConfig, read_model_config
 from katydid_engine.models.decoder_lm import DecoderLM, RankContext
 from katydid_engine.models.dense import build_dense
 from katydid_engine.models.hy_v3 import build_hy_v3, count_mtp_layers
+from katydid_engine.models.pipeline import Stage
 from katydid_engine.models.qwen3_moe import build_qwen3_moe
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.quantization import Scheme, kv_dtype, scheme_to_apply
@@ -33,6 +34,7 @@ _BUILDERS: dict[str, Callable[[RankContext, Weights], DecoderLM]] = {
 # Tensors that checkpoints carry and no model needs: recomputable tables, and the draft layers' copies of the
 # embedding and the head.
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|^model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight$")
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def load_model(
@@ -42,6 +44,9 @@ def load_model(
     dtype: torch.dtype | None = None,
     plan: ParallelPlan | None = None,
     collectives: Collectives | None = None,
+    experts: Collectives | None = None,
+    stage: Stage | None = None,
+    micro_batches: int = 1,
     quantization: str = "auto",
     kv_cache_dtype: str = "auto",
 ) -> DecoderLM:
@@ -53,6 +58,9 @@ def load_model(
         dtype: of activations and plain weights; by default fp32 on CPU (the reference path), else the checkpoint's.
         plan: how the model is cut; by default one rank holds all of it.
         collectives: the TP group; its ``size`` must equal ``plan.tp``. By default a group of one.
+        experts: the ranks that hold whole experts between them, ``plan.ep`` of them; by default the TP group.
+        stage: this rank's pipeline stage, of ``plan.pp``; by default the only one.
+        micro_batches: into how many parts a step is cut where ranks wait for each other.
         quantization: "auto" takes linear weights as they are stored; "fp8" and "w4a8" quantise plain ones.
         kv_cache_dtype: "auto" for pages of ``dtype``, or fp8 where the checkpoint was calibrated for it; "fp8".
 
@@ -74,12 +82,15 @@ def load_model(
             dtype=dtype,
             plan=plan,
             collectives=collectives,
+            experts=experts,
+            stage=stage,
+            micro_batches=micro_batches,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
         )
     finally:
         checkpoint.close()
-    unexpected = [name for name in checkpoint.unused() if not _ignored(name, config)]
+    unexpected = [name for name in checkpoint.unused() if not _ignored(name, config, stage or Stage())]
     if unexpected:
         names = ", ".join(unexpected[:5]) + (f" and {len(unexpected) - 5} more" if len(unexpected) > 5 else "")
         raise ModelFolderError(
@@ -99,6 +110,9 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     plan: ParallelPlan | None = None,
     collectives: Collectives | None = None,
+    experts: Collectives | None = None,
+    stage: Stage | None = None,
+    micro_batches: int = 1,
     quantization: str = "auto",
     kv_cache_dtype: str = "auto",
 ) -> DecoderLM:
@@ -111,7 +125,24 @@ def build_model(
     """
     plan = plan or ParallelPlan()
     collectives = collectives or SingleRank()
-    _check_plan(plan, config, collectives)
+    experts = experts or (collectives if plan.ep == plan.tp else SingleRank())
+    stage = stage or Stage()
+    _check_plan(plan, config)
+    for name, wanted, found in (("tp", plan.tp, collectives.size), ("ep", plan.ep, experts.size)):
+        if found != wanted:
+            raise SettingsError(
+                f"parallel plan: {name}={wanted}, but the group has {found} ranks",
+                field=name,
+                value=wanted,
+                allowed=str(found),
+            )
+    if stage.count != plan.pp:
+        raise SettingsError(
+            f"parallel plan: pp={plan.pp}, but there are {stage.count} stages",
+            field="pp",
+            value=plan.pp,
+            allowed=str(stage.count),
+        )
     stored, device = config.quantization, torch.device(device)
     scheme = scheme_to_apply(quantization, stored)
     pages = getattr(torch, kv_dtype(kv_cache_dtype, stored, str(dtype).removeprefix("torch.")))
@@ -127,36 +158,23 @@ def build_model(
         config = replace(
             config, num_mtp_layers=max(config.num_mtp_layers, count_mtp_layers(weights, config.num_layers))
         )
-    return _BUILDERS[config.architecture](RankContext(config, plan, collectives, pages), weights)
+    context = RankContext(config, plan, collectives, experts, stage, pages, micro_batches)
+    return _BUILDERS[config.architecture](context, weights)
 
 
-def _check_plan(plan: ParallelPlan, config: ModelConfig, collectives: Collectives) -> None:
+def _check_plan(plan: ParallelPlan, config: ModelConfig) -> None:
     plan.check_model(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         num_experts=config.moe.num_experts if config.moe else 0,
         num_layers=config.num_layers,
     )
-    if collectives.size != plan.tp:
-        raise SettingsError(
-            f"parallel plan: tp={plan.tp}, but the group has {collectives.size} ranks",
-            field="tp",
-            value=plan.tp,
-            allowed=str(collectives.size),
-        )
-    for name, value, allowed in (("pp", plan.pp, 1), ("ep", plan.ep, plan.tp)):
-        if value > allowed:
-            raise SettingsError(
-                f"parallel plan: {name}={value} is not implemented, expected at most {allowed}",
-                field=name,
-                value=value,
-                allowed=f"at most {allowed}",
-            )
     widths = {"intermediate_size": config.intermediate_size}
     if config.moe is not None:
         if plan.ep == 1:
             widths["moe_intermediate_size"] = config.moe.intermediate_size
-        widths["shared expert width"] = config.moe.shared_intermediate_size
+        if not plan.dispatches:
+            widths["shared expert width"] = config.moe.shared_intermediate_size
     for name, width in widths.items():
         if width % plan.tp:
             raise SettingsError(
@@ -167,5 +185,11 @@ def _check_plan(plan: ParallelPlan, config: ModelConfig, collectives: Collective
             )
 
 
-def _ignored(name: str, config: ModelConfig) -> bool:
-    return bool(_IGNORED.search(name)) or (config.tie_embeddings and name == "lm_head.weight")
+def _ignored(name: str, config: ModelConfig, stage: Stage) -> bool:
+    if _IGNORED.search(name) or (config.tie_embeddings and name == "lm_head.weight"):
+        return True
+    layer = _LAYER.match(name)
+    if layer is None:
+        return not (stage.first and stage.last)
+    index = int(layer[1])
+    return index not in stage.layers(config.num_layers) and (index < config.num_layers or not stage.first)

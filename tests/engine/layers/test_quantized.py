@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from katydid_engine.checkpoint import Checkpoint
+from katydid_engine.collectives import ShapeOnly
 from katydid_engine.layers.activations import Fp8Input, QuantizedRows
 from katydid_engine.layers.expert_loading import load_experts
+from katydid_engine.layers.expert_share import ExpertShare
 from katydid_engine.layers.linear import ColumnLinear, RowLinear
 from katydid_engine.model_config import MoeConfig
 from katydid_engine.quantization import Scheme, StoredQuantization
@@ -125,7 +128,11 @@ def experts_of(folder: Path, form: str, *, rank: int = 0, size: int = 1, expert_
         matrices[f"experts.{expert}.up_proj"] = matrix(WIDTH, HIDDEN, 10 * expert + 1)
         matrices[f"experts.{expert}.down_proj"] = matrix(HIDDEN, WIDTH, 10 * expert + 2)
     weights = weights_of(folder, matrices, form, rank=rank, size=size)
-    experts = load_experts(weights, MOE, HIDDEN, torch.ones(HIDDEN), expert_parallel=expert_parallel)
+    share = ExpertShare.of_columns(EXPERTS, rank, size)
+    if expert_parallel:
+        weights = replace(weights, rank=0, size=1)
+        share = ExpertShare.of_whole(EXPERTS, ShapeOnly(rank, size))
+    experts = load_experts(weights, MOE, HIDDEN, torch.ones(HIDDEN), share)
     torch.manual_seed(3)
     x, ids = torch.randn(9, HIDDEN), torch.rand(9, EXPERTS).topk(2).indices.int()
     return experts(x, torch.rand(9, 2), ids, None)
@@ -155,7 +162,7 @@ def test_narrow_int4_experts(tmp_path: Path) -> None:
     names = {"gate": (16, HIDDEN), "up": (16, HIDDEN), "down": (HIDDEN, 16)}
     weights = weights_of(tmp_path, {f"experts.0.{n}_proj": matrix(*s, 8) for n, s in names.items()}, "int4")
     with pytest.raises(SettingsError, match="have 16 columns, int4 needs a multiple of 32"):
-        load_experts(weights, moe, HIDDEN, torch.ones(HIDDEN), expert_parallel=False)
+        load_experts(weights, moe, HIDDEN, torch.ones(HIDDEN), ExpertShare.of_columns(moe.num_experts, 0, 1))
 
 
 def test_experts_of_two_kinds(tmp_path: Path) -> None:
@@ -169,5 +176,5 @@ def test_experts_of_two_kinds(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     weights = Weights(Checkpoint(tmp_path), torch.device("cpu"), torch.float32)
     with pytest.raises(ModelFolderError, match="not all are stored alike") as caught:
-        load_experts(weights, moe, HIDDEN, torch.ones(HIDDEN), expert_parallel=False)
+        load_experts(weights, moe, HIDDEN, torch.ones(HIDDEN), ExpertShare.of_columns(moe.num_experts, 0, 1))
     assert caught.value.field == "experts.1"

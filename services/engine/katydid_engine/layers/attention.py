@@ -41,6 +41,8 @@ class Attention:
             [("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size)],
             config.hidden_size,
             bias=config.attention_bias,
+            # With more ranks than KV heads several ranks hold the same one.
+            copies={name: max(1, weights.size // config.num_kv_heads) for name in ("k_proj", "v_proj")},
         )
         self._output = RowLinear(weights.scope("o_proj"), q_size, config.hidden_size, bias=config.attention_bias)
         self._q_norm = weights.tensor("q_norm.weight", (config.head_dim,)) if config.qk_norm else None
@@ -129,4 +131,7 @@ def _page_scale(weights: Weights, name: str, kv_heads: int) -> Tensor:
             value=scale.numel(),
             allowed=f"1 or {kv_heads}",
         )
-    return scale if scale.numel() == 1 else scale.chunk(weights.size)[weights.rank].contiguous()
+    if scale.numel() == 1:
+        return scale
+    parts = min(weights.size, kv_heads)
+    return scale.chunk(parts)[weights.rank * parts // weights.size].contiguous()

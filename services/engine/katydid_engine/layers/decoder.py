@@ -10,8 +10,10 @@ from torch import Tensor
 from katydid_engine.forward_batch import ForwardBatch
 from katydid_engine.layers.activations import Activations
 from katydid_engine.layers.attention import Attention
+from katydid_engine.layers.dispatched_moe import DispatchedMoe
 from katydid_engine.layers.exchange import Exchange
 from katydid_engine.layers.norm import RmsNorm
+from katydid_engine.layers.steps import Steps
 from katydid_engine.model_config import ModelConfig
 from katydid_engine.weights import Weights
 
@@ -38,20 +40,19 @@ class DecoderLayer:
         weights: Weights,
         config: ModelConfig,
         exchange: Exchange,
-        feed_forward: FeedForward,
+        feed_forward: FeedForward | DispatchedMoe,
         kv_dtype: torch.dtype,
     ) -> None:
         self._input_norm = RmsNorm(weights.scope("input_layernorm"), config.hidden_size, config.rms_norm_eps)
         self._attention = Attention(weights.scope("self_attn"), config, kv_dtype)
         self._post_norm = RmsNorm(weights.scope("post_attention_layernorm"), config.hidden_size, config.rms_norm_eps)
-        self._feed_forward = feed_forward
+        self.feed_forward = feed_forward
         self._exchange = exchange
-        # Ranks exchange plain rows; who quantises then does so after the exchange.
-        self._attention_input = None if exchange.sequence_parallel else self._attention.input
+        self._early_input = self._attention.input if exchange.quantises_first else None
 
-    def __call__(
+    def steps(
         self, x: Tensor, residual: Tensor | None, table: Tensor, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Steps[tuple[Tensor, Tensor]]:
         """Returns ``(output of the feed-forward, residual)``, whose sum is the layer's output.
 
         Args:
@@ -62,13 +63,21 @@ class DecoderLayer:
         if residual is None:
             entered, residual = self._input_norm(x), x
         else:
-            entered, residual = self._input_norm.add_for(self._attention_input, x, residual)
-        if isinstance(entered, Tensor):
-            entered = self._exchange.enter(entered, batch.num_tokens)
+            entered, residual = self._input_norm.add_for(self._early_input, x, residual)
+        entered = self._exchange.enter_for(self._attention.input, entered, batch.num_tokens)
         attended = self._exchange.leave(self._attention(entered, table, batch, k_pages, v_pages))
+        block = self.feed_forward
+        if isinstance(block, DispatchedMoe):
+            kept = self._exchange.num_kept(batch.num_tokens)
+            return (yield from block.steps(self._post_norm, attended, residual, kept))
         if self._exchange.sequence_parallel:
             normed, residual = self._post_norm.add(attended, residual)
-            out = self._feed_forward(self._exchange.enter(normed, batch.num_tokens))
+            out = block(self._exchange.enter(normed, batch.num_tokens))
         else:
-            out, residual = self._feed_forward.after_norm(self._post_norm, attended, residual)
+            out, residual = block.after_norm(self._post_norm, attended, residual)
         return self._exchange.leave(out), residual
+
+    def take_part(self) -> Steps[None]:
+        """What this layer owes the other ranks in a step in which this one has no tokens."""
+        if isinstance(self.feed_forward, DispatchedMoe):
+            yield from self.feed_forward.take_part()

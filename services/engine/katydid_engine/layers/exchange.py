@@ -2,7 +2,8 @@
 
 Without sequence parallelism every rank keeps the whole residual and a block's summands are all-reduced. With it each
 rank keeps 1/tp of the tokens: a block gathers its input and reduce-scatters its output, and the norms in between work
-on 1/tp of the rows.
+on 1/tp of the rows. Rows may then be sent in e4m3, a scale each: they are quantised before they leave their rank, and
+sums are made in fp32 of what arrives.
 """
 
 from __future__ import annotations
@@ -11,29 +12,57 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from katydid_engine.collectives import Collectives
+from katydid_engine.layers.activations import Activations, Fp8Input
+from katydid_engine.layers.row_bytes import RowFormat
 
 __all__ = ["Exchange"]
 
 
 class Exchange:
-    """Moves activations ``[T, n]`` between blocks and the residual stream."""
+    """Moves activations ``[T, n]`` between blocks and the residual stream.
 
-    def __init__(self, collectives: Collectives, *, sequence_parallel: bool) -> None:
+    Args:
+        fp8: rows of the residual stream are quantised for the way.
+    """
+
+    def __init__(self, collectives: Collectives, *, sequence_parallel: bool, fp8: bool = False) -> None:
         self.collectives = collectives
         self.sequence_parallel = sequence_parallel
+        self._fp8 = fp8
 
     def enter(self, x: Tensor, num_tokens: int) -> Tensor:
-        """The residual stream's rows -> all ``num_tokens`` rows, on every rank."""
+        """The residual stream's rows -> all ``num_tokens`` rows, on every rank; never quantised."""
         if not self.sequence_parallel:
             return x
         return self.collectives.all_gather(x, 0)[:num_tokens]
+
+    def enter_for(self, consumer: Fp8Input | None, x: Activations, num_tokens: int) -> Activations:
+        """As ``enter``, of normed rows for a consumer, in the form that it wants."""
+        if not self.sequence_parallel:
+            return x
+        if not self._fp8:
+            assert isinstance(x, Tensor)
+            return self.enter(x, num_tokens)
+        rows = x if isinstance(x, Tensor) else x.values
+        way = RowFormat(rows.shape[1], rows.dtype, consumer=consumer, fp8=True)
+        return way.decode(self.collectives.all_gather(way.encode(x), 0)[:num_tokens])
+
+    @property
+    def quantises_first(self) -> bool:
+        """Whether rows may be quantised for their consumer before ``enter_for``."""
+        return self._fp8 or not self.sequence_parallel
 
     def leave(self, x: Tensor) -> Tensor:
         """Summands of all rows, one per rank -> their sum, on the rows this rank keeps."""
         if not self.sequence_parallel:
             return self.collectives.all_reduce(x)
-        padding = -x.shape[0] % self.collectives.size
-        return self.collectives.reduce_scatter(F.pad(x, (0, 0, 0, padding)))
+        padded = F.pad(x, (0, 0, 0, -x.shape[0] % self.collectives.size))
+        if not self._fp8:
+            return self.collectives.reduce_scatter(padded)
+        way = RowFormat(x.shape[1], x.dtype, fp8=True)
+        arrived = way.decode(self.collectives.all_to_all(way.encode(padded)).wait())
+        assert isinstance(arrived, Tensor)
+        return arrived.view(self.collectives.size, -1, x.shape[1]).float().sum(0).to(x.dtype)
 
     def split(self, x: Tensor) -> Tensor:
         """Rows every rank has -> the rows this rank keeps."""
@@ -41,3 +70,10 @@ class Exchange:
             return x
         padding = -x.shape[0] % self.collectives.size
         return F.pad(x, (0, 0, 0, padding)).chunk(self.collectives.size)[self.collectives.rank]
+
+    def num_kept(self, num_tokens: int) -> int:
+        """How many of the rows this rank keeps are tokens; the others fill up."""
+        if not self.sequence_parallel:
+            return num_tokens
+        each = -(-num_tokens // self.collectives.size)
+        return min(max(num_tokens - self.collectives.rank * each, 0), each)

@@ -21,6 +21,7 @@ from katydid_runtime.errors import ModelFolderError, SettingsError
 from torch import Tensor
 
 from katydid_engine.layers.activations import Fp8Input
+from katydid_engine.layers.expert_share import ExpertShare
 from katydid_engine.layers.experts import Experts, Fp8Experts, Int4Experts, PlainExperts
 from katydid_engine.matrices import (
     BLOCK,
@@ -42,8 +43,8 @@ _USUAL_H = 0.6
 _SCALE_OVER_USUAL = 2.0
 
 
-def load_experts(weights: Weights, moe: MoeConfig, hidden_size: int, gain: Tensor, *, expert_parallel: bool) -> Experts:
-    """Reads this rank's experts, whole ones by id (``expert_parallel``) or some columns of each.
+def load_experts(weights: Weights, moe: MoeConfig, hidden_size: int, gain: Tensor, share: ExpertShare) -> Experts:
+    """Reads this rank's experts.
 
     Args:
         gain: ``[hidden]``, the weight of the norm before the experts.
@@ -52,62 +53,66 @@ def load_experts(weights: Weights, moe: MoeConfig, hidden_size: int, gain: Tenso
         ModelFolderError: a matrix is missing or wrong, or experts of a layer are stored differently.
         SettingsError: this rank's part of an int4 expert is too narrow.
     """
-    reader = _Reader(weights, moe, hidden_size, expert_parallel)
+    reader = _Reader(weights, moe, hidden_size, share)
     gathered: _Plain | _Fp8 | _Int4 | None = None
-    for local, (gate, up, down) in enumerate(reader):
+    for slots, (gate, up, down) in reader:
         if gathered is None:
-            gathered = _gatherer(gate, reader.count, gain)
-        match gathered, gate, up, down:
-            case _Plain(), PlainMatrix(), PlainMatrix(), PlainMatrix():
-                gathered.put(local, gate, up, down)
-            case _Fp8(), Fp8Matrix(), Fp8Matrix(), Fp8Matrix():
-                gathered.put(local, gate, up, down)
-            case _Int4(), Int4Matrix(), Int4Matrix(), Int4Matrix():
-                gathered.put(local, gate, up, down)
-            case _:
-                raise ModelFolderError(
-                    f"experts under {weights.prefix} are multiplied as one, but not all are stored alike",
-                    field=f"{weights.prefix}experts.{reader.first + local}",
-                )
+            gathered = _gatherer(gate, len(share.experts), gain)
+        for slot in slots:
+            match gathered, gate, up, down:
+                case _Plain(), PlainMatrix(), PlainMatrix(), PlainMatrix():
+                    gathered.put(slot, gate, up, down)
+                case _Fp8(), Fp8Matrix(), Fp8Matrix(), Fp8Matrix():
+                    gathered.put(slot, gate, up, down)
+                case _Int4(), Int4Matrix(), Int4Matrix(), Int4Matrix():
+                    gathered.put(slot, gate, up, down)
+                case _:
+                    raise ModelFolderError(
+                        f"experts under {weights.prefix} are multiplied as one, but not all are stored alike",
+                        field=f"{weights.prefix}experts.{share.experts[slot]}",
+                    )
     assert gathered is not None
-    return gathered.finish(reader.first, weights.dtype)
+    return gathered.finish(share, weights.dtype)
 
 
 class _Reader:
-    """Yields gate ``[n, hidden]``, up and down ``[hidden, n]`` of this rank's share of each of its experts, and checks
-    those of other ranks. They are stored one by one or, as transformers 5 can save them, all in one tensor."""
+    """Yields slots and what is to lie in them, gate ``[n, hidden]``, up and down ``[hidden, n]``, expert by expert, and
+    checks those of other ranks. They are stored one by one or, as transformers 5 can save them, all in one tensor."""
 
-    def __init__(self, weights: Weights, moe: MoeConfig, hidden_size: int, expert_parallel: bool) -> None:
+    def __init__(self, weights: Weights, moe: MoeConfig, hidden_size: int, share: ExpertShare) -> None:
         self._weights = weights
         self._experts, self._width, self._hidden = moe.num_experts, moe.intermediate_size, hidden_size
         self._joined = weights.has("experts.gate_up_proj")
-        parts = weights.size
-        self.count = moe.num_experts // parts if expert_parallel else moe.num_experts
-        self.first = weights.rank * self.count if expert_parallel else 0
-        step = self._width if expert_parallel else self._width // parts
-        start = 0 if expert_parallel else weights.rank * step
-        self._columns = slice(start, start + step)
+        self._share = share
+        step = self._width // share.column_parts
+        self._columns = slice(share.column_part * step, (share.column_part + 1) * step)
 
-    def __iter__(self) -> Iterator[tuple[Matrix, Matrix, Matrix]]:
+    def __iter__(self) -> Iterator[tuple[list[int], tuple[Matrix, Matrix, Matrix]]]:
         every, ours = slice(0, self._hidden), self._columns
         wide, narrow = (self._width, self._hidden), (self._hidden, self._width)
         for expert in range(self._experts):
-            local = 0 <= expert - self.first < self.count
-            if self._joined and local:
+            slots = [slot for slot, held in enumerate(self._share.experts) if held == expert]
+            if self._joined and slots:
                 up_columns = slice(self._width + ours.start, self._width + ours.stop)
                 yield (
-                    self._joined_part(expert, "gate_up", (ours, every)),
-                    self._joined_part(expert, "gate_up", (up_columns, every)),
-                    self._joined_part(expert, "down", (every, ours)),
+                    slots,
+                    (
+                        self._joined_part(expert, "gate_up", (ours, every)),
+                        self._joined_part(expert, "gate_up", (up_columns, every)),
+                        self._joined_part(expert, "down", (every, ours)),
+                    ),
                 )
             elif not self._joined:
                 scope = self._weights.scope(f"experts.{expert}")
                 gate, up, down = (scope.scope(f"{name}_proj") for name in ("gate", "up", "down"))
-                if local:
+                if slots:
                     yield (
-                        read_matrix(gate, wide, (ours, every), row_scales=False),
-                        read_matrix(up, wide, (ours, every), row_scales=False),
-                        read_matrix(down, narrow, (every, ours), row_scales=False),
+                        slots,
+                        (
+                            read_matrix(gate, wide, (ours, every), row_scales=False),
+                            read_matrix(up, wide, (ours, every), row_scales=False),
+                            read_matrix(down, narrow, (every, ours), row_scales=False),
+                        ),
                     )
                 else:
                     skip_matrix(gate, wide)
@@ -147,8 +152,8 @@ class _Plain:
         self._w13.put(local, torch.cat((gate.weight, up.weight)))
         self._w2.put(local, down.weight)
 
-    def finish(self, first_expert: int, _dtype: torch.dtype) -> PlainExperts:
-        return PlainExperts(self._w13.whole, self._w2.whole, first_expert)
+    def finish(self, share: ExpertShare, _dtype: torch.dtype) -> PlainExperts:
+        return PlainExperts(self._w13.whole, self._w2.whole, share.first)
 
 
 class _Fp8:
@@ -172,16 +177,16 @@ class _Fp8:
         self._x_scales += [matrix.input_scale for matrix in (gate, up) if matrix.input_scale is not None]
         self._h_scales.append(_h_scale(gate, up, self._gain) if down.input_scale is None else down.input_scale)
 
-    def finish(self, first_expert: int, dtype: torch.dtype) -> Fp8Experts:
+    def finish(self, share: ExpertShare, dtype: torch.dtype) -> Fp8Experts:
         up, down = self._up.whole, self._down.whole
         if up.ndim == 3:
             rows, scales = Fp8Input(group=BLOCK), ExpertScales(up, down, torch.ones(1, device=up.device))
         else:
-            h_scale = _largest(self._h_scales)
-            rows = Fp8Input(_largest(self._x_scales) if self._x_scales else None)
+            h_scale = _largest(self._h_scales, share)
+            rows = Fp8Input(_largest(self._x_scales, share) if self._x_scales else None)
             up = up if rows.scale is None else up * rows.scale
             scales = ExpertScales(up, (down[:, 0] * h_scale).contiguous(), 1 / h_scale)
-        return Fp8Experts(self._w13.whole, self._w2.whole, scales, rows, first_expert, dtype)
+        return Fp8Experts(self._w13.whole, self._w2.whole, scales, rows, share.first, dtype)
 
 
 class _Int4:
@@ -203,8 +208,8 @@ class _Int4:
         self._w2.put(local, pack_int4(down.codes, down.scales))
         self._h_scales.append(_h_scale(gate, up, self._gain))
 
-    def finish(self, first_expert: int, dtype: torch.dtype) -> Int4Experts:
-        return Int4Experts(self._w13.whole, self._w2.whole, _largest(self._h_scales), first_expert, dtype)
+    def finish(self, share: ExpertShare, dtype: torch.dtype) -> Int4Experts:
+        return Int4Experts(self._w13.whole, self._w2.whole, _largest(self._h_scales, share), share.first, dtype)
 
 
 class _PackedStack:
@@ -237,5 +242,6 @@ def _h_scale(gate: Fp8Matrix | Int4Matrix, up: Fp8Matrix | Int4Matrix, gain: Ten
     return _SCALE_OVER_USUAL * _USUAL_H * (squares[0] * squares[1]).mean().sqrt().reshape(1)
 
 
-def _largest(scales: list[Tensor]) -> Tensor:
-    return torch.cat(scales).amax().reshape(1)
+def _largest(scales: list[Tensor], share: ExpertShare) -> Tensor:
+    """One scale for all experts, wherever they lie: one that moves to another rank keeps its results."""
+    return share.group.all_gather(torch.cat(scales).amax().reshape(1), 0).amax().reshape(1)

@@ -26,6 +26,11 @@ class Experts(Protocol):
         """This rank's summand ``[T, hidden]``, with ``shared_output`` added."""
         ...
 
+    @property
+    def slots(self) -> tuple[Tensor, ...]:
+        """Every tensor that has a row for each expert ``[E, ...]``: what moves when an expert does."""
+        ...
+
 
 class PlainExperts:
     """Weights in the dtype of x: w13 ``[E, 2n, hidden]`` (gate's rows, then up's), w2 ``[E, hidden, n]``."""
@@ -47,6 +52,10 @@ class PlainExperts:
             first_expert=self._first_expert,
             shared_output=shared_output,
         )
+
+    @property
+    def slots(self) -> tuple[Tensor, ...]:
+        return self._w13, self._w2
 
 
 class Fp8Experts:
@@ -82,6 +91,10 @@ class Fp8Experts:
         )
         return out.to(self._dtype)
 
+    @property
+    def slots(self) -> tuple[Tensor, ...]:
+        return self._w13, self._w2, self._scales.up, self._scales.down
+
 
 class Int4Experts:
     """Weights in packed int4, rows in e4m3 with a scale each, and what stands between the products with one for all.
@@ -112,3 +125,7 @@ class Int4Experts:
             shared_output=shared_output,
         )
         return out.to(self._dtype)
+
+    @property
+    def slots(self) -> tuple[Tensor, ...]:
+        return self._w13.codes, self._w13.scales, self._w2.codes, self._w2.scales

@@ -4,7 +4,9 @@ rank makes a summand of y, which the residual exchange adds up). What a layer mu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 import torch
@@ -80,11 +82,20 @@ class Int4Product:
 class ColumnLinear:
     """Several projections of one input as a single product; each is cut by its output rows."""
 
-    def __init__(self, weights: Weights, projections: Sequence[tuple[str, int]], in_size: int, *, bias: bool) -> None:
-        """``projections`` are (name, output size over all ranks)."""
-        scopes = [(weights.scope(name), out) for name, out in projections]
+    def __init__(
+        self,
+        weights: Weights,
+        projections: Sequence[tuple[str, int]],
+        in_size: int,
+        *,
+        bias: bool,
+        copies: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """``projections`` are (name, output size over all ranks); ``copies`` tells of those of which so many ranks in a
+        row hold the same part."""
+        scopes = [(_repeated(weights, copies.get(name, 1)).scope(name), out) for name, out in projections]
         matrices = [
-            read_matrix(scope, (out, in_size), (_share(weights, out), slice(0, in_size)), row_scales=True)
+            read_matrix(scope, (out, in_size), (_share(scope, out), slice(0, in_size)), row_scales=True)
             for scope, out in scopes
         ]
         biases = [scope.tensor("bias", (out,), shard=0) for scope, out in scopes] if bias else []
@@ -113,6 +124,11 @@ def _share(weights: Weights, size: int) -> slice:
     """This rank's part of a dimension, which the loader has checked to be divisible."""
     step = size // weights.size
     return slice(weights.rank * step, (weights.rank + 1) * step)
+
+
+def _repeated(weights: Weights, copies: int) -> Weights:
+    """The weights as one of fewer ranks sees them, ``copies`` ranks in a row standing for it."""
+    return replace(weights, rank=weights.rank // copies, size=weights.size // copies)
 
 
 def _product(weights: Weights, matrices: Sequence[Matrix], bias: Tensor | None) -> Product:

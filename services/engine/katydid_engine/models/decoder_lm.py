@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,32 +13,48 @@ from katydid_engine.collectives import Collectives
 from katydid_engine.forward_batch import ForwardBatch
 from katydid_engine.kv_cache import KvCache
 from katydid_engine.layers.decoder import DecoderLayer, FeedForward
+from katydid_engine.layers.dispatched_moe import DispatchedMoe
 from katydid_engine.layers.embedding import Embedding, LmHead
 from katydid_engine.layers.exchange import Exchange
+from katydid_engine.layers.expert_share import ExpertShare
 from katydid_engine.layers.norm import RmsNorm
 from katydid_engine.layers.rotary import rotary_table
+from katydid_engine.layers.steps import Steps, finish, interleave
 from katydid_engine.model_config import ModelConfig
+from katydid_engine.models.pipeline import Stage
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.weights import Weights
 
 __all__ = ["DecoderLM", "FeedForward", "FeedForwardBuilder", "RankContext"]
 
-FeedForwardBuilder = Callable[["RankContext", Weights, int], FeedForward]
+FeedForwardBuilder = Callable[["RankContext", Weights, int], FeedForward | DispatchedMoe]
 """Builds the feed-forward block of layer ``index`` from that layer's scope: where architectures differ."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """What every part of a model on this rank is built with; ``kv_dtype`` is the pages'."""
+    """What every part of a model on this rank is built with.
+
+    Attributes:
+        collectives: the TP group.
+        experts: the ranks that hold whole experts between them; a group of one where experts are cut by column.
+        kv_dtype: of the pages.
+        micro_batches: parts that a batch is cut into so that one computes while another's rows are under way, or so
+            that pipeline stages work at the same time.
+    """
 
     config: ModelConfig
     plan: ParallelPlan
     collectives: Collectives
+    experts: Collectives
+    stage: Stage
     kv_dtype: torch.dtype
+    micro_batches: int = 1
 
-    @property
-    def expert_parallel(self) -> bool:
-        return self.plan.ep > 1
+    def expert_share(self, num_experts: int) -> ExpertShare:
+        if self.plan.ep == 1:
+            return ExpertShare.of_columns(num_experts, self.collectives.rank, self.collectives.size)
+        return ExpertShare.of_whole(num_experts, self.experts, self.plan.redundant_experts)
 
 
 class DecoderLM:
@@ -56,33 +72,54 @@ class DecoderLM:
         self.device = weights.device
         self.dtype = weights.dtype
         self._context = context
-        self._exchange = Exchange(context.collectives, sequence_parallel=context.plan.sp)
+        self._stage = context.stage
+        self._exchange = Exchange(
+            context.collectives, sequence_parallel=context.plan.sp, fp8=context.plan.sp and context.plan.fp8_transfers
+        )
         tp = context.plan.tp
         self._planner = AttentionPlanner(
-            config.num_heads // tp, config.num_kv_heads // tp, config.head_dim, weights.device
+            config.num_heads // tp, context.plan.kv_heads(config.num_kv_heads), config.head_dim, weights.device
         )
         self._table = rotary_table(config.rope, config.head_dim, config.max_positions, weights.device)
-        self._embedding = Embedding(weights.scope("model.embed_tokens"), config.vocab_size, config.hidden_size)
         self._layers = [
             self._decoder_layer(weights.scope(f"model.layers.{index}"), index, feed_forward)
-            for index in range(config.num_layers)
+            for index in self._stage.layers(config.num_layers)
         ]
-        self._norm = RmsNorm(weights.scope("model.norm"), config.hidden_size, config.rms_norm_eps)
-        self._head = LmHead(
-            weights.scope("lm_head"),
-            context.collectives,
-            config.vocab_size,
-            config.hidden_size,
-            tied=self._embedding if config.tie_embeddings else None,
-            fp32=config.lm_head_fp32,
-        )
+        if self._stage.first:
+            self._embedding = Embedding(weights.scope("model.embed_tokens"), config.vocab_size, config.hidden_size)
+            self._head = LmHead(
+                weights.scope("lm_head"),
+                context.collectives,
+                config.vocab_size,
+                config.hidden_size,
+                tied=self._embedding if config.tie_embeddings else None,
+                fp32=config.lm_head_fp32,
+            )
+        if self._stage.last:
+            self._norm = RmsNorm(weights.scope("model.norm"), config.hidden_size, config.rms_norm_eps)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether ``logits`` can be asked here: only of a pipeline's first stage."""
+        return self._stage.first
+
+    @property
+    def first_kv_head(self) -> int:
+        """Number of this rank's first KV head among the model's."""
+        return self._context.plan.first_kv_head(self.config.num_kv_heads, self._context.collectives.rank)
+
+    @property
+    def dispatched(self) -> list[DispatchedMoe]:
+        """The blocks that send rows to experts on other ranks, in order of layers."""
+        blocks = (layer.feed_forward for layer in self._every_layer())
+        return [block for block in blocks if isinstance(block, DispatchedMoe)]
 
     def new_kv_cache(self, num_pages: int) -> KvCache:
         """Zeroed pages for this rank's KV heads, every layer (an MTP layer's last)."""
         return KvCache.allocate(
-            num_layers=self.config.num_layers + self.config.num_mtp_layers,
+            num_layers=len(self._layers) + (self.config.num_mtp_layers if self._stage.first else 0),
             num_pages=num_pages,
-            num_kv_heads=self.config.num_kv_heads // self._context.plan.tp,
+            num_kv_heads=self._context.plan.kv_heads(self.config.num_kv_heads),
             head_dim=self.config.head_dim,
             dtype=self._context.kv_dtype,
             device=self.device,
@@ -90,20 +127,83 @@ class DecoderLM:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_cache: KvCache) -> Tensor:
-        """Writes the batch's K and V into its pages and returns hidden states ``[T, hidden]`` after the final norm."""
-        batch = self._planner.planned(batch)
-        x = self._exchange.leave(self._embedding(batch.token_ids))
-        residual: Tensor | None = None
-        for index, layer in enumerate(self._layers):
-            x, residual = layer(x, residual, self._table, batch, kv_cache.k_pages[index], kv_cache.v_pages[index])
-        assert residual is not None
-        hidden, _ = self._norm.add(x, residual)
-        return self._exchange.enter(hidden, batch.num_tokens)
+        """Writes the batch's K and V into its pages and returns hidden states ``[T, hidden]`` after the final norm.
+
+        On a pipeline's later stages what is returned is not the model's.
+        """
+        parts = batch.split(self._context.micro_batches)
+        if self._stage.count > 1:
+            return self._pipelined(parts, kv_cache)
+        works = [self._embed_and_pass(part, kv_cache) for part in parts]
+        if self._context.plan.dispatches:
+            # As many works on every rank, however many sequences each has.
+            works += [self._nothing() for _ in range(self._context.micro_batches - len(parts))]
+        return torch.cat(interleave(works)) if len(works) > 1 else finish(works[0])
+
+    @torch.inference_mode()
+    def take_part(self) -> None:
+        """What this rank owes the others in a forward for which it has no tokens itself."""
+        interleave([self._nothing() for _ in range(self._context.micro_batches)])
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits ``[rows, vocab]`` of hidden rows ``[rows, hidden]`` (pick the rows that are sampled first)."""
         return self._head(hidden)
+
+    def _every_layer(self) -> list[DecoderLayer]:
+        return self._layers
+
+    def _embed_and_pass(self, batch: ForwardBatch, kv_cache: KvCache) -> Steps[Tensor]:
+        batch = self._planner.planned(batch)
+        x = self._exchange.leave(self._embedding(batch.token_ids))
+        x, residual = yield from self._pass(x, None, batch, kv_cache)
+        hidden, _ = self._norm.add(x, residual)
+        return self._exchange.enter(hidden, batch.num_tokens)
+
+    def _pass(
+        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch, kv_cache: KvCache
+    ) -> Steps[tuple[Tensor, Tensor]]:
+        for index, layer in enumerate(self._layers):
+            k_pages, v_pages = kv_cache.k_pages[index], kv_cache.v_pages[index]
+            x, residual = yield from layer.steps(x, residual, self._table, batch, k_pages, v_pages)
+        assert residual is not None
+        return x, residual
+
+    def _nothing(self) -> Steps[Tensor]:
+        for layer in self._layers:
+            yield from layer.take_part()
+        return torch.empty((0, self.config.hidden_size), dtype=self.dtype, device=self.device)
+
+    def _pipelined(self, parts: list[ForwardBatch], kv_cache: KvCache) -> Tensor:
+        stage, link = self._stage, self._stage.link
+        assert link is not None
+        results = []
+        for batch in map(self._planner.planned, parts):
+            shape = (batch.num_tokens, self.config.hidden_size)
+            x: Tensor
+            residual: Tensor | None = None
+            if stage.first:
+                x = self._exchange.leave(self._embedding(batch.token_ids))
+            else:
+                x, residual = link.receive((2, *shape), self.dtype, self.device, stage.index - 1)
+            x, residual = finish(self._pass(x, residual, batch, kv_cache))
+            if stage.last:
+                x, _ = self._norm.add(x, residual)
+                link.send(x, 0)
+            else:
+                link.send(torch.stack((x, residual)), stage.index + 1)
+            results.append(x)
+        if stage.first:
+            results = list(self._returned(parts))
+        link.flush()
+        return torch.cat(results)
+
+    def _returned(self, parts: list[ForwardBatch]) -> Iterator[Tensor]:
+        """Hidden states of each part, as the last stage is done with it."""
+        assert self._stage.link is not None
+        for batch in parts:
+            shape = (batch.num_tokens, self.config.hidden_size)
+            yield self._stage.link.receive(shape, self.dtype, self.device, self._stage.count - 1)
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         """Whole embeddings ``[T, hidden]`` of int32 ``[T]``, on every rank."""

@@ -17,14 +17,17 @@ from torch import Tensor
 from katydid_engine.forward_batch import ForwardBatch
 from katydid_engine.kv_cache import KvCache
 from katydid_engine.layers.decoder import DecoderLayer, FeedForward
+from katydid_engine.layers.dispatched_moe import DispatchedMoe
 from katydid_engine.layers.exchange import Exchange
 from katydid_engine.layers.linear import ColumnLinear
-from katydid_engine.layers.moe import MoeNames, SparseMoe
 from katydid_engine.layers.norm import RmsNorm
+from katydid_engine.layers.routing import MoeNames
+from katydid_engine.layers.steps import Steps, finish
 from katydid_engine.matrices import has_matrix
 from katydid_engine.model_config import ModelConfig
 from katydid_engine.models.decoder_lm import DecoderLM, RankContext
 from katydid_engine.models.dense import dense_feed_forward
+from katydid_engine.models.sparse import sparse_feed_forward
 from katydid_engine.weights import Weights
 
 __all__ = ["HyV3", "MtpLayer", "build_hy_v3", "count_mtp_layers"]
@@ -58,7 +61,7 @@ class HyV3(DecoderLM):
         first = self.config.num_layers
         self._mtp_layers = [
             self._mtp_layer(weights.scope(f"model.layers.{first + depth}"), first + depth)
-            for depth in range(self.config.num_mtp_layers)
+            for depth in range(self.config.num_mtp_layers if context.stage.first else 0)
         ]
 
     @torch.inference_mode()
@@ -78,9 +81,17 @@ class HyV3(DecoderLM):
             ``[T, hidden]`` after the draft layer's norm: ``logits`` of it predict the token after ``next_token_ids``.
         """
         batch = self._planner.planned(batch)
-        pages = self.config.num_layers + depth
+        pages = len(self._layers) + depth
         k_pages, v_pages = kv_cache.k_pages[pages], kv_cache.v_pages[pages]
         return self._mtp_layers[depth](self._embedded(next_token_ids), hidden, self._table, batch, k_pages, v_pages)
+
+    @torch.inference_mode()
+    def take_part_in_draft(self, depth: int = 0) -> None:
+        """As ``take_part``, in a ``draft`` of the other ranks."""
+        finish(self._mtp_layers[depth].take_part())
+
+    def _every_layer(self) -> list[DecoderLayer]:
+        return [*self._layers, *(layer.block for layer in self._mtp_layers)]
 
     def _mtp_layer(self, weights: Weights, index: int) -> MtpLayer:
         return MtpLayer(
@@ -105,7 +116,7 @@ class MtpLayer:
         self._merge = ColumnLinear(weights.replicated(), [("eh_proj", size)], 2 * size, bias=False)
         # Some exporters nest the decoder layer one level down.
         block = weights.scope("mtp_block") if weights.has("mtp_block.input_layernorm.weight") else weights
-        self._block = build_decoder_layer(block)
+        self.block = build_decoder_layer(block)
         self._final_norm = RmsNorm(weights.scope("final_layernorm"), size, eps)
 
     def __call__(
@@ -116,16 +127,17 @@ class MtpLayer:
         embedded = embedded.masked_fill((batch.positions == 0).unsqueeze(1), 0.0)
         merged = torch.cat((self._embedding_norm(embedded), self._hidden_norm(hidden)), dim=-1)
         x = self._exchange.split(self._merge(merged))
-        x, residual = self._block(x, None, table, batch, k_pages, v_pages)
+        x, residual = finish(self.block.steps(x, None, table, batch, k_pages, v_pages))
         normed, _ = self._final_norm.add(x, residual)
         return self._exchange.enter(normed, batch.num_tokens)
 
+    def take_part(self) -> Steps[None]:
+        """What a rank without tokens owes the others."""
+        return self.block.take_part()
 
-def _feed_forward(context: RankContext, weights: Weights, index: int) -> FeedForward:
+
+def _feed_forward(context: RankContext, weights: Weights, index: int) -> FeedForward | DispatchedMoe:
     config = context.config
     if config.moe is None or (index < config.num_layers and not config.sparse_layers[index]):
         return dense_feed_forward(context, weights, index)
-    gain = weights.tensor("post_attention_layernorm.weight", (config.hidden_size,))
-    return SparseMoe(
-        weights.scope("mlp"), config.moe, config.hidden_size, _NAMES, gain, expert_parallel=context.expert_parallel
-    )
+    return sparse_feed_forward(context, weights, _NAMES)

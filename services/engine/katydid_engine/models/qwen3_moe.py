@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from katydid_engine.layers.decoder import FeedForward
-from katydid_engine.layers.moe import MoeNames, SparseMoe
+from katydid_engine.layers.dispatched_moe import DispatchedMoe
+from katydid_engine.layers.routing import MoeNames
 from katydid_engine.models.decoder_lm import DecoderLM, RankContext
 from katydid_engine.models.dense import dense_feed_forward
+from katydid_engine.models.sparse import sparse_feed_forward
 from katydid_engine.weights import Weights
 
 __all__ = ["build_qwen3_moe"]
@@ -18,11 +20,8 @@ def build_qwen3_moe(context: RankContext, weights: Weights) -> DecoderLM:
     return DecoderLM(context, weights, _feed_forward)
 
 
-def _feed_forward(context: RankContext, weights: Weights, index: int) -> FeedForward:
+def _feed_forward(context: RankContext, weights: Weights, index: int) -> FeedForward | DispatchedMoe:
     config = context.config
     if config.moe is None or not config.sparse_layers[index]:
         return dense_feed_forward(context, weights, index)
-    gain = weights.tensor("post_attention_layernorm.weight", (config.hidden_size,))
-    return SparseMoe(
-        weights.scope("mlp"), config.moe, config.hidden_size, _NAMES, gain, expert_parallel=context.expert_parallel
-    )
+    return sparse_feed_forward(context, weights, _NAMES)

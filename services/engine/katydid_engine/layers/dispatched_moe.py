@@ -1,0 +1,92 @@
+"""The sparse feed-forward block where each rank has rows of its own: they are sent to the ranks of their experts.
+
+So it is with sequence parallelism (a rank has some tokens of every request) and with data-parallel attention (all
+tokens of some requests). The shared expert is whole on every rank and computed while the rows are under way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from katydid_engine.layers.activations import Activations
+from katydid_engine.layers.expert_exchange import ExpertExchange
+from katydid_engine.layers.expert_loading import load_experts
+from katydid_engine.layers.expert_share import ExpertShare
+from katydid_engine.layers.expert_table import ExpertTable
+from katydid_engine.layers.moe import shared_expert
+from katydid_engine.layers.norm import RmsNorm
+from katydid_engine.layers.routing import MoeNames, Routing
+from katydid_engine.layers.steps import Steps
+from katydid_engine.model_config import MoeConfig
+from katydid_engine.weights import Weights
+
+__all__ = ["DispatchedMoe"]
+
+
+class DispatchedMoe:
+    """Router replicated, whole experts spread over the ranks, shared expert replicated.
+
+    Args:
+        gain: ``[hidden]``, the weight of the norm before the block.
+        share: the experts of this rank.
+        copies: redundant experts of all ranks together.
+        fp8: rows are sent in e4m3 whatever the experts are.
+
+    Attributes:
+        table: where each expert lies now, and how often each was chosen.
+        exchange: its ``capacity`` decides between the two forms.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        moe: MoeConfig,
+        hidden_size: int,
+        names: MoeNames,
+        gain: Tensor,
+        share: ExpertShare,
+        *,
+        copies: int,
+        fp8: bool,
+    ) -> None:
+        whole = replace(weights, rank=0, size=1)
+        self._routing = Routing(whole, moe, hidden_size, names)
+        self._experts = load_experts(whole, moe, hidden_size, gain, share)
+        self._shared = shared_expert(whole, moe, hidden_size, names)
+        self._dtype = weights.dtype
+        self._hidden, self._top_k = hidden_size, moe.top_k
+        self.table = ExpertTable(moe.num_experts, copies, weights.device)
+        self.exchange = ExpertExchange(
+            share.group, len(share.experts), hidden_size, weights.dtype, consumer=self._experts.input, fp8=fp8
+        )
+
+    @property
+    def slots(self) -> tuple[Tensor, ...]:
+        """Tensors with a row for each expert of this rank."""
+        return self._experts.slots
+
+    def steps(self, norm: RmsNorm, x: Tensor, residual: Tensor, num_rows: int) -> Steps[tuple[Tensor, Tensor]]:
+        """Of ``norm(x + residual)``, and that sum; only the first ``num_rows`` rows are tokens."""
+        routed, total = self._routing.after_norm(norm, x, residual, self._experts.input)
+        slots = self.table.slots(routed.ids, num_rows, self.exchange.nowhere)
+        shared = self._shared
+
+        def beside() -> Tensor | None:
+            return None if shared is None else shared(routed.x)
+
+        out = yield from self.exchange.run(routed.rows, routed.weights, slots, self._compute, beside)
+        return out.to(self._dtype), total
+
+    def take_part(self) -> Steps[None]:
+        """Computes what others send while this rank has no row of its own."""
+        device = self.table.device
+        rows = torch.empty((0, self._hidden), dtype=self._dtype, device=device)
+        weights = torch.empty((0, self._top_k), device=device)
+        ids = torch.empty((0, self._top_k), dtype=torch.int32, device=device)
+        yield from self.exchange.run(rows, weights, ids, self._compute, lambda: None)
+
+    def _compute(self, rows: Activations, weights: Tensor, ids: Tensor) -> Tensor:
+        return self._experts(rows, weights, ids, None)
