@@ -45,7 +45,10 @@ async function complaints(modules, manifest) {
   const Model = (await import(pathToFileURL(path)))[manifest.kind];
   const unread = new Set();
   try {
-    new Model({ ...manifest, spec: watched(manifest.spec, "spec", unread) }).validate();
+    // The constructor copies, and so reads, all that it is given.
+    const model = new Model(manifest);
+    model.spec = watched(manifest.spec, "spec", unread);
+    model.validate();
   } catch (error) {
     return [`${name}: ${error.message}`];
   }
