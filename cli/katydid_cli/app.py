@@ -86,6 +86,10 @@ def up(
     kv_disk_mb: Annotated[
         int | None, typer.Option(min=1, help="Disk space for KV blocks, MiB; unset: 8192, or what a policy file says.")
     ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Port of the cache service's /metrics, the engines' behind it; unset: none."),
+    ] = None,
     trace_file: Annotated[Path | None, typer.Option(help="Write the spans of all processes to this file.")] = None,
     log_level: Annotated[LogLevel, typer.Option(help="Least severe log line shown.")] = LogLevel.WARNING,
     drain_timeout_s: Annotated[
@@ -118,6 +122,7 @@ def up(
         kv_memory_mb=kv_memory_mb,
         kv_disk_dir=kv_disk_dir,
         kv_disk_mb=kv_disk_mb,
+        metrics_port=metrics_port,
         trace_file=trace_file,
         drain_timeout_s=drain_timeout_s,
         engine_arguments=tuple(engine_option or ()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ from katydid_cli.tracing.attribution import attribute
 from katydid_cli.tracing.spans import Span, choose_trace, read_spans
 from katydid_client import AsyncKatydid, Completion, KatydidError
 
+from tests.observability.expressions import ELSEWHERE, metrics_named, metrics_shown
 from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.e2e
@@ -38,6 +40,7 @@ class Fleet:
     address: str
     trace_file: Path
     log: Path
+    metrics_port: int
 
     def children(self) -> dict[int, str]:
         """Process ids of the services, with their command lines."""
@@ -59,13 +62,14 @@ def fleet(tmp_path_factory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("up")
     model = write_tiny_model(folder / "tiny")
     http_port, grpc_port = free_ports(2)
+    metrics_port = _free_run(3)
     trace_file = folder / f"trace-{grpc_port}.jsonl"
     log = folder / "log"
     command = (
         *(sys.executable, "-m", "katydid_cli", "up", "--model", str(model), "--engines", "2", "--device", "cpu"),
         *("--port", str(http_port), "--grpc-port", str(grpc_port), "--trace-file", str(trace_file)),
         *("--kv-memory-mb", "128", "--drain-timeout-s", "5", "--log-level", "info"),
-        "--engine-option=--kv-memory-mib=64",
+        *("--engine-option=--kv-memory-mib=64", "--metrics-port", str(metrics_port)),
     )
     with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, text=True) as process:
         try:
@@ -74,10 +78,22 @@ def fleet(tmp_path_factory) -> Iterator[Fleet]:
                 assert process.poll() is None, log.read_text()
                 assert time.monotonic() < deadline, log.read_text()
                 time.sleep(0.1)
-            yield Fleet(process, f"127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", trace_file, log)
+            yield Fleet(
+                process, f"127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", trace_file, log, metrics_port
+            )
         finally:
             process.terminate()
             process.wait(30)
+
+
+def _free_run(count: int) -> int:
+    """The first of so many free ports in a row."""
+    while True:
+        first = free_ports(1)[0]
+        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+            for port in range(first, first + count):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
 
 
 def ask(fleet: Fleet, text: str, **arguments) -> Completion:
@@ -98,6 +114,14 @@ def spans_of(fleet: Fleet, trace_id: str, names: set[str]) -> list[Span]:
             return choose_trace(spans, trace_id)
         time.sleep(0.1)
     raise AssertionError(f"{names - {span.name for span in spans}} missing of trace {trace_id}")
+
+
+def test_every_metric_of_dashboards_and_alerts_is_in_a_live_scrape(fleet):
+    ask(fleet, TEXT)
+    ports = range(fleet.metrics_port, fleet.metrics_port + 3)
+    addresses = [fleet.http_address, *(f"127.0.0.1:{port}" for port in ports)]
+    texts = [httpx.get(f"http://{address}/metrics", timeout=10).text for address in addresses]
+    assert metrics_named() <= metrics_shown(texts) | ELSEWHERE
 
 
 def test_one_request_is_one_trace_over_three_services(fleet):

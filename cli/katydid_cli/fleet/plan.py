@@ -21,7 +21,7 @@ HOST = "127.0.0.1"
 class FleetOptions:
     """What `katydid up` was asked for. `port` is the OpenAI API's, `grpc_port` the SDK's.
 
-    Sizes are in MiB; None leaves them to the service: its policy file, or its default.
+    From `metrics_port` on, the cache service and the engines show their figures. Sizes are in MiB; None leaves them to the service: its policy file, or its default.
     """
 
     model: Path
@@ -33,6 +33,7 @@ class FleetOptions:
     kv_memory_mb: int | None = None
     kv_disk_dir: Path | None = None
     kv_disk_mb: int | None = None
+    metrics_port: int | None = None
     trace_file: Path | None = None
     drain_timeout_s: float = 10.0
     engine_arguments: tuple[str, ...] = ()
@@ -68,7 +69,7 @@ def plan_fleet(options: FleetOptions, ports: Sequence[int]) -> tuple[ServicePlan
         kvcache += ["--disk-path", str(options.kv_disk_dir)]
     if options.kv_disk_mb is not None:
         kvcache += ["--disk-bytes", str(options.kv_disk_mb * 2**20)]
-    kvcache += [*shared, *options.kvcache_arguments]
+    kvcache += [*_metrics(options, 0), *shared, *options.kvcache_arguments]
 
     plans = [ServicePlan("kvcache", "katydid_kvcache", tuple(kvcache), kvcache_address, stage=0)]
     # Engines on one CPU share its cores, less one for the other services; each would take all of them.
@@ -76,11 +77,12 @@ def plan_fleet(options: FleetOptions, ports: Sequence[int]) -> tuple[ServicePlan
     if options.device == "cpu" and options.engines > 1:
         threads = ("--threads", str(max(1, ((os.cpu_count() or 1) - 1) // options.engines)))
     names = [f"engine-{index}" for index in range(options.engines)]
-    for name, address in zip(names, engine_addresses, strict=True):
+    for number, (name, address) in enumerate(zip(names, engine_addresses, strict=True), 1):
         arguments = (
             *("--listen", address, "--model", str(options.model), "--model-name", options.model_name),
             *("--device", options.device, "--kvcache-address", kvcache_address),
             *threads,
+            *_metrics(options, number),
             *shared,
             *options.engine_arguments,
         )
@@ -95,6 +97,10 @@ def plan_fleet(options: FleetOptions, ports: Sequence[int]) -> tuple[ServicePlan
     )
     plans.append(ServicePlan("gateway", "katydid_gateway", gateway, gateway_address, stage=1))
     return tuple(plans)
+
+
+def _metrics(options: FleetOptions, number: int) -> tuple[str, ...]:
+    return () if options.metrics_port is None else ("--http-listen", f"{HOST}:{options.metrics_port + number}")
 
 
 def find_device(asked: str) -> str:

@@ -31,6 +31,9 @@ def check_options(options: FleetOptions) -> None:
         raise SettingsError(f"--port and --grpc-port are both {options.port}", field="grpc_port", value=options.port)
     check_free("--port", options.port)
     check_free("--grpc-port", options.grpc_port)
+    if options.metrics_port is not None:
+        for number in range(options.engines + 1):
+            check_free("--metrics-port", options.metrics_port + number)
     if options.kv_disk_dir is not None:
         check_writable_folder("--kv-disk-dir", options.kv_disk_dir)
     if options.trace_file is not None:
@@ -101,6 +104,9 @@ async def _live(
     console.print(f"  OpenAI API   http://{HOST}:{options.port}/v1")
     console.print(f"  gRPC         {HOST}:{options.grpc_port}")
     console.print(f"  KV cache     {kvcache} (katydid cache stats --address ...)", soft_wrap=True)
+    if options.metrics_port is not None:
+        first, last = options.metrics_port, options.metrics_port + options.engines
+        console.print(f"  metrics      http://{HOST}:{options.port}/metrics, and ports {first} to {last}")
     if options.trace_file is not None:
         console.print(f"  traces       {options.trace_file}")
     console.print(f"  try          katydid chat --address {HOST}:{options.grpc_port}")
