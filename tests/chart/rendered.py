@@ -52,8 +52,11 @@ CONFIGURATIONS: dict[str, tuple[str | None, dict[str, Any]]] = {
                 "pools": {
                     "main": {"autoscaling": {"kind": "keda", "minReplicas": 1, "maxReplicas": 3}},
                     "wide": {
-                        **{"role": "decode", "gpus": 8, "nodes": 4},
-                        **{"settings": {"tp": 32}, "podLabels": {"team": "a"}},
+                        "role": "decode",
+                        "gpus": 8,
+                        "nodes": 4,
+                        "settings": {"tp": 32},
+                        "podLabels": {"team": "a"},
                         "autoscaling": {"kind": "hpa", "minReplicas": 1, "maxReplicas": 2},
                     },
                 }
