@@ -88,7 +88,7 @@ def up(
     ] = None,
     metrics_port: Annotated[
         int | None,
-        typer.Option(min=1, max=65535, help="Port of the cache service's /metrics, the engines' behind it; unset: none."),
+        typer.Option(min=1, max=65535, help="Port of the cache service's /metrics, engines' behind it; unset: none."),
     ] = None,
     trace_file: Annotated[Path | None, typer.Option(help="Write the spans of all processes to this file.")] = None,
     log_level: Annotated[LogLevel, typer.Option(help="Least severe log line shown.")] = LogLevel.WARNING,

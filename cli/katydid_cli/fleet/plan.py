@@ -21,7 +21,8 @@ HOST = "127.0.0.1"
 class FleetOptions:
     """What `katydid up` was asked for. `port` is the OpenAI API's, `grpc_port` the SDK's.
 
-    From `metrics_port` on, the cache service and the engines show their figures. Sizes are in MiB; None leaves them to the service: its policy file, or its default.
+    From `metrics_port` on, the cache service and the engines show their figures. Sizes are in MiB; None leaves them to
+    the service: its policy file, or its default.
     """
 
     model: Path
