@@ -46,4 +46,7 @@ class EngineMetrics:
             "kvcache_corrupt_blocks", "Blocks of the cache service that were wrong when they were unpacked"
         )
         self.silence = metrics.gauge("silence_seconds", "Time since the step loop was last heard of", rank)
+        self.expert_placement = metrics.gauge(
+            "expert_placement_timestamp_seconds", "Unix time at which redundant experts were placed last", rank
+        )
         self.kv_attached = metrics.gauge("attached_caches", "1 while the cache service can be asked")
