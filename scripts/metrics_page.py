@@ -24,8 +24,8 @@ INTRODUCTION = """# Metrics
 
 Written by `python scripts/metrics_page.py` out of what the services register. The gateway shows them at `/metrics` of
 its HTTP address, engines and cache services at that of `--http-listen`. Names are `katydid_<service>_<what>_<unit>`;
-counters end in `_total`. A scraper that accepts OpenMetrics gets exemplars: the buckets of `katydid_gateway_ttft_seconds`
-and `katydid_gateway_tpot_seconds` bear the trace id of a request. Bounds of histograms contain the targets, 4 s and 50 ms,
+counters end in `_total`. A scraper that accepts OpenMetrics gets exemplars: buckets of `katydid_gateway_ttft_seconds`
+and `katydid_gateway_tpot_seconds` bear the trace id of a request. Bounds contain the targets, 4 s and 50 ms,
 so attainment is read from a bucket. Alerts and what to do about them: [runbook](runbook.md); what an autoscaler reads:
 [scaling](scaling.md).
 """
