@@ -117,6 +117,16 @@ class RequestClock:
         """Mean over the tokens of one choice after its first; 0 with fewer than two."""
         return (self._last_ns - self._first_ns) / 1e9 / (tokens - 1) if tokens > 1 else 0.0
 
+    @property
+    def decode_s(self) -> float:
+        """From the first output to the last."""
+        return (self._last_ns - self._first_ns) / 1e9 if self._first_ns else 0.0
+
+    @property
+    def fetches_s(self) -> list[tuple[str, float]]:
+        """(tier, seconds) of the fetches that the first token waited for."""
+        return [(phase.tier, phase.duration_s) for phase in self._trace.phases if phase.name == "kvcache.fetch"]
+
     def timing(self, tokens: int) -> Timing:
         """The answer's own account; `tokens` are those of its longest choice."""
         return Timing(
