@@ -93,7 +93,7 @@ def test_blocks_move_between_engines_and_survive_the_service(tmp_path: Path) -> 
     try:
         with (
             engine(model, tmp_path, "--kvcache-address", address, "--kv-pages", "64") as a,
-            engine(model, tmp_path, "--kvcache-address", address, "--kv-pages", "64", "--tp", "2") as b,
+            engine(model, tmp_path, "--kvcache-address", address, "--kv-pages", "64", "--plan", "tp2") as b,
         ):
 
             async def scenario() -> None:

@@ -39,7 +39,7 @@ def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
 
     with (
         engine(model, tmp_path, "--kv-pages", "64") as one,
-        engine(model, tmp_path, "--kv-pages", "64", "--tp", "2") as two,
+        engine(model, tmp_path, "--kv-pages", "64", "--plan", "tp2") as two,
     ):
         run(ask(one.address, single))
         run(ask(two.address, paired))
@@ -52,8 +52,20 @@ def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
 
 
 def test_data_parallel_ranks_are_apart(tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path / "tiny")
-    with engine(model, tmp_path, "--kv-pages", "64", "--dp-ranks", "2") as service:
+    """They share their experts: each computes for the other's tokens, with none of its own or with some."""
+    model = write_tiny_model(tmp_path / "tiny", "hy_v3")
+    with (
+        engine(model, tmp_path, "--kv-pages", "64") as one,
+        engine(model, tmp_path, "--kv-pages", "64", "--plan", "dp2,ep2") as service,
+    ):
+        single: list[Answer] = []
+        shared: list[list[Answer]] = []
+
+        async def alone() -> None:
+            single.extend(await answers(one.address))
+
+        async def both_at_once() -> None:
+            shared.extend(await asyncio.gather(answers(service.address, 0), answers(service.address, 1)))
 
         async def scenario() -> None:
             async with session(service.address) as client:
@@ -67,3 +79,7 @@ def test_data_parallel_ranks_are_apart(tmp_path: Path) -> None:
                 assert wrong.end.error.allowed == "0 to 1"
 
         run(scenario())
+        run(alone())
+        run(both_at_once())
+        for found in shared:
+            assert [answer.tokens for answer in found] == [answer.tokens for answer in single]

@@ -122,7 +122,7 @@ def test_disorder_changes_no_answer(tmp_path: Path) -> None:
                 await until_idle(client)
 
     try:
-        with engine(model, tmp_path, *options) as one, engine(model, tmp_path, *options, "--tp", "2") as two:
+        with engine(model, tmp_path, *options) as one, engine(model, tmp_path, *options, "--plan", "tp2") as two:
             asyncio.run(disorder([one.address, two.address]))
             for service in (one, two):
                 assert not [line for line in service.lines() if line["level"] == "error"]

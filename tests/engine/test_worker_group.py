@@ -9,6 +9,7 @@ import pytest
 from katydid_engine.channel import BlockingChannel, FaceChannel
 from katydid_engine.faults import FaultDelays
 from katydid_engine.messages import Load, StepReport
+from katydid_engine.parallel import ParallelPlan
 from katydid_engine.worker_config import WorkerConfig
 from katydid_engine.worker_group import WorkerGroup
 from katydid_runtime.errors import EngineLostError, InternalError, KatydidError
@@ -19,10 +20,14 @@ CONFIG = WorkerConfig(
     dtype="float32",
     quantization="auto",
     kv_cache_dtype="auto",
-    tp=1,
-    tp_rank=0,
+    plan=ParallelPlan(),
+    rank=0,
+    member=0,
+    members=1,
     dp_rank=3,
     rendezvous="",
+    rank_timeout_s=10.0,
+    micro_batches=1,
     threads=1,
     num_pages=1,
     kv_memory_bytes=0,

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import functools
 import importlib.metadata
+import importlib.util
 import logging
 import os
+import tempfile
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -268,9 +270,10 @@ async def _started(settings: EngineSettings, telemetry: Telemetry, metrics: Engi
 
         async def start(dp_rank: int) -> Worker:
             staging = _new_staging(settings, model) if settings.kvcache_address is not None else None
-            group = WorkerGroup(_worker_config(settings, model, dp_rank, staging))
+            group = WorkerGroup(_worker_config(settings, model, dp_rank, staging, rendezvous))
             stack.push_async_callback(group.stop)
             return Worker(group, await group.start(), staging)
+        rendezvous = stack.enter_context(tempfile.TemporaryDirectory(prefix="katydid-"))
 
         cache = _open_cache(settings)
         if cache is not None:
@@ -326,17 +329,37 @@ def _new_staging(settings: EngineSettings, model: ModelFacts) -> Staging:
     return Staging.create(StagingShape(model.layout.block_bytes, half, half))
 
 
-def _worker_config(settings: EngineSettings, model: ModelFacts, dp_rank: int, staging: Staging | None) -> WorkerConfig:
+def _worker_config(
+    settings: EngineSettings, model: ModelFacts, dp_rank: int, staging: Staging | None, rendezvous: str
+) -> WorkerConfig:
+    """Of the first member of a group; ``rendezvous`` is a folder of this engine."""
+    plan = settings.parallel_plan
+    members = plan.tp * plan.pp
+    if plan.shares_experts:
+        rank = (settings.node_rank * settings.dp_ranks + dp_rank) * plan.tp
+        meet = f"file://{rendezvous}/all" if settings.rendezvous is None else f"tcp://{settings.rendezvous}"
+    else:
+        plan, rank, meet = plan.group(), 0, f"file://{rendezvous}/{dp_rank}"
     return WorkerConfig(
         folder=str(settings.model),
-        device="cpu" if settings.device == "cpu" else f"cuda:{dp_rank * settings.tp}",
+        device="cpu" if settings.device == "cpu" else f"cuda:{dp_rank * members}",
+    settings.parallel_plan.check_model(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        num_experts=config.moe.num_experts if config.moe else 0,
+        num_layers=config.num_layers,
+    )
         dtype=model.dtype,
         quantization=settings.quantization,
         kv_cache_dtype=settings.kv_cache_dtype,
-        tp=settings.tp,
-        tp_rank=0,
+        plan=plan,
+        rank=rank,
+        member=0,
+        members=members,
         dp_rank=dp_rank,
-        rendezvous="",
+        rendezvous=meet,
+        rank_timeout_s=settings.rank_timeout_s,
+        micro_batches=settings.micro_batches,
         threads=settings.worker_threads,
         num_pages=settings.kv_pages,
         kv_memory_bytes=settings.kv_memory_mib * 1024 * 1024,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -17,11 +19,12 @@ from katydid_engine.collectives import Collectives, SingleRank, TorchCollectives
 from katydid_engine.loader import load_model
 from katydid_engine.messages import Ready, Stop
 from katydid_engine.models.decoder_lm import DecoderLM
+from katydid_engine.lockstep import Lockstep
 from katydid_engine.page_budget import count_pages
-from katydid_engine.parallel import ParallelPlan
 from katydid_engine.plan_ring import PlanReader, PlanWriter
 from katydid_engine.profiling import StepProfiler
 from katydid_engine.runner import Runner
+from katydid_engine.rank_groups import RankGroups, join_groups
 from katydid_engine.scheduler import Scheduler, SchedulerConfig
 from katydid_engine.slot_memory import SlotMemory
 from katydid_engine.staging import Staging
@@ -32,6 +35,8 @@ __all__ = ["work"]
 
 _FOLLOW_POLL_S = 1.0
 
+_LOAD_TIMEOUT_S = 1800.0
+_IDLE_ROUND = b""
 
 def work(config: WorkerConfig, channel: BlockingChannel) -> None:
     """Runs one rank until it is told to stop.
@@ -42,7 +47,8 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
     """
     started = time.monotonic()
     torch.set_num_threads(config.threads)
-    collectives = _join_group(config)
+    groups = _join_groups(config)
+    collectives = groups.tensor
     device = torch.device(config.device)
     if device.type == "cuda":
         _choose_gpu(device)
@@ -50,9 +56,12 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         Path(config.folder),
         device=device,
         dtype=getattr(torch, config.dtype),
-        plan=ParallelPlan(tp=config.tp),
+        plan=config.plan,
         collectives=collectives,
         quantization=config.quantization,
+        experts=groups.experts,
+        stage=groups.stage,
+        micro_batches=config.micro_batches,
         kv_cache_dtype=config.kv_cache_dtype,
     )
     num_pages = count_pages(model, config, collectives)
@@ -67,6 +76,10 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         loop = _lead(config, channel, runner, model, ready)
         channel.send(ready)
         loop.run()
+    lockstep = None
+    if groups.step.size > 1:
+        lockstep = Lockstep(groups.step, model.take_part)
+        model.before_pass = lockstep.enter
     else:
         channel.send(ready)
         _follow(config, channel, runner)
@@ -99,14 +112,34 @@ def _lead(config: WorkerConfig, channel: BlockingChannel, runner: Runner, model:
     )
 
 
-def _follow(config: WorkerConfig, channel: BlockingChannel, runner: Runner) -> None:
-    """Carries out rank 0's plans until the face says stop or is gone."""
+class _Peers:
+    """The idle rounds of a group's first member, which its other members join with it."""
+
+    def __init__(self, lockstep: Lockstep, publish: Callable[[bytes], None]) -> None:
+        self._lockstep = lockstep
+        self._publish = publish
+
+    @property
+    def patience_s(self) -> float:
+        return self._lockstep.patience_s
+
+    def idle(self) -> None:
+        self._publish(_IDLE_ROUND)
+        self._lockstep.idle()
+
+
+def _follow(config: WorkerConfig, channel: BlockingChannel, runner: Runner, lockstep: Lockstep | None) -> None:
+    """Carries out the first member's plans, and joins its idle rounds, until the face says stop or is gone."""
     assert config.ring is not None
-    index = config.tp_rank - 1
+    index = config.member - 1
     reader = PlanReader(config.ring.memory, index, len(config.ring.bells), config.ring.bells[index])
     while True:
+    publish = (lambda _: None) if writer is None else writer.write
         body = reader.read(_FOLLOW_POLL_S, also=channel.fileno())
-        if body is not None:
+        if body == _IDLE_ROUND:
+            assert lockstep is not None
+            lockstep.idle()
+        elif body is not None:
             runner.run(pickle.loads(body))
         elif any(isinstance(message, Stop) for message in channel.receive(0)):
             return
@@ -122,21 +155,30 @@ def _choose_gpu(device: torch.device) -> None:
     torch.cuda.set_device(device)
 
 
-def _join_group(config: WorkerConfig) -> Collectives:
-    if config.tp == 1:
-        return SingleRank()
-    backend = "nccl" if config.device.startswith("cuda") else "gloo"
+def _join_groups(config: WorkerConfig) -> RankGroups:
+    if config.plan.world_size == 1:
+        return RankGroups()
     dist.init_process_group(
-        backend, init_method=f"file://{config.rendezvous}", rank=config.tp_rank, world_size=config.tp
+        "nccl" if config.device.startswith("cuda") else "gloo",
+        init_method=config.rendezvous,
+        rank=config.rank,
+        world_size=config.plan.world_size,
+        timeout=timedelta(seconds=_LOAD_TIMEOUT_S),
     )
-    return TorchCollectives()
+    return join_groups(config.plan, config.rank, timeout_s=config.rank_timeout_s)
+
+
+def _meet(config: WorkerConfig, device: torch.device) -> None:
+    """Waits for the ranks that are still loading: from here on none waits longer than ``rank_timeout_s``."""
+    if config.plan.world_size > 1:
+        dist.all_reduce(torch.zeros(1, device=device))
 
 
 def _map_staging(config: WorkerConfig, model: DecoderLM) -> SlotMemory | None:
     if config.staging is None or config.staging_memory is None:
         return None
     probe = model.new_kv_cache(1)
-    object_bytes = probe.bytes_per_page * config.tp
+    object_bytes = probe.bytes_per_page * min(config.plan.tp, model.config.num_kv_heads)
     if object_bytes != config.staging.slot_bytes:
         raise SettingsError(
             f"a block of this checkpoint has {object_bytes} bytes, its config.json says {config.staging.slot_bytes}: "

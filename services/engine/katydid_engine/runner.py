@@ -111,7 +111,7 @@ class Runner:
                 objects,
                 torch.tensor([self._slots.row(transfer.slot) for transfer in some], dtype=torch.int32).to(device),
                 object_kv_heads=self._model.config.num_kv_heads,
-                first_head=heads * self._collectives.rank,
+                first_head=self._model.first_kv_head,
                 checksums=part,
             )
             if part is not None:
@@ -131,6 +131,8 @@ class Runner:
             return StepOutput()
         return self._sample(plan, logits, sampled, prompt_logprobs)
 
+        if not self._model.has_head:
+            return StepOutput()
     def _sample(
         self, plan: StepPlan, logits: Tensor, sampled: list[int], prompt_logprobs: dict[int, Logprobs]
     ) -> StepOutput:

@@ -8,12 +8,14 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
+from katydid_runtime.errors import SettingsError
 from katydid_runtime.fault_delays import delays_at
 from katydid_runtime.settings import DialingSettings
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from katydid_engine.faults import FaultDelays
+from katydid_engine.parallel import ParallelPlan, Role
 
 __all__ = ["EngineSettings"]
 
@@ -21,7 +23,7 @@ _PHASES = tuple(field.name for field in dataclasses.fields(FaultDelays))
 
 
 class EngineSettings(DialingSettings):
-    """Settings of one engine: a face and dp_ranks times tp workers."""
+    """Settings of one engine: a face and a worker for each rank of its plan."""
 
     model_config = SettingsConfigDict(env_prefix="KATYDID_ENGINE_")
 
@@ -41,8 +43,20 @@ class EngineSettings(DialingSettings):
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         "auto", description="of KV pages; auto: dtype, or fp8 (e4m3) where the checkpoint was calibrated for it"
     )
-    tp: int = Field(1, ge=1, le=64, description="ranks that share one copy of the model")
-    dp_ranks: int = Field(1, ge=1, le=64, description="copies of the model, each with a scheduler and pages of its own")
+    plan: str = Field(
+        "single",
+        description="how the model is cut over ranks: tpN, sp, dpN, epN, epN+REDUNDANT, ppN, fp8, as in tp8,sp,ep8 or "
+        "dp8,ep8+32; single: one rank",
+    )
+    nodes: int = Field(1, ge=1, le=64, description="engines like this one, one a host, that carry out the plan together")
+    node_rank: int = Field(0, ge=0, description="which of them this is")
+    rendezvous: str | None = Field(None, description="host:port of node 0, where the ranks of all nodes meet")
+    rank_timeout_s: float = Field(
+        10.0, gt=0, description="how long a rank waits for another before the engine has failed"
+    )
+    micro_batches: int = Field(
+        1, ge=1, le=8, description="parts of a step that overlap where ranks wait for each other's rows (ep, pp)"
+    )
     threads: int | None = Field(
         None, ge=1, description="CPU threads a worker; by default all cores but one, shared evenly"
     )
@@ -92,6 +106,36 @@ class EngineSettings(DialingSettings):
 
     @property
     def faults(self) -> FaultDelays:
+    @field_validator("plan")
+    @classmethod
+    def _check_plan(cls, text: str) -> str:
+        try:
+            return str(ParallelPlan.parse(text))
+        except SettingsError as error:
+            raise ValueError(error.message) from None
+
+    @model_validator(mode="after")
+    def _check_nodes(self) -> Self:
+        plan = self.parallel_plan
+        if self.nodes > 1 and (not plan.shares_experts or plan.dp % self.nodes):
+            raise ValueError(f"nodes={self.nodes}: expected a divisor of dp in a plan with ep=tp*dp, got plan={plan}")
+        if self.nodes > 1 and self.rendezvous is None:
+            raise ValueError(f"rendezvous is missing: nodes={self.nodes} have to meet at host:port")
+        if self.node_rank >= self.nodes:
+            raise ValueError(f"node_rank={self.node_rank}: expected below nodes={self.nodes}")
+        if plan.pp > 1 and self.kvcache_address is not None:
+            raise ValueError(f"kvcache_address: a pipeline (plan={plan}) keeps its blocks in its own pages alone")
+        return self
+
+    @property
+    def parallel_plan(self) -> ParallelPlan:
+        return ParallelPlan.parse(self.plan, Role(self.role))
+
+    @property
+    def dp_ranks(self) -> int:
+        """DP groups of this engine."""
+        return self.parallel_plan.dp // self.nodes
+
         return FaultDelays(**self.fault_delays)
 
     @property
@@ -106,4 +150,4 @@ class EngineSettings(DialingSettings):
     def worker_threads(self) -> int:
         # One core is left to the face, the gateway and the cache service: a worker that has to wait for a thread of its
         # own that lost its core is slower than one with a thread less.
-        return self.threads or max(1, ((os.cpu_count() or 1) - 1) // (self.tp * self.dp_ranks))
+        return self.threads or max(1, ((os.cpu_count() or 1) - 1) * self.nodes // self.parallel_plan.world_size)

@@ -34,7 +34,7 @@ from katydid_engine.plan import StepOutput, StepPlan
 from katydid_engine.scheduler import Scheduler
 from katydid_engine.speed import Speed
 
-__all__ = ["ALIVE_S", "Profiler", "StepLoop"]
+__all__ = ["ALIVE_S", "Peers", "Profiler", "StepLoop"]
 
 ALIVE_S = 0.5
 _CHECK_AFTER_S = 1.0
@@ -55,6 +55,19 @@ class Profiler(Protocol):
 
 
 class StepLoop:
+class Peers(Protocol):
+    """Groups that forward together with this one."""
+
+    @property
+    def patience_s(self) -> float:
+        """How long they may have to wait for this one."""
+        ...
+
+    def idle(self) -> None:
+        """Takes part, without a plan, in what they compute now, if they do."""
+        ...
+
+
     """The first rank's loop. ``publish`` hands a plan to the other ranks; ``run`` carries it out on this one."""
 
     def __init__(
@@ -69,6 +82,7 @@ class StepLoop:
         faults: FaultDelays = FaultDelays(),
     ) -> None:
         self._channel = channel
+        peers: Peers | None = None,
         self._scheduler = scheduler
         self._pool = pool
         self._run = run
@@ -78,6 +92,7 @@ class StepLoop:
         self._profile_path = ""
         self._faults = faults
         self._speed = Speed()
+        self._peers = peers
         self._stopped = False
         self._reported = Load()
         self._alive_at = 0.0
@@ -95,6 +110,8 @@ class StepLoop:
             else:
                 self._idle_since = None
                 self._step(plan)
+                if self._peers is not None:
+                    self._peers.idle()
 
     def _step(self, plan: StepPlan) -> None:
         started = time.monotonic()
@@ -145,7 +162,8 @@ class StepLoop:
         if self._idle_since is None:
             return 0.0
         wake = self._scheduler.next_wake()
-        return ALIVE_S if wake is None else min(ALIVE_S, max(0.0, wake - time.monotonic()))
+        patience = ALIVE_S if self._peers is None else min(ALIVE_S, self._peers.patience_s)
+        return patience if wake is None else min(patience, max(0.0, wake - time.monotonic()))
 
     def _take(self, message: ToWorker) -> None:
         match message:

@@ -43,7 +43,7 @@ def main() -> None:
         if not messages:
             sys.exit("the face has sent no configuration")
         config: WorkerConfig = messages[0]
-        log.configure(f"engine-worker-{config.dp_rank}.{config.tp_rank}", config.log_level)
+        log.configure(f"engine-worker-{config.dp_rank}.{config.member}", config.log_level)
 
         from katydid_engine.rank import work
 

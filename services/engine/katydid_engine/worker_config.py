@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from katydid_engine.faults import FaultDelays
+from katydid_engine.parallel import ParallelPlan
 from katydid_engine.staging import StagingShape
 
 __all__ = ["RingEnds", "WorkerConfig"]
@@ -12,7 +13,7 @@ __all__ = ["RingEnds", "WorkerConfig"]
 
 @dataclass(frozen=True, slots=True)
 class RingEnds:
-    """Descriptors of a TP group's plan ring: its memory, and one eventfd for each rank but the first."""
+    """Descriptors of a group's plan ring: its memory, and one eventfd for each rank but the first."""
 
     memory: int
     bells: tuple[int, ...]
@@ -27,11 +28,16 @@ class WorkerConfig:
         device: "cpu" or "cuda:3".
         dtype: name of a torch dtype; of activations and of weights that are not quantised.
         quantization, kv_cache_dtype: as in the settings.
-        tp, tp_rank: size of the TP group and this rank in it; the first rank schedules.
-        rendezvous: path of a file through which the group's ranks find each other; unused when ``tp`` is 1.
+        plan: of all ranks that compute together.
+        rank: this one among them.
+        member, members: this rank in its group of tp * pp ranks, and their number; the first schedules.
+        dp_rank: the group among this engine's.
+        rendezvous: how the plan's ranks find each other, as ``torch.distributed`` takes it ("file:///tmp/x").
+        rank_timeout_s: how long a rank waits for another before its group has failed.
+        micro_batches: as in the settings.
         num_pages: KV pages; None takes ``kv_memory_bytes``, or on a GPU ``gpu_memory_share`` of what is free.
         max_model_tokens: longest prompt plus output wanted; the model or the pages may allow less.
-        ring: None when ``tp`` is 1.
+        ring: None when the group has one member.
         staging, staging_memory: shape and descriptor of the buffer shared with the face; None without a cache service.
     """
 
@@ -40,10 +46,14 @@ class WorkerConfig:
     dtype: str
     quantization: str
     kv_cache_dtype: str
-    tp: int
-    tp_rank: int
+    plan: ParallelPlan
+    rank: int
+    member: int
+    members: int
     dp_rank: int
     rendezvous: str
+    rank_timeout_s: float
+    micro_batches: int
     threads: int
     num_pages: int | None
     kv_memory_bytes: int

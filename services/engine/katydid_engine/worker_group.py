@@ -12,11 +12,9 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from katydid_runtime.errors import EngineLostError, InternalError, KatydidError, UnavailableError, error_from_details
 from katydid_runtime.rpc_errors import internal_error
@@ -58,28 +56,27 @@ class WorkerGroup:
         Raises:
             KatydidError: what a worker failed with; ModelFolderError and SettingsError among them.
         """
-        tp = self._config.tp
-        with tempfile.TemporaryDirectory(prefix="katydid-") as folder:
-            descriptors: list[int] = []
-            ring = self._make_ring(tp - 1) if tp > 1 else None
-            if ring is not None:
-                descriptors += [ring.memory, *ring.bells]
-            for rank in range(tp):
-                config = replace(
-                    self._config,
-                    tp_rank=rank,
-                    device=self._config.device if rank == 0 else _next_device(self._config.device, rank),
-                    rendezvous=str(Path(folder) / "rendezvous"),
-                    ring=ring,
-                )
-                await self._spawn(config, descriptors)
-            for descriptor in descriptors:
-                os.close(descriptor)
-            failed = asyncio.ensure_future(asyncio.shield(self.failure))
-            all_ready = asyncio.ensure_future(asyncio.gather(*self._ready))
-            await asyncio.wait((failed, all_ready), return_when=asyncio.FIRST_COMPLETED)
-            failed.cancel()
-            all_ready.cancel()
+        members = self._config.members
+        descriptors: list[int] = []
+        ring = self._make_ring(members - 1) if members > 1 else None
+        if ring is not None:
+            descriptors += [ring.memory, *ring.bells]
+        for member in range(members):
+            config = replace(
+                self._config,
+                member=member,
+                rank=_world_rank(self._config, member),
+                device=self._config.device if member == 0 else _next_device(self._config.device, member),
+                ring=ring,
+            )
+            await self._spawn(config, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        failed = asyncio.ensure_future(asyncio.shield(self.failure))
+        all_ready = asyncio.ensure_future(asyncio.gather(*self._ready))
+        await asyncio.wait((failed, all_ready), return_when=asyncio.FIRST_COMPLETED)
+        failed.cancel()
+        all_ready.cancel()
         if self.failure.done():
             raise self.failure.result()
         return self._ready[0].result()
@@ -159,7 +156,7 @@ class WorkerGroup:
         channel.send(config)
         self._channels.append(channel)
         self._ready.append(asyncio.get_running_loop().create_future())
-        self._readers.append(asyncio.create_task(self._read(channel, config.tp_rank)))
+        self._readers.append(asyncio.create_task(self._read(channel, config.member)))
 
     async def _read(self, channel: FaceChannel, rank: int) -> None:
         where = f"worker {self._config.dp_rank}.{rank}"
@@ -192,6 +189,12 @@ class WorkerGroup:
         for future in self._replies.values():
             if not future.done():
                 future.set_exception(error)
+
+
+def _world_rank(config: WorkerConfig, member: int) -> int:
+    """Of a member of the group whose first member has ``config``: TP ranks of a stage first, then of the next."""
+    stage, tp = divmod(member, config.plan.tp)
+    return config.rank + stage * config.plan.tp * config.plan.dp + tp
 
 
 def _next_device(device: str, rank: int) -> str:

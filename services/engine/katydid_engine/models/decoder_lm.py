@@ -64,6 +64,7 @@ class DecoderLM:
         config: of the whole model, not of this rank's share.
         device: of weights, pages and batches.
         dtype: of hidden states.
+        before_pass: called at the beginning of every ``forward`` with 0, and of every ``draft`` with 1 + depth.
     """
 
     def __init__(self, context: RankContext, weights: Weights, feed_forward: FeedForwardBuilder) -> None:
@@ -71,6 +72,7 @@ class DecoderLM:
         self.config = config
         self.device = weights.device
         self.dtype = weights.dtype
+        self.before_pass: Callable[[int], None] = lambda _: None
         self._context = context
         self._stage = context.stage
         self._exchange = Exchange(
@@ -131,6 +133,7 @@ class DecoderLM:
 
         On a pipeline's later stages what is returned is not the model's.
         """
+        self.before_pass(0)
         parts = batch.split(self._context.micro_batches)
         if self._stage.count > 1:
             return self._pipelined(parts, kv_cache)
@@ -141,8 +144,9 @@ class DecoderLM:
         return torch.cat(interleave(works)) if len(works) > 1 else finish(works[0])
 
     @torch.inference_mode()
-    def take_part(self) -> None:
-        """What this rank owes the others in a forward for which it has no tokens itself."""
+    def take_part(self, kind: int = 0) -> None:  # noqa: ARG002 - this model has one kind
+        """What this rank owes the others in a pass for which it has no tokens itself, of the kind that ``before_pass``
+        names."""
         interleave([self._nothing() for _ in range(self._context.micro_batches)])
 
     @torch.inference_mode()

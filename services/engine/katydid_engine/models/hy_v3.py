@@ -80,15 +80,18 @@ class HyV3(DecoderLM):
         Returns:
             ``[T, hidden]`` after the draft layer's norm: ``logits`` of it predict the token after ``next_token_ids``.
         """
+        self.before_pass(1 + depth)
         batch = self._planner.planned(batch)
         pages = len(self._layers) + depth
         k_pages, v_pages = kv_cache.k_pages[pages], kv_cache.v_pages[pages]
         return self._mtp_layers[depth](self._embedded(next_token_ids), hidden, self._table, batch, k_pages, v_pages)
 
     @torch.inference_mode()
-    def take_part_in_draft(self, depth: int = 0) -> None:
-        """As ``take_part``, in a ``draft`` of the other ranks."""
-        finish(self._mtp_layers[depth].take_part())
+    def take_part(self, kind: int = 0) -> None:
+        if kind == 0:
+            super().take_part()
+        else:
+            finish(self._mtp_layers[kind - 1].take_part())
 
     def _every_layer(self) -> list[DecoderLayer]:
         return [*self._layers, *(layer.block for layer in self._mtp_layers)]

@@ -1,0 +1,89 @@
+"""Ranks that share experts forward together: before every pass they agree which one it is, and who has no tokens for it
+takes part with nothing.
+
+    idle        rank 0 of a group with nothing to compute: joins a round a few times a second, or at once after one in
+                which somebody computed; what another rank has to compute waits for that at most
+    a pass      of the target model, or of a draft layer. When ranks want different ones the lowest is first; the others
+                take part in it, and ask again for theirs
+
+Other ranks of a TP group join exactly the rounds that their first rank joins: a plan tells them of a pass, an empty
+record of an idle round. So no rank ever waits for one that does not come, and one that is lost ends the wait by the
+group's timeout.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from katydid_engine.collectives import Collectives
+
+__all__ = ["Between", "Lockstep"]
+
+_NOTHING = -1
+_ACTIVE_S = 1.0
+_WARM_PATIENCE_S = 0.001
+_IDLE_PATIENCE_S = 0.02
+
+
+class Between(Protocol):
+    """Work of all ranks between two passes, such as moving experts."""
+
+    def progress(self) -> int:
+        """How far this rank is, in a number that the others are told."""
+        ...
+
+    def agreed(self, progress: list[int]) -> None:
+        """How far each rank is; called on all ranks with the same numbers, with no pass running."""
+        ...
+
+
+class Lockstep:
+    """One rank's end.
+
+    Args:
+        group: all ranks that pass together, on the CPU.
+        take_part: what this rank owes the others in a pass of a kind for which it has no tokens.
+        between: None where nothing goes on between passes.
+    """
+
+    def __init__(self, group: Collectives, take_part: Callable[[int], None], between: Between | None = None) -> None:
+        self._group = group
+        self._take_part = take_part
+        self._between = between
+        self._passed_at = -_ACTIVE_S
+        self._passed = False
+
+    def enter(self, kind: int) -> None:
+        """Returns when it is the turn of a pass of ``kind``, 0 for the target's, 1 + depth for a draft layer's."""
+        while (turn := self._round(kind)) != kind:
+            self._take_part(turn)
+
+    def idle(self) -> None:
+        """Joins a round with nothing to compute."""
+        turn = self._round(_NOTHING)
+        self._passed = turn != _NOTHING
+        if self._passed:
+            self._take_part(turn)
+
+    @property
+    def patience_s(self) -> float:
+        """How long a rank with nothing to compute may wait before it joins a round."""
+        if self._passed:
+            return 0.0
+        return _WARM_PATIENCE_S if time.monotonic() - self._passed_at < _ACTIVE_S else _IDLE_PATIENCE_S
+
+    def _round(self, wanted: int) -> int:
+        """The kind of the pass that comes now; -1 when nobody has anything to compute."""
+        progress = 0 if self._between is None else self._between.progress()
+        told = self._group.all_gather(torch.tensor([[wanted, progress]]), 0)
+        if self._between is not None:
+            self._between.agreed(told[:, 1].tolist())
+        kinds = [kind for kind in told[:, 0].tolist() if kind != _NOTHING]
+        if not kinds:
+            return _NOTHING
+        self._passed_at = time.monotonic()
+        return int(min(kinds))
