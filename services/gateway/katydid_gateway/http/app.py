@@ -24,6 +24,7 @@ from katydid_gateway.gateway_metrics import GatewayMetrics
 from katydid_gateway.generation import Generator
 from katydid_gateway.http.chat import ChatCompletions
 from katydid_gateway.http.completions import Completions
+from katydid_gateway.http.console import Explain, console_routes
 from katydid_gateway.http.exchange import Exchange
 from katydid_gateway.http.failures import OPENAI_ERRORS, ErrorWords, error_response
 from katydid_gateway.http.messages import ANTHROPIC_ERRORS, CountTokens, Messages
@@ -85,15 +86,12 @@ def http_app(
     def post(path: str, work: _Work, errors: ErrorWords = OPENAI_ERRORS) -> Route:
         return Route(path, _Post(work, keys, settings.max_body_bytes, errors), methods=["POST"])
 
-    def authenticated(request: Request) -> None:
-        keys.tenant(_authorization(request.headers))
-
     async def list_models(request: Request) -> Response:
-        authenticated(request)
+        tenant(request)
         return _json({"object": "list", "data": [_model(fleet, started)]})
 
     async def get_model(request: Request) -> Response:
-        authenticated(request)
+        tenant(request)
         asked, known = request.path_params["model"], fleet.limits.model
         if asked != known:
             raise UnknownModelError(
@@ -113,6 +111,14 @@ def http_app(
         text, content_type = metrics.render(request.headers.get("accept", ""))
         return Response(text, headers={"content-type": content_type})
 
+    def tenant(request: Request) -> str:
+        return keys.tenant(_authorization(request.headers))
+
+    console = (
+        [post("/console/api/explain", Explain(generator)), *console_routes(generator, metrics, tenant)]
+        if settings.console
+        else []
+    )
     return Starlette(
         routes=[
             post("/v1/chat/completions", ChatCompletions(generator, keepalive_s)),
@@ -127,6 +133,7 @@ def http_app(
             Route("/healthz", alive),
             Route("/readyz", ready),
             Route("/metrics", exposition),
+            *console,
         ],
         exception_handlers={KatydidError: _on_katydid_error, HTTPException: _on_http_error},
     )
