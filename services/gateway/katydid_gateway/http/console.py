@@ -69,8 +69,7 @@ def console_routes(generator: Generator, metrics: GatewayMetrics, tenant: Callab
 
     async def fleet(request: Request) -> Response:
         tenant(request)
-        known = generator.fleet.connections and generator.fleet.ready
-        model = generator.fleet.limits.model if known else ""
+        model = generator.fleet.limits.model if generator.fleet.ready else ""
         return _json(fleet_view(generator.fleet.router, metrics, model))
 
     async def requests(request: Request) -> Response:
