@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from katydid_gateway.chain_cache import ChainCache
+from katydid_gateway.text.prefixes import RecentPrefixes
 from katydid_gateway.text.tokenizer import SegmentCache, TextTokenizer, load_tokenizer
+from katydid_runtime.block_hash import ChainKey
 from katydid_runtime.errors import ModelFolderError
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers, processors
 
@@ -31,6 +34,40 @@ def test_segments_give_the_ids_of_the_whole(text: str) -> None:
     whole = TOKENIZER.encode(text, add_special_tokens=False).ids
     assert encode(cached, text) == whole
     assert encode(cached, text) == whole, "from the cache"
+
+
+TURNS = st.lists(st.tuples(st.integers(0, 3), st.text("ab <|im_end|>", max_size=30)), max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(TURNS)
+def test_conversations_that_grow_and_branch_have_the_ids_of_the_whole(turns: list[tuple[int, str]]) -> None:
+    cached = TextTokenizer(TOKENIZER, cache_bytes=1 << 22)
+    key = ChainKey(b"m")
+    chains = ChainCache(1 << 20)
+    seen = ["<|im_start|>" + "some words " * 900]
+    for place, text in turns:
+        seen.append(f"{seen[min(place, len(seen) - 1)]}<|im_end|>{text}<|im_start|>x")
+        encoded = asyncio.run(cached.encode_prompt(seen[-1]))
+        assert list(array("I", encoded.ids)) == TOKENIZER.encode(seen[-1], add_special_tokens=False).ids
+        assert encoded.prefix is not None
+        assert encoded.ids.startswith(encoded.prefix.ids)
+        chain = chains.chain(encoded.ids, key, encoded.known, encoded.prefix)
+        assert chain == key.extend(encoded.ids)
+        # From what was just kept.
+        assert chains.chain(encoded.ids, key, encoded.prefix) == chain
+
+
+def test_prefixes_stay_within_their_memory() -> None:
+    prefixes = RecentPrefixes(40_000)
+    for number in range(10):
+        text = f"{number}" * 10_000
+        assert prefixes.put(text, b"1234" * 2000) is not None
+        assert prefixes.bytes <= 40_000
+        assert prefixes.of(f"{text} and more") is not None
+    assert prefixes.of("0" * 10_000) is None
+    assert prefixes.put("x" * 50_000, b"") is None
+    assert prefixes.put("short", b"") is None
 
 
 def test_special_tokens_of_the_tokenizer_are_added_once() -> None:

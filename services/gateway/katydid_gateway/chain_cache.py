@@ -11,12 +11,17 @@ from hashlib import sha256
 
 from katydid_runtime.block_hash import BLOCK_TOKENS, HASH_BYTES, ChainKey
 
+from katydid_gateway.text.prefixes import Prefix
+
 __all__ = ["ChainCache"]
 
 STRIDE = 64
 _STRIDE_BYTES = STRIDE * BLOCK_TOKENS * 4
 # A stride's hashes, its name, and what a dict entry costs.
 _ENTRY_BYTES = STRIDE * HASH_BYTES + 32 + 200
+_BLOCK_BYTES = BLOCK_TOKENS * 4
+# Tenants whose hashes of one beginning are kept with it.
+_MOST_KEYS = 8
 
 
 class ChainCache:
@@ -30,8 +35,23 @@ class ChainCache:
     def size_bytes(self) -> int:
         return len(self._entries) * _ENTRY_BYTES
 
-    def chain(self, ids: bytes, key: ChainKey) -> bytes:
-        """What `key.extend(ids)` gives, for packed ids."""
+    def chain(self, ids: bytes, key: ChainKey, known: Prefix | None = None, prefix: Prefix | None = None) -> bytes:
+        """What `key.extend(ids)` gives, for packed ids that begin with those of `known` and of `prefix`.
+
+        What is kept with `known` is not hashed again; `prefix` keeps its part for the next turn.
+        """
+        start = known.chains.get(key) if known is not None else None
+        if start:
+            blocks = len(start) // HASH_BYTES
+            rest = memoryview(ids)[blocks * _BLOCK_BYTES :]
+            chain = start + key.extend(rest, first_block=blocks, previous=start[-HASH_BYTES:])
+        else:
+            chain = self._by_strides(ids, key)
+        if prefix is not None and len(prefix.chains) < _MOST_KEYS:
+            prefix.chains[key] = chain[: len(prefix.ids) // _BLOCK_BYTES * HASH_BYTES]
+        return chain
+
+    def _by_strides(self, ids: bytes, key: ChainKey) -> bytes:
         running = sha256(key.root + bytes([len(key.salt)]) + key.salt + key.public_blocks.to_bytes(8, "little"))
         view = memoryview(ids)
         parts: list[bytes] = []

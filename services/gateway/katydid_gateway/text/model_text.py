@@ -16,6 +16,7 @@ from katydid_gateway.parsers.interface import OutputParser, PlainParser
 from katydid_gateway.requests import Conversation, Prompt, SamplingOptions, TextPrompt, TokenPrompt
 from katydid_gateway.text.chat_template import ChatTemplate
 from katydid_gateway.text.detokenizer import Vocabulary
+from katydid_gateway.text.prefixes import Prefix
 from katydid_gateway.text.tokenizer import TextTokenizer, load_tokenizer
 
 __all__ = ["EncodedPrompt", "ModelText", "load_model_text"]
@@ -27,10 +28,15 @@ _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A prompt as an engine gets it, and the text it was made from (empty for a prompt given as ids)."""
+    """A prompt as an engine gets it, and the text it was made from (empty for a prompt given as ids).
+
+    `known` is a beginning of it that was seen before, `prefix` the one that the next turn may begin with.
+    """
 
     ids: bytes
     text: str
+    known: Prefix | None = None
+    prefix: Prefix | None = None
 
     @property
     def tokens(self) -> int:
@@ -64,7 +70,8 @@ class ModelText:
             ids = await self.tokenizer.encode(prompt.text, special_tokens=prompt.special_tokens)
             return EncodedPrompt(ids, prompt.text)
         text = self.render(prompt) if _is_short(prompt) else await asyncio.to_thread(self.render, prompt)
-        return EncodedPrompt(await self.tokenizer.encode(text), text)
+        encoded = await self.tokenizer.encode_prompt(text)
+        return EncodedPrompt(encoded.ids, text, encoded.known, encoded.prefix)
 
     def parser(self, prompt: Prompt, text: str) -> OutputParser:
         """The parser for one choice of the answer to `prompt`, whose rendered text is `text`."""

@@ -1,4 +1,4 @@
-"""Text into packed token ids, off the event loop, remembering segments between special tokens.
+"""Text into packed token ids, off the event loop, remembering what was seen: whole beginnings, segments, words.
 
 Tokenizers cut text at their added tokens before anything else, so the ids of a text are the ids of its segments, one
 after the other, and an agent's next turn needs only its new segments tokenised (97 % of it was seen before).
@@ -14,6 +14,7 @@ import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,14 @@ from katydid_runtime.block_hash import pack_ids
 from katydid_runtime.errors import ModelFolderError
 from tokenizers import Tokenizer
 
-__all__ = ["SegmentCache", "TextTokenizer", "load_tokenizer"]
+from katydid_gateway.text.prefixes import Prefix, RecentPrefixes
+from katydid_gateway.text.words import WordCache, cuts_at_words
 
-# Short misses are cheaper to tokenise here than to hand to a thread.
+__all__ = ["EncodedText", "SegmentCache", "TextTokenizer", "load_tokenizer"]
+
+# Short misses are cheaper to tokenise here than to hand to a thread; looked up word by word, longer ones are too.
 _INLINE_CHARACTERS = 2048
+_INLINE_WORDS = 32_768
 # What an entry costs beside its text and ids: dict node, str and bytes headers.
 _ENTRY_BYTES = 256
 
@@ -69,37 +74,69 @@ class SegmentCache:
         return _ENTRY_BYTES + len(ids) + len(segment) * (1 if segment.isascii() else 4)
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedText:
+    """Packed ids; the prefix seen before that the text begins with, and the one it leaves for the next turn."""
+
+    ids: bytes
+    known: Prefix | None = None
+    prefix: Prefix | None = None
+
+
 class TextTokenizer:
-    """Tokenises for one model; `encode` may be called from many tasks at once."""
+    """Tokenises for one model; `encode` may be called from many tasks at once. Half of `cache_bytes` is for prefixes,
+    half for segments."""
 
     def __init__(self, tokenizer: Tokenizer, cache_bytes: int = 0) -> None:
         self._tokenizer = tokenizer
-        self._cache = SegmentCache(cache_bytes)
+        self._cache = SegmentCache(cache_bytes // 2)
+        self._prefixes = RecentPrefixes(cache_bytes // 2)
         self._special = _special_ids(tokenizer)
         self._boundary = _boundary_pattern(tokenizer)
         self._before, self._after = _affixes(tokenizer)
+        self._words = WordCache(self._encode_whole) if cache_bytes and cuts_at_words(tokenizer) else None
+        self._inline = _INLINE_CHARACTERS if self._words is None else _INLINE_WORDS
 
     async def encode(self, text: str, *, special_tokens: bool = False) -> bytes:
         """Ids as little-endian uint32; `special_tokens` adds what the tokenizer puts around a text of its own."""
-        pieces = [text] if self._boundary is None else self._boundary.split(text)
+        body = (await self.encode_prompt(text)).ids
+        return self._before + body + self._after if special_tokens else body
+
+    async def encode_prompt(self, text: str) -> EncodedText:
+        """The same without tokens around it, and with what is known of its beginning."""
+        if self._boundary is None:
+            return EncodedText(b"".join(await self._segments([text])))
+        known = self._prefixes.of(text)
+        pieces = self._boundary.split(text[len(known.text) :] if known is not None else text)
+        ids = await self._segments(pieces)
+        body = b"".join(ids if known is None else (known.ids, *ids))
+        if known is not None and len(pieces) == 1:
+            return EncodedText(body, known, known)
+        prefix = self._prefixes.put(text[: len(text) - len(pieces[-1])], body[: len(body) - len(ids[-1])])
+        return EncodedText(body, known, prefix)
+
+    async def _segments(self, pieces: Sequence[str]) -> list[bytes]:
+        """The ids of each piece, most of which are known."""
         ids = [self._known(piece) for piece in pieces]
         missing = [place for place, found in enumerate(ids) if found is None]
         if missing:
             segments = [pieces[place] for place in missing]
-            if sum(map(len, segments)) <= _INLINE_CHARACTERS:
+            if sum(map(len, segments)) <= self._inline:
                 encoded = self._encode_segments(segments)
             else:
                 encoded = await asyncio.to_thread(self._encode_segments, segments)
             for place, packed in zip(missing, encoded, strict=True):
                 ids[place] = packed
                 self._cache.put(pieces[place], packed)
-        body = b"".join([found or b"" for found in ids])
-        return self._before + body + self._after if special_tokens else body
+        return [found or b"" for found in ids]
 
     def _known(self, piece: str) -> bytes | None:
         return self._special.get(piece) or self._cache.get(piece) if piece else b""
 
     def _encode_segments(self, segments: Sequence[str]) -> list[bytes]:
+        return self._encode_whole(segments) if self._words is None else self._words.ids(segments)
+
+    def _encode_whole(self, segments: Sequence[str]) -> list[bytes]:
         encodings = self._tokenizer.encode_batch_fast(list(segments), add_special_tokens=False)
         return [pack_ids(array("I", encoding.ids)) for encoding in encodings]
 

@@ -1,0 +1,55 @@
+"""What is left of a request when it has ended: metrics, spans, one log line. Never what was said."""
+
+from __future__ import annotations
+
+import logging
+
+from katydid_gateway.answer import Answer
+from katydid_gateway.gateway_metrics import GatewayMetrics
+from katydid_gateway.request_clock import RequestClock
+from katydid_gateway.requests import Usage
+
+__all__ = ["record_finished"]
+
+logger = logging.getLogger(__name__)
+
+
+def record_finished(
+    metrics: GatewayMetrics, answer: Answer | None, clock: RequestClock, *, api: str, outcome: str, tenant: str
+) -> None:
+    """`answer` is None for a request that was refused before it had one."""
+    metrics.finished.labels(api, outcome).inc()
+    if answer is None:
+        metrics.ended(tenant, outcome, Usage(0, 0))
+        logger.info("request refused", extra={"api": api, "outcome": outcome})
+        return
+    usage, tokens = answer.usage, answer.tokens
+    metrics.settled(usage)
+    metrics.ended(tenant, outcome, usage)
+    clock.export(tokens, answer.trace)
+    if clock.ttft_s:
+        metrics.answered(clock.ttft_s, clock.tpot_s(tokens), tokens, clock.trace_id)
+        for name, seconds in clock.phases_s.items():
+            metrics.phase.labels(name).observe(max(0.0, seconds))
+    clock.span.set_all(
+        {
+            "request.outcome": outcome,
+            "request.engine": clock.engine,
+            "request.output_tokens": usage.completion_tokens,
+            "request.cached_tokens": usage.cached.total,
+            "request.resumes": answer.resumes,
+        }
+    )
+    logger.info(
+        "request finished",
+        extra={
+            "api": api,
+            "outcome": outcome,
+            "engine": clock.engine,
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached.total,
+            "output_tokens": usage.completion_tokens,
+            "ttft_ms": round(clock.ttft_s * 1e3, 1),
+            "tpot_ms": round(clock.tpot_s(tokens) * 1e3, 2),
+        },
+    )
