@@ -26,7 +26,7 @@ check: install ## lint, types, import rules, protos
 
 # A shared machine can freeze a process that a test started: one rerun tells that from a fault, and the summary names it.
 test: check ## everything but long runs and GPUs
-	$(BIN)/pytest -q --reruns 1 -m "not soak and not gpu and not clients and not chart"
+	$(BIN)/pytest -q --reruns 1 -m "not soak and not gpu and not clients and not browser and not chart"
 
 soak: install ## long fault and load runs
 	$(BIN)/pytest -q -m soak --timeout 3600
