@@ -1,10 +1,11 @@
 """What the gateway costs: agent turns of 800 KB, many streams, small requests; with mock engines, in real processes.
 
-    python bench/gateway.py [--model FOLDER] [--rounds 3] [--output bench/results/gateway.json]
+    python bench/gateway.py [--model FOLDER] [--rounds 3] [--peers FOLDER] [--output bench/results/gateway.json]
 
 FOLDER is any model folder; its tokenizer and chat template are used, tokenising is part of every figure. The mock
 engine (tests/gateway/mock_engine.py) answers at once, so a first token's time is the gateway's, the loopback's and 1 ms
-of step.
+of step. With --peers other gateways (bench/gateway_peers) take turns with ours, before mock engines that speak HTTP;
+they route text and tokenise nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 from katydid_cli.model_folder import default_cache_dir, resolve_model
 from tokenizers import Tokenizer
 
+from bench.gateway_peers.launch import PEERS, start_peer
 from bench.http_load import Exchanged, Wire, encoded, percentile
 from tests.gateway.processes import Process
 
@@ -122,8 +124,8 @@ async def small(port: int, wires: int, requests: int, dice: random.Random) -> Fi
     return {"per_s": requests / seconds}
 
 
-async def streams(port: int, count: int, tokens: int, dice: random.Random) -> Figures:
-    """So many streams at the same time, and /healthz beside them."""
+async def streams(port: int, count: int, tokens: int, dice: random.Random, health_path: str = "/healthz") -> Figures:
+    """So many streams at the same time, and a health check beside them."""
     bodies = [encoded([{"role": "user", "content": text(dice, 200)}], max_tokens=tokens, ignore_eos=True)] * count
     health: list[float] = []
     stop = asyncio.Event()
@@ -131,7 +133,7 @@ async def streams(port: int, count: int, tokens: int, dice: random.Random) -> Fi
     async def watch() -> None:
         wire = Wire("127.0.0.1", port)
         while not stop.is_set():
-            health.append(await wire.get("/healthz") * 1e3)
+            health.append(await wire.get(health_path) * 1e3)
             await asyncio.sleep(0.05)
         wire.close()
 
@@ -177,18 +179,20 @@ def started(model: Path, engines: int, **mock: float) -> tuple[list[Process], in
     return processes, port
 
 
-def measured(model: Path, rounds: int) -> dict[str, Figures]:
-    """Medians over rounds, each with processes of its own."""
+def measured(model: Path, rounds: int, peers: Path | None) -> dict[str, dict[str, Figures]]:
+    """By gateway, "" for ours: medians over rounds. Each measurement has processes of its own; gateways take turns."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    stream = {"tokens_per_step": 16, "step_ms": 20}
     cases: dict[str, tuple[dict[str, float], Callable[[int, random.Random], Awaitable[Figures]]]] = {
         "800 KB turn, warm": ({}, lambda port, dice: agent_turns(port, 800_000, 40, dice)),
         "800 KB, cold": ({}, lambda port, dice: cold_turns(port, tokenizer, 800_000, 8, dice)),
         "800 KB, 20 at once": ({}, lambda port, dice: crowd(port, 800_000, 20, 120, dice)),
         "220 KB, 100 at once": ({}, lambda port, dice: crowd(port, 220_000, 100, 300, dice)),
         "small, 32 at once": ({}, lambda port, dice: small(port, 32, 3000, dice)),
-        "256 streams": ({"tokens_per_step": 16, "step_ms": 20}, lambda port, dice: streams(port, 256, 2048, dice)),
+        "256 streams": (stream, lambda port, dice: streams(port, 256, 2048, dice)),
     }
-    found: dict[str, list[Figures]] = {name: [] for name in cases}
+    others = {"256 streams": lambda port, dice: streams(port, 256, 2048, dice, "/health")}
+    found: dict[tuple[str, str], list[Figures]] = {}
     for number in range(rounds):
         for name, (mock, case) in cases.items():
             processes, port = started(model, 2, **mock)
@@ -197,16 +201,44 @@ def measured(model: Path, rounds: int) -> dict[str, Figures]:
             finally:
                 for process in reversed(processes):
                     process.stop()
-            found[name].append(figures)
+            found.setdefault(("", name), []).append(figures)
             print(f"round {number + 1}: {name}: {figures}", flush=True)
-    return {
-        name: {figure: statistics.median(run[figure] for run in runs) for figure in runs[0]}
-        for name, runs in found.items()
-    }
+            for peer in PEERS if peers is not None else ():
+                try:
+                    figures = beside(peer, peers, mock, others.get(name, case), number)  # type: ignore[arg-type]
+                except (OSError, RuntimeError, TimeoutError, asyncio.IncompleteReadError) as error:
+                    # A gateway that fails under a load has no figure for it.
+                    print(f"round {number + 1}: {name}: {peer} failed: {error!r}", flush=True)
+                    continue
+                if figures:
+                    found.setdefault((peer, name), []).append(figures)
+                    print(f"round {number + 1}: {name}: {peer}: {figures}", flush=True)
+    medians: dict[str, dict[str, Figures]] = {}
+    for (gateway, name), runs in found.items():
+        figures = {figure: statistics.median(run[figure] for run in runs) for figure in runs[0]}
+        medians.setdefault(gateway, {})[name] = figures
+    return medians
 
 
-def rows(figures: dict[str, Figures]) -> list[dict[str, Any]]:
-    """One row a bar; the peers' figures are those published for the same shapes."""
+def beside(
+    peer: str,
+    folder: Path,
+    mock: dict[str, float],
+    case: Callable[[int, random.Random], Coroutine[Any, Any, Figures]],
+    seed: int,
+) -> Figures:
+    """One case before a peer; nothing where `folder` does not have it."""
+    started = start_peer(peer, folder, 2, mock)
+    if started is None:
+        return {}
+    try:
+        return asyncio.run(asyncio.wait_for(case(started.port, random.Random(seed)), 120))
+    finally:
+        started.stop()
+
+
+def rows(figures: dict[str, dict[str, Figures]]) -> list[dict[str, Any]]:
+    """One row a bar; `peer` is the best of the peers that were measured, `peers` are all of them."""
     table = (
         ("800 KB turn, 97 % seen before: TTFT p50", "800 KB turn, warm", "p50", "ms", 8, True),
         ("800 KB turn, 97 % seen before: TTFT p99", "800 KB turn, warm", "p99", "ms", 20, True),
@@ -220,7 +252,11 @@ def rows(figures: dict[str, Figures]) -> list[dict[str, Any]]:
     )
     made = []
     for figure, case, name, unit, bar, lower in table:
-        value = figures[case][name]
+        value = figures[""][case][name]
+        peers = {peer: round(cases[case][name], 3) for peer, cases in figures.items() if peer and case in cases}
+        if name == "share":
+            peers = {}
+        best = (min if lower else max)(peers, key=peers.__getitem__, default=None)
         met = value <= bar if lower else value >= bar
         made.append(
             {
@@ -228,8 +264,9 @@ def rows(figures: dict[str, Figures]) -> list[dict[str, Any]]:
                 "value": round(value, 3),
                 "unit": unit,
                 "floor": None,
-                "peer": None,
-                "peer_value": None,
+                "peer": best,
+                "peer_value": peers[best] if best is not None else None,
+                "peers": peers,
                 "bar": bar,
                 "met": met,
             }
@@ -241,12 +278,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peers", type=Path, help="folder of other gateways, see bench/gateway_peers/launch.py")
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "gateway.json")
     options = parser.parse_args()
     model = resolve_model(options.model, default_cache_dir())
-    made = rows(measured(model, options.rounds))
+    made = rows(measured(model, options.rounds, options.peers))
     for row in made:
-        print(f"{row['figure']:<45}{row['value']:>12,.2f} {row['unit']:<4} bar {row['bar']:g}: met {row['met']}")
+        print(
+            f"{row['figure']:<45}{row['value']:>12,.2f} {row['unit']:<4} bar {row['bar']:g}: met {row['met']} {row['peers']}"
+        )
     head = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(head, capture_output=True, text=True, cwd=ROOT, check=False)
     report = {

@@ -94,4 +94,4 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def encoded(messages: list[dict[str, str]], **fields: Any) -> bytes:
     """The body of a streamed chat completion."""
-    return json.dumps({"messages": messages, "stream": True, **fields}).encode()
+    return json.dumps({"model": "mock", "messages": messages, "stream": True, **fields}).encode()
