@@ -1,6 +1,6 @@
 """What the gateway costs: agent turns of 800 KB, many streams, small requests; with mock engines, in real processes.
 
-    python bench/gateway.py [--model FOLDER] [--rounds 3] [--peers FOLDER] [--output bench/results/gateway.json]
+    python -m bench.gateway [--model FOLDER] [--rounds 3] [--peers FOLDER] [--output bench/results/gateway.json]
 
 FOLDER is any model folder; its tokenizer and chat template are used, tokenising is part of every figure. The mock
 engine (tests/gateway/mock_engine.py) answers at once, so a first token's time is the gateway's, the loopback's and 1 ms
@@ -284,9 +284,8 @@ def main() -> int:
     model = resolve_model(options.model, default_cache_dir())
     made = rows(measured(model, options.rounds, options.peers))
     for row in made:
-        print(
-            f"{row['figure']:<45}{row['value']:>12,.2f} {row['unit']:<4} bar {row['bar']:g}: met {row['met']} {row['peers']}"
-        )
+        met = f"bar {row['bar']:g}: met {row['met']}"
+        print(f"{row['figure']:<45}{row['value']:>12,.2f} {row['unit']:<4} {met} {row['peers'] or ''}")
     head = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(head, capture_output=True, text=True, cwd=ROOT, check=False)
     report = {
