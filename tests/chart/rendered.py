@@ -55,7 +55,7 @@ CONFIGURATIONS: dict[str, tuple[str | None, dict[str, Any]]] = {
                         "role": "decode",
                         "gpus": 8,
                         "nodes": 4,
-                        "settings": {"tp": 32},
+                        "settings": {"plan": "dp32,ep32"},
                         "podLabels": {"team": "a"},
                         "autoscaling": {"kind": "hpa", "minReplicas": 1, "maxReplicas": 2},
                     },

@@ -34,9 +34,10 @@ def test_a_pool_has_its_own_settings_over_those_of_all() -> None:
     roles = {pod.name: pod.environment for pod in pods("prefill-decode") if pod.component == "engine"}
     assert roles["demo-engine-prefill"]["KATYDID_ENGINE_ROLE"] == "prefill"
     assert roles["demo-engine-decode"]["KATYDID_ENGINE_ROLE"] == "decode"
+    assert roles["demo-engine-prefill"]["KATYDID_ENGINE_PLAN"] == "tp8,sp,ep8"
+    assert roles["demo-engine-decode"]["KATYDID_ENGINE_PLAN"] == "dp8,ep8+32"
     for environment in roles.values():
         assert environment["KATYDID_ENGINE_QUANTIZATION"] == "fp8"
-        assert environment["KATYDID_ENGINE_TP"] == "8"
 
 
 def test_where_engines_look_for_blocks() -> None:

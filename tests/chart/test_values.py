@@ -44,7 +44,7 @@ def test_unknown_keys_are_refused(path: str) -> None:
         ("gateway/settings/drain_timeout_s", -1),
         ("gateway/settings/drain_timeout_s", "long"),
         ("gateway/settings/tool_format", "hy4"),
-        ("engine/settings/tp", 0),
+        ("engine/settings/nodes", 0),
         ("engine/settings/gpu_memory_share", 1.5),
         ("engine/pools/main/role", "decoder"),
         ("engine/pools/Main", {}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from katydid_engine.faults import FaultDelays
+from katydid_engine.parallel import ParallelPlan, Role
 from katydid_engine.settings import EngineSettings
 from katydid_runtime.errors import SettingsError
 
@@ -43,3 +44,36 @@ def test_fault_delays() -> None:
     slow = EngineSettings.load(("--model", "m", "--fault-delays", "queue:50, decode:2.5"))
     assert slow.faults == FaultDelays(queue=0.05, decode=0.0025)
     assert EngineSettings.load(("--model", "m")).faults == FaultDelays()
+
+
+def test_plan() -> None:
+    settings = EngineSettings.load(("--model", "m", "--plan", "dp8ep8", "--role", "decode"))
+    assert settings.plan == "dp8,ep8"
+    assert settings.parallel_plan == ParallelPlan(dp=8, ep=8, role=Role.DECODE)
+    assert settings.dp_ranks == 8
+    assert EngineSettings.load(("--model", "m")).parallel_plan == ParallelPlan()
+
+
+@pytest.mark.parametrize(
+    ("environment", "rendezvous"),
+    [
+        ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "leader", "MASTER_PORT": "29500"}, "leader:29500"),
+        (
+            {
+                "GROUP_WORLD_SIZE": "2",
+                "GROUP_RANK": "1",
+                "MASTER_ADDR": "leader",
+                "MASTER_PORT": "29500",
+                "TORCHELASTIC_RUN_ID": "x",
+            },
+            "leader:29501",
+        ),
+    ],
+)
+def test_nodes_from_a_launcher(environment: dict[str, str], rendezvous: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    settings = EngineSettings.load(("--model", "m", "--plan", "dp16,ep16"))
+    assert (settings.nodes, settings.node_rank, settings.dp_ranks) == (2, 1, 8)
+    assert settings.rendezvous == rendezvous
+    assert EngineSettings.load(("--model", "m", "--plan", "dp16,ep16", "--rendezvous", "a:1")).rendezvous == "a:1"

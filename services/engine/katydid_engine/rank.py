@@ -18,14 +18,14 @@ from katydid_engine.channel import BlockingChannel
 from katydid_engine.collectives import Collectives, SingleRank, TorchCollectives
 from katydid_engine.loader import load_model
 from katydid_engine.messages import Ready, Stop
-from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.lockstep import Lockstep
+from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.page_budget import count_pages
 from katydid_engine.plan_ring import PlanReader, PlanWriter
 from katydid_engine.profiling import StepProfiler
-from katydid_engine.runner import Runner
 from katydid_engine.rank_groups import RankGroups, join_groups
 from katydid_engine.scheduler import Scheduler, SchedulerConfig
+from katydid_engine.runner import Runner
 from katydid_engine.slot_memory import SlotMemory
 from katydid_engine.staging import Staging
 from katydid_engine.step_loop import StepLoop
@@ -34,11 +34,11 @@ from katydid_engine.worker_config import WorkerConfig
 __all__ = ["work"]
 
 _FOLLOW_POLL_S = 1.0
-
 _LOAD_TIMEOUT_S = 1800.0
 _IDLE_ROUND = b""
 
 def work(config: WorkerConfig, channel: BlockingChannel) -> None:
+
     """Runs one rank until it is told to stop.
 
     Raises:
@@ -58,11 +58,11 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         dtype=getattr(torch, config.dtype),
         plan=config.plan,
         collectives=collectives,
-        quantization=config.quantization,
         experts=groups.experts,
         stage=groups.stage,
         micro_batches=config.micro_batches,
         kv_cache_dtype=config.kv_cache_dtype,
+        quantization=config.quantization,
     )
     num_pages = count_pages(model, config, collectives)
     runner = Runner(model, num_pages, collectives=collectives, slots=_map_staging(config, model))
@@ -118,6 +118,7 @@ class _Peers:
     def __init__(self, lockstep: Lockstep, publish: Callable[[bytes], None]) -> None:
         self._lockstep = lockstep
         self._publish = publish
+    publish = (lambda _: None) if writer is None else writer.write
 
     @property
     def patience_s(self) -> float:
@@ -134,7 +135,6 @@ def _follow(config: WorkerConfig, channel: BlockingChannel, runner: Runner, lock
     index = config.member - 1
     reader = PlanReader(config.ring.memory, index, len(config.ring.bells), config.ring.bells[index])
     while True:
-    publish = (lambda _: None) if writer is None else writer.write
         body = reader.read(_FOLLOW_POLL_S, also=channel.fileno())
         if body == _IDLE_ROUND:
             assert lockstep is not None

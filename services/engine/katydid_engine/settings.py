@@ -48,7 +48,7 @@ class EngineSettings(DialingSettings):
         description="how the model is cut over ranks: tpN, sp, dpN, epN, epN+REDUNDANT, ppN, fp8, as in tp8,sp,ep8 or "
         "dp8,ep8+32; single: one rank",
     )
-    nodes: int = Field(1, ge=1, le=64, description="engines like this one, one a host, that carry out the plan together")
+    nodes: int = Field(1, ge=1, le=64, description="engines, one a host, that carry out the plan together")
     node_rank: int = Field(0, ge=0, description="which of them this is")
     rendezvous: str | None = Field(None, description="host:port of node 0, where the ranks of all nodes meet")
     rank_timeout_s: float = Field(
@@ -100,12 +100,24 @@ class EngineSettings(DialingSettings):
             )
         return self
 
-    @property
-    def name(self) -> str:
-        return self.model_name or self.model.resolve().name
+    @model_validator(mode="before")
+    @classmethod
+    def _take_from_launcher(cls, given: dict[str, object]) -> dict[str, object]:
+        """What torchrun, and launchers that speak its language, say of the nodes; options win."""
+        environment = os.environ
+        nodes = environment.get("NNODES") or environment.get("GROUP_WORLD_SIZE")
+        if nodes is None or nodes == "1":
+            return given
+        port = int(environment.get("MASTER_PORT", "29500"))
+        # torchrun keeps a store of its own on that port.
+        port += "TORCHELASTIC_RUN_ID" in environment
+        told = {
+            "nodes": nodes,
+            "node_rank": environment.get("NODE_RANK") or environment.get("GROUP_RANK", "0"),
+            "rendezvous": f"{environment.get('MASTER_ADDR', '')}:{port}",
+        }
+        return told | given
 
-    @property
-    def faults(self) -> FaultDelays:
     @field_validator("plan")
     @classmethod
     def _check_plan(cls, text: str) -> str:
@@ -142,6 +154,12 @@ class EngineSettings(DialingSettings):
     def batch_tokens(self) -> int:
         return self.max_batch_tokens or (512 if self.device == "cpu" else 8192)
 
+    @property
+    def name(self) -> str:
+        return self.model_name or self.model.resolve().name
+
+    @property
+    def faults(self) -> FaultDelays:
     @property
     def sequences(self) -> int:
         return self.max_sequences or min(64 if self.device == "cpu" else 256, self.batch_tokens)

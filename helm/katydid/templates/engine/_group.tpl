@@ -1,7 +1,6 @@
-{{/* What a pod of a group has to know of the others, given their number: the names that torchrun gives these things. */}}
+{{/* What a pod of a group has to know of the others, given their number. */}}
 {{- define "katydid.nodeEnv" -}}
-- {name: NNODES, value: {{ . | quote }}}
-- {name: NODE_RANK, valueFrom: {fieldRef: {fieldPath: "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']"}}}
-- {name: MASTER_ADDR, value: $(LWS_LEADER_ADDRESS)}
-- {name: MASTER_PORT, value: "29500"}
+- {name: KATYDID_ENGINE_NODES, value: {{ . | quote }}}
+- {name: KATYDID_ENGINE_NODE_RANK, valueFrom: {fieldRef: {fieldPath: "metadata.labels['leaderworkerset.sigs.k8s.io/worker-index']"}}}
+- {name: KATYDID_ENGINE_RENDEZVOUS, value: "$(LWS_LEADER_ADDRESS):29500"}
 {{- end }}

@@ -29,8 +29,10 @@ containers:
       - {name: KATYDID_ENGINE_ROLE, value: {{ $own.role | default "both" }}}
       {{- if gt (int $own.gpus) 0 }}
       - {name: KATYDID_ENGINE_DEVICE, value: cuda}
-      {{- if not (hasKey $settings "tp") }}
-      - {name: KATYDID_ENGINE_TP, value: {{ div (mul (int $own.gpus) (int ($own.nodes | default 1))) (int ($settings.dp_ranks | default 1)) | quote }}}
+      {{- if not (hasKey $settings "plan") }}
+      {{- $nodes := int ($own.nodes | default 1) }}
+      {{- $all := mul (int $own.gpus) $nodes }}
+      - {name: KATYDID_ENGINE_PLAN, value: {{ eq $nodes 1 | ternary (printf "tp%d" $all) (printf "dp%d,ep%d" $all $all) | quote }}}
       {{- end }}
       {{- end }}
       {{- if $node }}
