@@ -1,7 +1,8 @@
 """Starts other gateways before mock engines, each in a virtual environment of its own.
 
 `folder` has one for each peer that is to be measured: smg/ (`pip install smg`), vllm-router/ (`pip install
-vllm-router`), production-stack/ (a checkout of vllm-project/production-stack) with ps/ (its dependencies). What is missing is skipped.
+vllm-router`), production-stack/ (a checkout of vllm-project/production-stack) with ps/ (its dependencies). What is
+missing is skipped.
 """
 
 from __future__ import annotations
