@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install check test soak demo clients bench chart protos clean
+.PHONY: install check test soak demo clients console metrics bench chart protos clean
 
 install: $(STAMP)
 
@@ -36,6 +36,17 @@ demo: install ## three services, a real model, one conversation, one trace
 
 clients: install ## the npm openai package, langchain-openai and litellm, unchanged, against a running fleet
 	$(BIN)/pytest -q -m clients --timeout 900
+
+console: install ## the console in headless Chromium, Debian's
+	$(BIN)/pip install -q -c constraints.txt -e '.[browser]'
+	command -v chromium || apt-get install -y -q --no-install-recommends chromium fonts-dejavu-core
+	$(BIN)/pytest -q -m browser
+
+metrics: install ## rules and dashboards in a real Prometheus, Debian's, over a running fleet
+	$(BIN)/pip install -q -c constraints.txt -e '.[plots]'
+	command -v promtool || apt-get install -y -q --no-install-recommends prometheus
+	$(BIN)/pytest -q tests/observability
+	$(BIN)/python scripts/observe.py
 
 bench: install ## benchmarks that need no GPU
 	$(BIN)/python bench/block_hash.py
