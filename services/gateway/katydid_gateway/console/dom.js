@@ -15,6 +15,7 @@ export function element(tag, attributes = {}, ...children) {
 
 export function seconds(value) {
   if (value == null || !Number.isFinite(value)) return "–";
+  if (value === 0) return "0 s";
   if (value < 0.001) return `${(value * 1e6).toFixed(0)} µs`;
   if (value < 1) return `${(value * 1e3).toFixed(value < 0.01 ? 2 : value < 0.1 ? 1 : 0)} ms`;
   return `${value.toFixed(value < 10 ? 2 : 1)} s`;
