@@ -169,6 +169,7 @@ def test_stops(running: Service) -> None:
     run(scenario())
 
 
+GRAMMAR_KINDS = "one of json_schema, regex, ebnf, choice, structural_tag"
 REFUSED = [
     ({"temperature": -0.1}, "sampling.temperature", "0 to 2"),
     ({"temperature": float("nan")}, "sampling.temperature", "0 to 2"),
@@ -188,7 +189,8 @@ REFUSED = [
     ({"generated_ids": b"\1\0\0\0" * 8, "max_tokens": 8}, "sampling.max_tokens", "at least 9"),
     ({"logprobs": 21}, "sampling.logprobs", "0 to 20"),
     ({"prompt_logprobs": 21}, "sampling.prompt_logprobs", "0 to 20"),
-    ({"grammar": pb.Grammar(regex="a")}, "sampling.grammar", "no grammar"),
+    ({"grammar": pb.Grammar()}, "sampling.grammar", GRAMMAR_KINDS),
+    ({"grammar": pb.Grammar(regex="(a")}, "sampling.grammar.regex", "one that compiles in 5 s and 1024 MiB"),
     ({"adapter": "poet"}, "adapter", "the base model"),
     ({"dp_rank": 1}, "dp_rank", "0 to 0"),
     ({"priority": 1001}, "priority", "-1000 to 1000"),

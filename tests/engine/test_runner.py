@@ -13,6 +13,7 @@ import pytest
 import torch
 from katydid_engine.block_pool import BlockPool
 from katydid_engine.collectives import SingleRank
+from katydid_engine.compiled_grammars import CompiledGrammars
 from katydid_engine.loader import load_model
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.plan import Run, SampleRow, Start, StepPlan
@@ -32,11 +33,23 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return load_model(write_tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param))
 
 
-def generate(model: DecoderLM, requests: Iterable[Request], *, num_pages: int = 64, chunk: int = 512) -> Output:
+def generate(
+    model: DecoderLM,
+    requests: Iterable[Request],
+    *,
+    num_pages: int = 64,
+    chunk: int = 512,
+    grammars: CompiledGrammars | None = None,
+) -> Output:
     pool = BlockPool(num_pages)
-    config = SchedulerConfig(max_model_tokens=600, max_batch_tokens=chunk, max_sequences=min(8, chunk))
+    config = SchedulerConfig(
+        max_model_tokens=600,
+        max_batch_tokens=chunk,
+        max_sequences=min(8, chunk),
+        eos_token_ids=frozenset(model.config.eos_token_ids),
+    )
     scheduler = Scheduler(config, pool, time.monotonic)
-    runner = Runner(model, num_pages, collectives=SingleRank())
+    runner = Runner(model, num_pages, collectives=SingleRank(), grammars=grammars)
     runner.warm_up()
     output: Output = defaultdict(list)
     for request in requests:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from array import array
+from dataclasses import replace
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from katydid.engine.v1 import engine_pb2 as pb
+from katydid_engine.grammar import Grammar, GrammarKind
 from katydid_engine.request import Request, Sampling
 from katydid_engine.submission import EngineLimits, parse_submission, requested_choices
 from katydid_runtime.block_hash import ChainKey
@@ -107,7 +109,8 @@ def test_a_thousand_biased_tokens_at_most() -> None:
         ({"generated_ids": b"\1\0\0"}, InvalidRequestError, "generated_ids"),
         ({"generated_ids": b"\1\0\0\0", "n": 2}, InvalidRequestError, "sampling.n"),
         ({"generated_ids": b"\1\0\0\0", "max_tokens": 1}, InvalidRequestError, "sampling.max_tokens"),
-        ({"grammar": pb.Grammar(regex="a")}, UnsupportedError, "sampling.grammar"),
+        ({"grammar": pb.Grammar(regex="a")}, UnsupportedError, "sampling.grammar.regex"),
+        ({"grammar": pb.Grammar()}, InvalidRequestError, "sampling.grammar"),
         ({"adapter": "poet"}, UnsupportedError, "adapter"),
     ],
 )
@@ -122,3 +125,31 @@ def test_what_contradicts_itself_or_is_not_served(
 def test_a_refusal_ends_as_many_choices_as_there_can_be() -> None:
     for asked, ended in ((1, 1), (4, 4), (5, 1), (0, 1)):
         assert requested_choices(submission(1, [1], n=asked), LIMITS) == ended
+
+
+def test_grammars() -> None:
+    served = replace(LIMITS, grammar_kinds=tuple(GrammarKind))
+
+    def grammar(**fields: object) -> Grammar | None:
+        message = submission(3, [1], grammar=pb.Grammar(**fields))  # type: ignore[arg-type]
+        return parse_submission(message, served, 9, 1.5).sampling.grammar
+
+    marker = array("I", (9, 8)).tobytes()
+    assert grammar(regex="a+", begin_after_ids=marker) == Grammar(GrammarKind.REGEX, "a+", (9, 8))
+    assert grammar(ebnf='root ::= "a"') == Grammar(GrammarKind.EBNF, 'root ::= "a"')
+    assert grammar(choice=pb.ChoiceGrammar(choices=["a", "é"])) == Grammar(GrammarKind.CHOICE, '["a", "\\u00e9"]')
+    assert grammar(structural_tag="{}") == Grammar(GrammarKind.STRUCTURAL_TAG, "{}")
+    assert grammar(json_schema="true") == Grammar(GrammarKind.JSON_SCHEMA, "{}")
+    refused: list[tuple[dict[str, object], str]] = [
+        ({"json_schema": '{"not": {}}'}, "json_schema"),
+        ({"choice": pb.ChoiceGrammar()}, "choice.choices"),
+        ({"choice": pb.ChoiceGrammar(choices=["a", ""])}, "choice.choices"),
+        ({"regex": "a" * 1_000_001}, "regex"),
+        ({"regex": "a", "begin_after_ids": marker[:-1]}, "begin_after_ids"),
+        ({"regex": "a", "begin_after_ids": marker * 9}, "begin_after_ids"),
+        ({"regex": "a", "begin_after_ids": array("I", (100,)).tobytes()}, "begin_after_ids"),
+    ]
+    for fields, field in refused:
+        with pytest.raises(InvalidRequestError) as caught:
+            grammar(**fields)
+        assert caught.value.field == f"sampling.grammar.{field}"

@@ -35,6 +35,8 @@ from katydid_engine.block_watch import BlockWatch
 from katydid_engine.engine_metrics import EngineMetrics
 from katydid_engine.face import Face
 from katydid_engine.gpu_figures import GpuFigures
+from katydid_engine.grammar import GrammarKind
+from katydid_engine.grammar_checks import GrammarChecks, GrammarLimits
 from katydid_engine.identity import model_identity
 from katydid_engine.kv_connector import KvConnector
 from katydid_engine.messages import Load, Ready
@@ -115,6 +117,7 @@ class Engine:
         model: ModelFacts,
         workers: Sequence[Worker],
         cache: Cache | None,
+        checks: GrammarChecks,
     ) -> None:
         self._settings = settings
         self._metrics = metrics
@@ -144,9 +147,11 @@ class Engine:
                 max_choices=settings.sequences,
                 max_logprobs=settings.max_logprobs,
                 dp_ranks=settings.dp_ranks,
+                grammar_kinds=_grammar_kinds(settings),
             ),
             send=lambda rank, message: self.groups[rank].send(message),
             ask_cache=lambda rank, ask, spans: self._connectors[rank].ask(ask, spans),
+            check_grammar=checks.check,
             blocks=self.blocks,
             metrics=metrics,
             telemetry=telemetry,
@@ -212,6 +217,7 @@ class Engine:
             golden_digest=self._model.golden_digest,
             version=importlib.metadata.version("katydid"),
             tokenizer_digest=self._model.tokenizer_digest,
+            grammar_kinds=limits.grammar_kinds,
             block_bytes=self._model.layout.block_bytes,
         )
 
@@ -267,13 +273,13 @@ async def _started(settings: EngineSettings, telemetry: Telemetry, metrics: Engi
     """An engine whose workers have loaded the model; they end with the block, whatever happens in it."""
     model = await _read_model(settings)
     async with contextlib.AsyncExitStack() as stack:
+        rendezvous = stack.enter_context(tempfile.TemporaryDirectory(prefix="katydid-"))
 
         async def start(dp_rank: int) -> Worker:
             staging = _new_staging(settings, model) if settings.kvcache_address is not None else None
             group = WorkerGroup(_worker_config(settings, model, dp_rank, staging, rendezvous))
             stack.push_async_callback(group.stop)
             return Worker(group, await group.start(), staging)
-        rendezvous = stack.enter_context(tempfile.TemporaryDirectory(prefix="katydid-"))
 
         cache = _open_cache(settings)
         if cache is not None:
@@ -282,7 +288,24 @@ async def _started(settings: EngineSettings, telemetry: Telemetry, metrics: Engi
         if cache is not None:
             keep_buffers_mapped()
             await cache.attach(model.identity, model.layout, arena=True)
-        yield Engine(settings, telemetry, metrics, model, workers, cache)
+        checks = GrammarChecks(
+            GrammarLimits(
+                str(settings.model),
+                model.config.vocab_size,
+                model.config.eos_token_ids,
+                settings.grammar_timeout_s,
+                settings.grammar_memory_mib,
+            )
+        )
+        stack.callback(checks.close)
+        yield Engine(settings, telemetry, metrics, model, workers, cache, checks)
+
+
+def _grammar_kinds(settings: EngineSettings) -> tuple[GrammarKind, ...]:
+    """What can be served here: grammars need a vocabulary, and the library that compiles them."""
+    if importlib.util.find_spec("xgrammar") is None or not (settings.model / "tokenizer.json").exists():
+        return ()
+    return tuple(GrammarKind)
 
 
 def _open_cache(settings: EngineSettings) -> Cache | None:
@@ -310,6 +333,12 @@ async def _read_model(settings: EngineSettings) -> ModelFacts:
     # What the checkpoint itself says of its quantisation is part of config.json.
     compute = dtype if scheme is Scheme.NONE else f"{dtype} {scheme.value}"
     identity = await asyncio.to_thread(model_identity, settings.model, kv_dtype=pages, compute_dtype=compute)
+    settings.parallel_plan.check_model(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        num_experts=config.moe.num_experts if config.moe else 0,
+        num_layers=config.num_layers,
+    )
     layout = BlockLayout(
         layers=config.num_layers + config.num_mtp_layers,
         kv_heads=config.num_kv_heads,
@@ -343,12 +372,6 @@ def _worker_config(
     return WorkerConfig(
         folder=str(settings.model),
         device="cpu" if settings.device == "cpu" else f"cuda:{dp_rank * members}",
-    settings.parallel_plan.check_model(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        num_experts=config.moe.num_experts if config.moe else 0,
-        num_layers=config.num_layers,
-    )
         dtype=model.dtype,
         quantization=settings.quantization,
         kv_cache_dtype=settings.kv_cache_dtype,

@@ -30,6 +30,9 @@ class EngineMetrics:
         )
         self.finished = metrics.counter("finished_choices", "Choices ended, by reason", ("reason",))
         self.refused = metrics.counter("refused_requests", "Requests refused, by error reason", ("reason",))
+        self.grammar = metrics.histogram(
+            "grammar_check_seconds", "Time from a request with a grammar to the verdict on it", bounds=STEP_SECONDS
+        )
         self.preemptions = metrics.counter("request_preemptions", "Times a choice gave its pages to others")
         self.kv_stored = metrics.counter(
             "kvcache_stored_blocks", "Blocks offered to the cache service, by outcome", ("outcome",)

@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from katydid.engine.v1 import engine_pb2 as pb
@@ -31,9 +31,10 @@ from katydid_runtime.trace_context import TraceContext
 from katydid_engine.block_watch import BlockWatch
 from katydid_engine.engine_metrics import EngineMetrics
 from katydid_engine.frames import FrameDraft, rank_load
+from katydid_engine.grammar import Grammar
 from katydid_engine.messages import Abort, ChoiceEnd, FirstToken, KvAsk, KvLookup, Load, StepReport, Submit, ToWorker
 from katydid_engine.phase_spans import CacheSpans, PhaseSpans
-from katydid_engine.request import CachedTokens, FinishReason, Interval
+from katydid_engine.request import CachedTokens, FinishReason, Interval, Request
 from katydid_engine.session import Session
 from katydid_engine.submission import EngineLimits, parse_submission, requested_choices
 
@@ -46,7 +47,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Live:
-    """An accepted request; ``open`` are its choices that have not ended, ``delivered`` its output tokens by choice."""
+    """An accepted request; ``open`` are its choices that have not ended, ``delivered`` its output tokens by choice.
+    Until ``check`` is done its grammar is being checked, and its worker does not know it."""
 
     session: Session
     number: int
@@ -56,12 +58,13 @@ class _Live:
     received_at: float
     dp_rank: int
     open: set[int]
+    check: asyncio.Task[None] | None = None
     delivered: Counter[int] = field(default_factory=Counter)
 
 
 class Face:
     """``send`` passes a message to a rank's worker group; ``ask_cache`` a worker's wish, with its place in the trace,
-    to the cache connector."""
+    to the cache connector; ``check_grammar`` returns for a grammar that can be used and raises KatydidError else."""
 
     def __init__(
         self,
@@ -69,6 +72,7 @@ class Face:
         *,
         send: Callable[[int, ToWorker], None],
         ask_cache: Callable[[int, KvAsk, CacheSpans], None],
+        check_grammar: Callable[[Grammar], Awaitable[None]],
         blocks: BlockWatch,
         metrics: EngineMetrics,
         telemetry: Telemetry,
@@ -84,6 +88,7 @@ class Face:
         self.failure: KatydidError | None = None
         self._send = send
         self._ask_cache = ask_cache
+        self._check_grammar = check_grammar
         self._blocks = blocks
         self._metrics = metrics
         self._spans = PhaseSpans(telemetry)
@@ -142,7 +147,7 @@ class Face:
         except KatydidError as error:
             self._refuse(session, message, error, received_at)
             return
-        self._live[handle] = _Live(
+        self._live[handle] = live = _Live(
             session,
             message.request,
             message.request_id,
@@ -156,7 +161,10 @@ class Face:
         self._idle.clear()
         self._metrics.prompt.observe(len(request.prompt))
         self._metrics.in_flight.set(len(self._live))
-        self._send(message.dp_rank, Submit(request))
+        if request.sampling.grammar is None:
+            self._send(message.dp_rank, Submit(request))
+        else:
+            live.check = asyncio.create_task(self._submit_checked(live, request, request.sampling.grammar))
 
     def abort(self, session: Session, number: int) -> None:
         handle = session.requests.get(number)
@@ -164,7 +172,7 @@ class Face:
             session.draft.add_unknown(number)
             session.wake()
         else:
-            self._send(self._live[handle].dp_rank, Abort(handle))
+            self._abort(handle, self._live[handle])
 
     def prefill_speed(self, dp_rank: int) -> float:
         """Tokens of prompt that a rank computes in a second, of late; 0 before it has."""
@@ -225,8 +233,8 @@ class Face:
             aborted = 0
         except TimeoutError:
             aborted = len(self._live)
-            for handle, live in self._live.items():
-                self._send(live.dp_rank, Abort(handle))
+            for handle, live in list(self._live.items()):
+                self._abort(handle, live)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_FRAMES_S):
                 await self._idle.wait()
@@ -271,6 +279,28 @@ class Face:
             session.draft.add_end(message.request, end, len(message.prompt_ids) // 4, error, [], received_at)
         session.wake()
 
+    async def _submit_checked(self, live: _Live, request: Request, grammar: Grammar) -> None:
+        started = time.monotonic()
+        try:
+            await self._check_grammar(grammar)
+        except KatydidError as error:
+            if request.handle in self._live:
+                self._metrics.refused.labels(error.reason).inc()
+                self._end_open(request.handle, live, FinishReason.ERROR, error)
+        else:
+            # A failing engine may have ended it meanwhile.
+            if request.handle in self._live:
+                self._send(live.dp_rank, Submit(request))
+        finally:
+            self._metrics.grammar.observe(time.monotonic() - started)
+
+    def _abort(self, handle: int, live: _Live) -> None:
+        if live.check is None or live.check.done():
+            self._send(live.dp_rank, Abort(handle))
+        else:
+            live.check.cancel()
+            self._end_open(handle, live, FinishReason.ABORT, None)
+
     def _first_token(self, live: _Live, first: FirstToken) -> None:
         phases = self._phases(live, first.intervals)
         live.session.draft.add_first_token(live.number, first, phases, live.received_at)
@@ -296,6 +326,7 @@ class Face:
             last = len(live.open) == 1
             end = ChoiceEnd(handle, choice, reason, last, live.delivered[choice], CachedTokens(), 0)
             self._end(live, end, error)
+        live.session.wake()
 
     def _phases(self, live: _Live, intervals: Sequence[Interval]) -> list[pb.TracePhase]:
         for interval in intervals:
@@ -316,7 +347,7 @@ class Face:
         self._sessions.pop(session.id, None)
         session.close()
         for handle in list(session.requests.values()):
-            self._send(self._live[handle].dp_rank, Abort(handle))
+            self._abort(handle, self._live[handle])
 
     def _count(self, dp_rank: int, report: StepReport) -> None:
         metrics, rank, load = self._metrics, str(dp_rank), report.load

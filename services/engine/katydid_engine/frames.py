@@ -23,6 +23,7 @@ __all__ = ["FrameDraft", "rank_load"]
 _REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.GRAMMAR: pb.FINISH_REASON_GRAMMAR,
     FinishReason.ABORT: pb.FINISH_REASON_ABORT,
     FinishReason.ERROR: pb.FINISH_REASON_ERROR,
 }

@@ -110,14 +110,17 @@ class Logprobs:
 class StepOutput:
     """What rank 0 sampled: ``tokens`` by row of ``StepPlan.samples``; log probabilities by sample row and by run.
 
-    ``broken`` are the runs whose logits are no numbers; their tokens mean nothing. ``packed`` and ``unpacked`` are the
-    64-bit linear checksums of the plan's packs and unpacks, of whole objects whatever the number of ranks; 0 for those
-    that were not to be summed.
+    ``broken`` are the runs whose logits are no numbers, ``misfits`` those that their grammar has no way on for, and
+    why; their tokens mean nothing. ``complete`` are the sample rows whose grammar ended with their token. ``packed``
+    and ``unpacked`` are the 64-bit linear checksums of the plan's packs and unpacks, of whole objects whatever the
+    number of ranks; 0 for those that were not to be summed.
     """
 
     tokens: tuple[int, ...] = ()
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
     broken: frozenset[int] = frozenset()
+    misfits: dict[int, str] = field(default_factory=dict)
+    complete: frozenset[int] = frozenset()
     packed: tuple[int, ...] = ()
     unpacked: tuple[int, ...] = ()

@@ -15,17 +15,18 @@ from katydid_runtime.errors import SettingsError
 
 from katydid_engine.block_pool import BlockPool
 from katydid_engine.channel import BlockingChannel
-from katydid_engine.collectives import Collectives, SingleRank, TorchCollectives
+from katydid_engine.collectives import TorchCollectives
+from katydid_engine.compiled_grammars import CompiledGrammars
 from katydid_engine.loader import load_model
-from katydid_engine.messages import Ready, Stop
 from katydid_engine.lockstep import Lockstep
+from katydid_engine.messages import Ready, Stop
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.page_budget import count_pages
 from katydid_engine.plan_ring import PlanReader, PlanWriter
 from katydid_engine.profiling import StepProfiler
 from katydid_engine.rank_groups import RankGroups, join_groups
-from katydid_engine.scheduler import Scheduler, SchedulerConfig
 from katydid_engine.runner import Runner
+from katydid_engine.scheduler import Scheduler, SchedulerConfig
 from katydid_engine.slot_memory import SlotMemory
 from katydid_engine.staging import Staging
 from katydid_engine.step_loop import StepLoop
@@ -37,8 +38,8 @@ _FOLLOW_POLL_S = 1.0
 _LOAD_TIMEOUT_S = 1800.0
 _IDLE_ROUND = b""
 
-def work(config: WorkerConfig, channel: BlockingChannel) -> None:
 
+def work(config: WorkerConfig, channel: BlockingChannel) -> None:
     """Runs one rank until it is told to stop.
 
     Raises:
@@ -61,31 +62,47 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         experts=groups.experts,
         stage=groups.stage,
         micro_batches=config.micro_batches,
-        kv_cache_dtype=config.kv_cache_dtype,
         quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
-    num_pages = count_pages(model, config, collectives)
-    runner = Runner(model, num_pages, collectives=collectives, slots=_map_staging(config, model))
+    _meet(config, device)
+    num_pages = count_pages(model, config, TorchCollectives() if config.plan.pp > 1 else collectives)
+    grammars = CompiledGrammars(Path(config.folder), model.config.vocab_size, model.config.eos_token_ids)
+    runner = Runner(
+        model,
+        num_pages,
+        collectives=collectives,
+        slots=_map_staging(config, model),
+        grammars=grammars if config.member == 0 else None,
+    )
     runner.warm_up()
+    lockstep = None
+    if groups.step.size > 1:
+        lockstep = Lockstep(groups.step, model.take_part)
+        model.before_pass = lockstep.enter
     ready = Ready(
         num_pages=num_pages,
         max_model_tokens=min(config.max_model_tokens, model.config.max_positions, num_pages * BLOCK_TOKENS),
         load_s=time.monotonic() - started,
     )
-    if config.tp_rank == 0:
-        loop = _lead(config, channel, runner, model, ready)
+    if config.member == 0:
+        loop = _lead(config, channel, runner, model, grammars, lockstep, ready)
         channel.send(ready)
         loop.run()
-    lockstep = None
-    if groups.step.size > 1:
-        lockstep = Lockstep(groups.step, model.take_part)
-        model.before_pass = lockstep.enter
     else:
         channel.send(ready)
-        _follow(config, channel, runner)
+        _follow(config, channel, runner, lockstep)
 
 
-def _lead(config: WorkerConfig, channel: BlockingChannel, runner: Runner, model: DecoderLM, ready: Ready) -> StepLoop:
+def _lead(
+    config: WorkerConfig,
+    channel: BlockingChannel,
+    runner: Runner,
+    model: DecoderLM,
+    grammars: CompiledGrammars,
+    lockstep: Lockstep | None,
+    ready: Ready,
+) -> StepLoop:
     pool = BlockPool(ready.num_pages)
     scheduler = Scheduler(
         SchedulerConfig(
@@ -101,12 +118,15 @@ def _lead(config: WorkerConfig, channel: BlockingChannel, runner: Runner, model:
         config.staging.writing if config.staging is not None else range(0),
     )
     writer = PlanWriter(config.ring.memory, config.ring.bells) if config.ring is not None else None
+    publish = (lambda _: None) if writer is None else writer.write
     return StepLoop(
         channel,
         scheduler,
         pool,
         run=runner.run,
-        publish=lambda plan: None if writer is None else writer.write(pickle.dumps(plan)),
+        publish=lambda plan: publish(pickle.dumps(plan)),
+        peers=None if lockstep is None else _Peers(lockstep, publish),
+        prepare=grammars.prepare,
         profiler=StepProfiler(),
         faults=config.faults,
     )
@@ -118,7 +138,6 @@ class _Peers:
     def __init__(self, lockstep: Lockstep, publish: Callable[[bytes], None]) -> None:
         self._lockstep = lockstep
         self._publish = publish
-    publish = (lambda _: None) if writer is None else writer.write
 
     @property
     def patience_s(self) -> float:

@@ -8,6 +8,8 @@ from enum import StrEnum
 
 from katydid_runtime.block_hash import BLOCK_TOKENS, ChainKey, split_hashes
 
+from katydid_engine.grammar import Grammar
+
 __all__ = [
     "CachedTokens",
     "FinishReason",
@@ -33,6 +35,7 @@ def pages_for(tokens: int) -> int:
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
+    GRAMMAR = "grammar"
     ABORT = "abort"
     ERROR = "error"
 
@@ -135,6 +138,7 @@ class Sampling:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     ignore_eos: bool = False
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,12 +284,16 @@ class Sequence:
         twin._hashes = self._hashes[:]
         return twin
 
-    def finish_reason(self, eos_token_ids: frozenset[int], max_model_tokens: int) -> FinishReason | None:
-        """Whether the sequence ends with its newest token."""
+    def finish_reason(
+        self, eos_token_ids: frozenset[int], max_model_tokens: int, complete: bool
+    ) -> FinishReason | None:
+        """Whether the sequence ends with its newest token; ``complete``: its grammar did."""
         sampling, token = self.request.sampling, self.tokens[-1]
         stops = token in sampling.stop_token_ids or (not sampling.ignore_eos and token in eos_token_ids)
         if stops and self.num_output >= sampling.min_tokens:
             return FinishReason.STOP
+        if complete:
+            return FinishReason.GRAMMAR
         if self.num_output >= sampling.max_tokens or self.num_tokens >= max_model_tokens:
             return FinishReason.LENGTH
         return None

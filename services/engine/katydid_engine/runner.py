@@ -19,6 +19,7 @@ from torch import Tensor
 
 from katydid_engine.batch_builder import BatchBuilder
 from katydid_engine.collectives import Collectives
+from katydid_engine.compiled_grammars import CompiledGrammars
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.plan import Logprobs, PageCopy, Run, SampleRow, Start, StepOutput, StepPlan, Transfer
 from katydid_engine.request import Sampling
@@ -36,14 +37,22 @@ class Runner:
     Args:
         slots: memory that blocks on their way to and from the cache service lie in; None without one.
         collectives: the TP group.
+        grammars: where requests' grammars are compiled; None where no request has one, or on ranks that sample nothing.
     """
 
     def __init__(
-        self, model: DecoderLM, num_pages: int, *, collectives: Collectives, slots: SlotMemory | None = None
+        self,
+        model: DecoderLM,
+        num_pages: int,
+        *,
+        collectives: Collectives,
+        slots: SlotMemory | None = None,
+        grammars: CompiledGrammars | None = None,
     ) -> None:
         self._model = model
         self._collectives = collectives
         self._slots = slots
+        self._grammars = grammars
         self._kv_cache = model.new_kv_cache(num_pages)
         self._batches = BatchBuilder(model.device)
         self._samplers: dict[int, SequenceSampler] = {}
@@ -56,7 +65,7 @@ class Runner:
             del self._samplers[sequence]
         for start in plan.starts:
             self._batches.start(start.sequence)
-            self._samplers[start.sequence] = SequenceSampler(start, self._model.config.eos_token_ids)
+            self._samplers[start.sequence] = SequenceSampler(start, self._model.config.eos_token_ids, self._grammars)
         sums = self._move(plan)
         output = self._compute(plan) if plan.runs else StepOutput()
         if sums is not None:
@@ -100,7 +109,6 @@ class Runner:
         if not transfers:
             return sums
         assert self._slots is not None
-        heads = self._kv_cache.k_pages[0].shape[1]
         for objects, places in self._slots.groups(transfers):
             some = [transfers[place] for place in places]
             part = sums.new_zeros(len(some)) if any(transfer.summed for transfer in some) else None
@@ -122,6 +130,8 @@ class Runner:
         batch = self._batches.build(plan.runs, plan.num_decodes)
         ends = [0, *itertools.accumulate(len(run.tokens) for run in plan.runs)]
         hidden = self._model.forward(batch, self._kv_cache)
+        if not self._model.has_head:
+            return StepOutput()
         prompt_logprobs = self._prompt_logprobs(plan, hidden, ends)
         if not plan.samples:
             return StepOutput((), {}, prompt_logprobs)
@@ -131,8 +141,6 @@ class Runner:
             return StepOutput()
         return self._sample(plan, logits, sampled, prompt_logprobs)
 
-        if not self._model.has_head:
-            return StepOutput()
     def _sample(
         self, plan: StepPlan, logits: Tensor, sampled: list[int], prompt_logprobs: dict[int, Logprobs]
     ) -> StepOutput:
@@ -145,6 +153,7 @@ class Runner:
             run = plan.runs[sample.run]
             rows.append(Row(self._samplers[run.sequence], sample.choice, run.start + len(run.tokens)))
         tokens = sample_rows(logits, rows)
+        complete = frozenset(index for index, row in enumerate(rows) if row.sequence.completes(tokens[index]))
         noted: set[int] = set()
         for sample, row, token in zip(plan.samples, rows, tokens, strict=True):
             if sample.run not in noted:
@@ -156,7 +165,15 @@ class Runner:
             if row.sequence.sampling.logprobs is not None
         }
         broken = frozenset(run for run, sound in zip(sampled, finite.tolist(), strict=True) if not sound)
-        return StepOutput(tuple(tokens), logprobs, prompt_logprobs, broken)
+        misfits = {sample.run: row.sequence.misfit for sample, row in zip(plan.samples, rows, strict=True)}
+        return StepOutput(
+            tuple(tokens),
+            logprobs,
+            prompt_logprobs,
+            broken,
+            {run: misfit for run, misfit in misfits.items() if misfit},
+            complete,
+        )
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor, ends: list[int]) -> dict[int, Logprobs]:
         """For the runs that ask; in slices, because logits of a whole chunk would be large."""

@@ -25,6 +25,9 @@ from katydid_kernels.sample import (
 )
 from torch import Tensor
 
+from katydid_engine.compiled_grammars import CompiledGrammars
+from katydid_engine.grammar import Grammar
+from katydid_engine.grammar_state import GrammarState
 from katydid_engine.plan import Logprobs, Start
 
 __all__ = ["Row", "SequenceSampler", "sample_rows", "token_logprobs"]
@@ -39,12 +42,16 @@ class SequenceSampler:
     token a step: a step costs the same however long the sequence is.
     """
 
-    def __init__(self, start: Start, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, start: Start, eos_token_ids: tuple[int, ...], grammars: CompiledGrammars | None = None) -> None:
         self.sampling = start.sampling
+        self.grammar: GrammarState | None = None
+        self.misfit = ""
         self._start = start
         self._stops = start.sampling.stop_token_ids + (() if start.sampling.ignore_eos else eos_token_ids)
         self._bias = dict(start.sampling.logit_bias)
         self._seen: Tensor | None = None
+        if start.sampling.grammar is not None and grammars is not None:
+            self._enter_grammar(start.sampling.grammar, grammars, eos_token_ids)
 
     @property
     def penalises(self) -> bool:
@@ -63,12 +70,41 @@ class SequenceSampler:
         """The token just sampled is the sequence's own (forks of it start on their own)."""
         if self._seen is not None and int(self._seen[token]) & ~IN_PROMPT < ~IN_PROMPT:
             self._seen[token] += 1
+        if self.grammar is not None:
+            self.grammar.accept(token)
+
+    def completes(self, token: int) -> bool:
+        """Whether the grammar ends with ``token``."""
+        if self.grammar is None or not self.grammar.accept(token):
+            return False
+        ended = self.grammar.ended
+        self.grammar.rollback(1)
+        return ended
+
+    def allowed(self) -> Tensor | None:
+        """The mask of the next token, int32 ``[1, words]``; None without a grammar."""
+        if self.grammar is None:
+            return None
+        mask = self.grammar.mask()
+        if not mask.any():
+            self.misfit = "no token of the vocabulary goes on in the grammar"
+        return mask
 
     def bias(self, position: int) -> dict[int, float]:
         """Additions to the logits of the token at ``position``."""
         if position - self._start.num_prompt + 1 >= self.sampling.min_tokens:
             return self._bias
+        if self.grammar is not None and self.grammar.only_stops(self.grammar.mask()):
+            return self._bias
         return self._bias | dict.fromkeys(self._stops, -math.inf)
+
+    def _enter_grammar(self, grammar: Grammar, grammars: CompiledGrammars, eos_token_ids: tuple[int, ...]) -> None:
+        stops = tuple(dict.fromkeys(self.sampling.stop_token_ids + eos_token_ids))
+        self.grammar = grammars.begin(grammar, stops)
+        for index, token in enumerate(self._start.tokens[self._start.num_prompt :]):
+            if not self.grammar.accept(token):
+                self.misfit = f"generated_ids[{index}] does not go on in the grammar"
+                return
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +129,7 @@ def sample_rows(logits: Tensor, rows: Sequence[Row]) -> list[int]:
         positions=_ints([row.position for row in rows], device, torch.int32),
         penalties=_penalties(rows, logits.shape[1], device),
         bias=_bias(rows, device),
+        allowed=_allowed(rows, logits.shape[1], device),
         filters=any(s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0) for s in samplings),
         samples=any(sampling.temperature > 0 for sampling in samplings),
     )
@@ -139,6 +176,16 @@ def _bias(rows: Sequence[Row], device: torch.device) -> LogitBias | None:
         _ints(list(token_ids), device, torch.int32),
         _floats(list(values), device),
     )
+
+
+def _allowed(rows: Sequence[Row], vocab_size: int, device: torch.device) -> Tensor | None:
+    masks = {index: mask for index, row in enumerate(rows) if (mask := row.sequence.allowed()) is not None}
+    if not masks:
+        return None
+    allowed = torch.full((len(rows), -(-vocab_size // 32)), -1, dtype=torch.int32)
+    for index, mask in masks.items():
+        allowed[index] = mask[0]
+    return allowed.to(device, non_blocking=True)
 
 
 def _signed(seed: int) -> int:

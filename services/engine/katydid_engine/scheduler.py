@@ -193,13 +193,15 @@ class Scheduler:
                 continue
             if index in output.broken:
                 self._end_broken(sequence)
+            elif index in output.misfits:
+                self._end(sequence, FinishReason.ERROR, "INVALID_REQUEST", output.misfits[index])
             else:
                 self._commit_run(sequence, run, output.prompt_logprobs.get(index))
         # All choices fork before the first of them can end and take its pages along.
         sampled = [self._choice(plan.runs[row.run].sequence, row.choice) for row in plan.samples]
         for row, (sequence, token) in enumerate(zip(sampled, output.tokens, strict=True)):
             if sequence is not None:
-                self._commit_token(sequence, token, output.logprobs.get(row), now)
+                self._commit_token(sequence, token, output.logprobs.get(row), now, row in output.complete)
 
     def take_outcome(self) -> Outcome:
         """What happened since the last call, for the face."""
@@ -358,10 +360,12 @@ class Scheduler:
         self._queues.fork(sequence, twin)
         return twin
 
-    def _commit_token(self, sequence: Sequence, token: int, logprobs: Logprobs | None, now: float) -> None:
+    def _commit_token(
+        self, sequence: Sequence, token: int, logprobs: Logprobs | None, now: float, complete: bool
+    ) -> None:
         sequence.tokens.append(token)
         self._ledger.token(sequence, token, logprobs, now)
-        reason = sequence.finish_reason(self._config.eos_token_ids, self._config.max_model_tokens)
+        reason = sequence.finish_reason(self._config.eos_token_ids, self._config.max_model_tokens, complete)
         if reason is not None:
             self._end(sequence, reason)
 

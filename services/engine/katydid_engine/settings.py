@@ -70,6 +70,12 @@ class EngineSettings(DialingSettings):
     max_sequences: int | None = Field(None, ge=1, description="sequences in a step; default 64 on the CPU, else 256")
     max_requests: int = Field(4096, ge=1, description="requests in an engine beyond which it refuses more")
     max_logprobs: int = Field(20, ge=0, description="largest number of top log probabilities a request may ask for")
+    grammar_timeout_s: float = Field(
+        5.0, gt=0, description="time a request's grammar may take to compile, or it is refused"
+    )
+    grammar_memory_mib: int = Field(
+        1024, ge=64, description="memory a request's grammar may take to compile, or it is refused"
+    )
     reattach_window_s: float = Field(5.0, ge=0, description="how long requests outlive a lost session stream")
     stall_timeout_s: float = Field(10.0, gt=0, description="silence of a step loop after which health is NOT_SERVING")
     kvcache_address: str | None = Field(
@@ -148,18 +154,18 @@ class EngineSettings(DialingSettings):
         """DP groups of this engine."""
         return self.parallel_plan.dp // self.nodes
 
-        return FaultDelays(**self.fault_delays)
-
-    @property
-    def batch_tokens(self) -> int:
-        return self.max_batch_tokens or (512 if self.device == "cpu" else 8192)
-
     @property
     def name(self) -> str:
         return self.model_name or self.model.resolve().name
 
     @property
     def faults(self) -> FaultDelays:
+        return FaultDelays(**self.fault_delays)
+
+    @property
+    def batch_tokens(self) -> int:
+        return self.max_batch_tokens or (512 if self.device == "cpu" else 8192)
+
     @property
     def sequences(self) -> int:
         return self.max_sequences or min(64 if self.device == "cpu" else 256, self.batch_tokens)

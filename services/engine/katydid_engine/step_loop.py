@@ -13,6 +13,7 @@ from typing import Protocol
 from katydid_engine.block_pool import BlockPool, IntegrityError
 from katydid_engine.channel import BlockingChannel
 from katydid_engine.faults import FaultDelays
+from katydid_engine.grammar import Grammar
 from katydid_engine.messages import (
     Abort,
     Alive,
@@ -54,7 +55,6 @@ class Profiler(Protocol):
         ...
 
 
-class StepLoop:
 class Peers(Protocol):
     """Groups that forward together with this one."""
 
@@ -68,7 +68,9 @@ class Peers(Protocol):
         ...
 
 
-    """The first rank's loop. ``publish`` hands a plan to the other ranks; ``run`` carries it out on this one."""
+class StepLoop:
+    """The first rank's loop. ``publish`` hands a plan to the other ranks; ``run`` carries it out on this one;
+    ``prepare`` hears of each grammar when its request comes."""
 
     def __init__(
         self,
@@ -78,21 +80,23 @@ class Peers(Protocol):
         *,
         run: Callable[[StepPlan], StepOutput],
         publish: Callable[[StepPlan], None],
+        prepare: Callable[[Grammar], None],
         profiler: Profiler,
+        peers: Peers | None = None,
         faults: FaultDelays = FaultDelays(),
     ) -> None:
         self._channel = channel
-        peers: Peers | None = None,
         self._scheduler = scheduler
         self._pool = pool
         self._run = run
         self._publish = publish
+        self._prepare = prepare
         self._profiler = profiler
+        self._peers = peers
         self._profile_call = 0
         self._profile_path = ""
         self._faults = faults
         self._speed = Speed()
-        self._peers = peers
         self._stopped = False
         self._reported = Load()
         self._alive_at = 0.0
@@ -106,12 +110,12 @@ class Peers(Protocol):
                 self._take(message)
             plan = self._scheduler.schedule()
             if plan is None:
+                if self._peers is not None:
+                    self._peers.idle()
                 self._idle()
             else:
                 self._idle_since = None
                 self._step(plan)
-                if self._peers is not None:
-                    self._peers.idle()
 
     def _step(self, plan: StepPlan) -> None:
         started = time.monotonic()
@@ -168,6 +172,8 @@ class Peers(Protocol):
     def _take(self, message: ToWorker) -> None:
         match message:
             case Submit(request):
+                if request.sampling.grammar is not None:
+                    self._prepare(request.sampling.grammar)
                 self._scheduler.add(request)
             case Abort(handle):
                 self._scheduler.abort(handle)

@@ -25,6 +25,8 @@ from katydid_runtime.request_limits import (
     MAX_TEMPERATURE,
 )
 
+from katydid_engine.grammar import GrammarKind
+from katydid_engine.grammar_submission import parse_grammar
 from katydid_engine.request import Request, Sampling
 
 __all__ = ["EngineLimits", "parse_submission", "requested_choices"]
@@ -42,6 +44,7 @@ class EngineLimits:
     max_choices: int
     max_logprobs: int
     dp_ranks: int
+    grammar_kinds: tuple[GrammarKind, ...] = ()
 
 
 def requested_choices(message: pb.SubmitRequest, limits: EngineLimits) -> int:
@@ -56,9 +59,12 @@ def parse_submission(message: pb.SubmitRequest, limits: EngineLimits, handle: in
     Raises:
         InvalidRequestError: a field is out of range.
         PromptTooLongError: prompt and output so far leave no room for a token.
-        UnsupportedError: a grammar or an adapter is asked for.
+        UnsupportedError: an adapter is asked for, or a grammar of a kind that is not served.
     """
-    _check_unsupported(message)
+    if message.adapter:
+        raise UnsupportedError(
+            "this engine has no adapters", field="adapter", value=message.adapter, allowed="the base model"
+        )
     prompt = _token_ids("prompt_ids", message.prompt_ids, limits.vocab_size)
     generated = _token_ids("generated_ids", message.generated_ids, limits.vocab_size)
     if not prompt:
@@ -89,15 +95,6 @@ def parse_submission(message: pb.SubmitRequest, limits: EngineLimits, handle: in
         hold_s=_duration("hold", message.hold) if message.HasField("hold") else None,
         tenant=bytes(message.tenant),
     )
-
-
-def _check_unsupported(message: pb.SubmitRequest) -> None:
-    if message.sampling.HasField("grammar"):
-        raise UnsupportedError("this engine has no structured output", field="sampling.grammar", allowed="no grammar")
-    if message.adapter:
-        raise UnsupportedError(
-            "this engine has no adapters", field="adapter", value=message.adapter, allowed="the base model"
-        )
 
 
 def _sampling(message: pb.SamplingParams, limits: EngineLimits, num_generated: int) -> Sampling:
@@ -137,6 +134,9 @@ def _sampling(message: pb.SamplingParams, limits: EngineLimits, num_generated: i
         if message.HasField("prompt_logprobs")
         else None,
         ignore_eos=message.ignore_eos,
+        grammar=parse_grammar(message.grammar, limits.grammar_kinds, limits.vocab_size)
+        if message.HasField("grammar")
+        else None,
     )
 
 

@@ -1,0 +1,211 @@
+"""Holds a JSON schema to what is enforced token by token, so that every complete output satisfies it.
+
+XGrammar passes over keywords it does not know how to enforce. Here those are refused by name, and what it reads too
+narrowly or too widely is rewritten: arrays without `items` may hold anything, required properties that are not declared
+may be anything, string lengths become patterns (its own would let raw control characters through), and `enum` keeps
+what has the `type` beside it. `format` is an annotation, as the standard has it; where the library knows one it helps.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["SchemaError", "enforceable"]
+
+_MAX_DEPTH = 100
+_ANNOTATIONS = frozenset(
+    ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable", "discriminator",
+     "$comment", "$schema", "$id", "$defs", "definitions")
+)  # fmt: skip
+_REFUSED = frozenset(
+    ("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "contains", "minContains",
+     "maxContains", "$dynamicRef", "$recursiveRef", "contentSchema")
+)  # fmt: skip
+# Keywords of one type bind nothing of another, which the library cannot express for values of any type.
+_NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_TYPE_OF = {
+    **dict.fromkeys(_NUMERIC, ("integer", "number")),
+    **dict.fromkeys(("minLength", "maxLength", "pattern"), ("string",)),
+    **dict.fromkeys(("minItems", "maxItems"), ("array",)),
+    **dict.fromkeys(("minProperties", "maxProperties", "propertyNames"), ("object",)),
+}
+_SCHEMAS = ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "propertyNames")
+_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+# Neither control characters, quote, backslash nor surrogates: a negated class would take in bytes that are no UTF-8.
+_CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
+# A pattern is matched against the text between the quotes, where these would have to be written as escapes.
+_NEEDS_ESCAPE = re.compile(r'"|\\\\|\\[nrtfv]|\\x[01]|\\u00[01]|[\x00-\x1f]')
+_PYTHON_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,), "number": (int, float), "integer": (int,), "boolean": (bool,), "null": (type(None),),
+    "object": (dict,), "array": (list,),
+}  # fmt: skip
+
+
+class SchemaError(ValueError):
+    """The schema is no JSON, no schema, or asks for what is not enforced; the message says what and where."""
+
+
+def enforceable(source: str) -> str:
+    """The schema as it is compiled: what satisfies it satisfies ``source``.
+
+    Raises:
+        SchemaError: see there.
+    """
+    try:
+        schema = json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise SchemaError(f"it is no JSON: {error}") from error
+    return json.dumps(_rewritten(schema, "#", 0))
+
+
+def _rewritten(schema: Any, path: str, depth: int) -> Any:
+    if isinstance(schema, bool):
+        return {} if schema else False
+    if not isinstance(schema, dict):
+        raise SchemaError(f"{path} is {json.dumps(schema)[:40]}, expected an object or a boolean")
+    if depth > _MAX_DEPTH:
+        raise SchemaError(f"{path[:80]}... is nested deeper than {_MAX_DEPTH} schemas")
+    _check(schema, path)
+    result = {name: value for name, value in schema.items() if name not in _LISTS + _MAPS + _SCHEMAS}
+    for name, place, part in _parts(schema, path):
+        if name == "propertyNames" and isinstance(part, dict):
+            part = {"type": "string", **part}
+        done = _rewritten(part, place, depth + 1)
+        if name in _SCHEMAS:
+            result[name] = done
+        elif name in _LISTS:
+            result.setdefault(name, []).append(done)
+        else:
+            result.setdefault(name, {})[place.rpartition("/")[2].replace("~1", "/").replace("~0", "~")] = done
+    for name in _MAPS:
+        if name in schema and not schema[name]:
+            result[name] = {}
+    _widen(result)
+    _limit_length(result)
+    _keep_types(result, path)
+    return result
+
+
+def _parts(schema: dict[str, Any], path: str) -> Iterator[tuple[str, str, Any]]:
+    """Sub-schemas: keyword, JSON pointer, value."""
+    for name in _SCHEMAS:
+        if name in schema:
+            yield name, f"{path}/{name}", schema[name]
+    for name in _LISTS:
+        parts = schema.get(name, [])
+        if not isinstance(parts, list):
+            raise SchemaError(f"{path}/{name} is no array")
+        for index, part in enumerate(parts):
+            yield name, f"{path}/{name}/{index}", part
+    for name in _MAPS:
+        parts = schema.get(name, {})
+        if not isinstance(parts, dict):
+            raise SchemaError(f"{path}/{name} is no object")
+        for key, part in parts.items():
+            yield name, f"{path}/{name}/{key.replace('~', '~0').replace('/', '~1')}", part
+
+
+def _check(schema: dict[str, Any], path: str) -> None:
+    refused = sorted(_REFUSED & schema.keys())
+    if schema.get("uniqueItems"):
+        refused.append("uniqueItems")
+    if refused:
+        raise SchemaError(f"{path}/{refused[0]} cannot be enforced")
+    constraints = schema.keys() - _ANNOTATIONS
+    for whole in ("$ref", "allOf", "anyOf", "oneOf", "const"):
+        beside = sorted(constraints - {whole, "type"})
+        if whole in schema and beside:
+            raise SchemaError(f"{path}/{whole} cannot be enforced together with {beside[0]}")
+    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
+        raise SchemaError(f"{path}/allOf of more than one schema cannot be enforced")
+    if len(schema.get("oneOf", ())) > 1 and not _disjoint(schema["oneOf"]):
+        raise SchemaError(f"{path}/oneOf cannot be enforced unless types or constants tell its schemas apart")
+    reference = schema.get("$ref", "#")
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        raise SchemaError(f"{path}/$ref is {json.dumps(reference)[:60]}, expected a place in this schema (#/...)")
+    types = _types(schema, path)
+    for name, holders in _TYPE_OF.items():
+        if name in schema and not (types and set(types) & set(holders)):
+            raise SchemaError(f"{path}/{name} cannot be enforced without type {holders[-1]} beside it")
+    if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
+        raise SchemaError(f"{path}/pattern cannot be enforced together with a length")
+    if _NEEDS_ESCAPE.search(str(schema.get("pattern", ""))):
+        raise SchemaError(f"{path}/pattern cannot be enforced with quotes, backslashes or control characters in it")
+
+
+def _types(schema: dict[str, Any], path: str) -> list[str]:
+    types = schema.get("type", [])
+    types = types if isinstance(types, list) else [types]
+    for name in types:
+        if name not in _PYTHON_TYPES:
+            raise SchemaError(f"{path}/type is {json.dumps(name)[:40]}, expected one of {', '.join(_PYTHON_TYPES)}")
+    return types
+
+
+def _disjoint(schemas: Any) -> bool:
+    """Whether no value satisfies two of them, as far as types, constants and constant properties show."""
+    kinds = [_marks(schema) for schema in schemas]
+    pairs = ((a, b) for i, a in enumerate(kinds) for b in kinds[:i])
+    return all(any(not (a[key] & b[key]) for key in a.keys() & b.keys()) for a, b in pairs)
+
+
+def _marks(schema: Any) -> dict[str, frozenset[str]]:
+    """What a value must be one of: its type (under ""), itself ("="), and required properties by name."""
+    if not isinstance(schema, dict):
+        return {}
+    marks: dict[str, frozenset[str]] = {}
+    types = schema.get("type", [])
+    if types := types if isinstance(types, list) else [types]:
+        # An integer is a number too.
+        marks[""] = frozenset("number" if name == "integer" else name for name in types)
+    if (own := _constants(schema)) is not None:
+        marks["="] = own
+    properties = schema.get("properties", {})
+    if marks.get("") == frozenset(("object",)) and isinstance(properties, dict):
+        for name in schema.get("required", ()):
+            if (values := _constants(properties.get(name))) is not None:
+                marks[f".{name}"] = values
+    return marks
+
+
+def _constants(schema: Any) -> frozenset[str] | None:
+    if not isinstance(schema, dict) or not schema.keys() & {"const", "enum"}:
+        return None
+    values = [schema["const"]] if "const" in schema else schema["enum"]
+    return frozenset(json.dumps(value, sort_keys=True) for value in values)
+
+
+def _widen(schema: dict[str, Any]) -> None:
+    """In place: arrays without items hold anything; required properties are declared ones."""
+    types = schema.get("type")
+    if types == "array" or (isinstance(types, list) and "array" in types):
+        schema.setdefault("items", {})
+    if isinstance(schema.get("required"), list):
+        schema["required"] = list(dict.fromkeys(schema["required"]))
+        others = schema.get("additionalProperties", {})
+        properties = schema.setdefault("properties", {})
+        for name in schema["required"]:
+            if "patternProperties" not in schema:
+                properties.setdefault(name, others)
+
+
+def _limit_length(schema: dict[str, Any]) -> None:
+    if "minLength" in schema or "maxLength" in schema:
+        least, most = schema.pop("minLength", 0), schema.pop("maxLength", "")
+        schema["pattern"] = f"^{_CHARACTER}{{{least},{most}}}$"
+
+
+def _keep_types(schema: dict[str, Any], path: str) -> None:
+    """In place: of ``enum``, what has one of the types beside it; the types themselves are then said."""
+    if "enum" not in schema or "type" not in schema:
+        return
+    kinds = [kind for name in _types(schema, path) for kind in _PYTHON_TYPES[name]]
+    kept = [value for value in schema["enum"] if type(value) in kinds]
+    if not kept:
+        raise SchemaError(f"{path}/enum has no value of the type beside it")
+    schema["enum"] = kept
+    del schema["type"]

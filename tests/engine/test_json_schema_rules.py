@@ -1,0 +1,78 @@
+"""Schemas: what is refused is named with its place, what is rewritten is no wider than it was."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from katydid_engine.json_schema_rules import SchemaError, enforceable
+
+
+def rewritten(schema: Any) -> Any:
+    return json.loads(enforceable(json.dumps(schema)))
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ("{", "no JSON"),
+        ("3", "# is 3"),
+        ('{"properties": []}', "#/properties is no object"),
+        ('{"anyOf": {}}', "#/anyOf is no array"),
+        ('{"type": "objec"}', '#/type is "objec"'),
+        ('{"properties": {"a/b": {"not": {}}}}', "#/properties/a~1b/not cannot"),
+        ('{"items": {"uniqueItems": true}}', "#/items/uniqueItems cannot"),
+        ('{"type": "object", "if": {}, "then": {}}', "#/if cannot"),
+        ('{"allOf": [{}, {}]}', "#/allOf of more than one"),
+        ('{"allOf": [{}], "minimum": 3}', "#/allOf cannot be enforced together with minimum"),
+        ('{"$ref": "#/$defs/a", "minimum": 3}', "#/$ref cannot be enforced together with minimum"),
+        ('{"$ref": "http://other/schema"}', "#/$ref is"),
+        ('{"minimum": 3}', "#/minimum cannot be enforced without type number"),
+        ('{"type": "string", "pattern": "a", "maxLength": 3}', "#/pattern cannot be enforced together"),
+        ('{"type": "string", "pattern": "\\""}', "#/pattern cannot be enforced with quotes"),
+        ('{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "#/oneOf cannot"),
+        ('{"type": "string", "enum": [1]}', "#/enum has no value"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_by_name(schema: str, named: str) -> None:
+    with pytest.raises(SchemaError) as caught:
+        enforceable(schema)
+    assert str(caught.value).startswith(named) or named in str(caught.value)
+
+
+def test_nesting_has_an_end() -> None:
+    schema: Any = {}
+    for _ in range(101):
+        schema = {"items": schema}
+    with pytest.raises(SchemaError, match="nested deeper"):
+        rewritten(schema)
+    with pytest.raises(SchemaError):
+        enforceable('{"items":' * 50_000 + "{}" + "}" * 50_000)
+
+
+def test_rewriting() -> None:
+    assert rewritten({"type": "array", "minItems": 1}) == {"type": "array", "minItems": 1, "items": {}}
+    assert rewritten({"required": ["a"]}) == {"required": ["a"], "properties": {"a": {}}}
+    closed = {"required": ["a", "b"], "properties": {"a": True}, "additionalProperties": {"type": "null"}}
+    assert rewritten(closed)["properties"] == {"a": {}, "b": {"type": "null"}}
+    assert rewritten({"type": "integer", "enum": [1, "a", True, 2]}) == {"enum": [1, 2]}
+    bounded = rewritten({"type": "string", "minLength": 2, "maxLength": 3})
+    assert bounded["type"] == "string"
+    assert bounded["pattern"].endswith("{2,3}$")
+    assert not bounded.keys() & {"minLength", "maxLength"}
+
+
+def test_everything_else_stays() -> None:
+    schema = {
+        "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}, "~/": {}}}},
+        "title": "Tree",
+        "oneOf": [
+            {"type": "object", "properties": {"kind": {"const": "a"}}, "required": ["kind"]},
+            {"type": "object", "properties": {"kind": {"enum": ["b", "c"]}}, "required": ["kind"]},
+            {"type": "array", "items": {"type": "string", "format": "uuid"}},
+            {"type": "null"},
+        ],
+    }
+    assert rewritten(schema) == schema
+    assert rewritten({"type": "object", "properties": {}}) == {"type": "object", "properties": {}}
