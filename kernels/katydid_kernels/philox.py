@@ -50,8 +50,9 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise, fp32 ``[R, vocab_size]``; ``argmax(logits + noise)`` samples ``softmax(logits)`` exactly.
 
-    A word w becomes u = (w + 1/2) / 2**32 and the noise -log(-log1p(-u)). Small u, the large noise that wins, keeps
-    its full precision this way; in fp32 log(u) would round the likeliest tail to a handful of values.
+    A word w becomes u = (w + 1/2) / 2**32 in fp32 and the noise -log(-log1p(-u)). Small u, the large noise that wins,
+    keeps its full precision this way; log(u) would round the likeliest tail to a handful of values. The logarithms are
+    taken in fp64 and rounded once, so that every device comes to the same fp32.
 
     Args:
         seeds: int64 ``[R]``, the 64 bits of an unsigned seed.
@@ -67,4 +68,4 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     )
     word = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
     uniform = ((word.double() + 0.5) * 2.0**-32).float().clamp_(max=1.0 - 2.0**-24)
-    return -torch.log(-torch.log1p(-uniform))
+    return uniform.double().neg_().log1p_().neg_().log_().neg_().float()

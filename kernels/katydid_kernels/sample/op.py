@@ -1,32 +1,56 @@
-"""The public calls of the sampler: they pick the kernels for the logits' device."""
+"""The public calls of the sampler check what comes in and pick the kernels for the logits' device."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from katydid_kernels.sample.batch import Logprobs, SamplingBatch
+from katydid_kernels.sample.launch import launch_logprobs, launch_sample
 from katydid_kernels.sample.reference import logprobs_reference, sample_reference
 
 __all__ = ["logprobs", "sample"]
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
+def sample(logits: Tensor, batch: SamplingBatch, *, overlap: bool = False) -> Tensor:
     """Returns token ids int32 ``[R]``.
 
     A row whose every token is banned yields token 0.
 
     Args:
-        logits: fp32 ``[R, V]``, left as they are.
+        logits: fp32 or bf16 ``[R, V]``, rows contiguous, left as they are.
+        overlap: let the kernel start before the preceding one ends (programmatic dependent launch). Then all but the
+            logits must be older than the preceding kernel.
+
+    Raises ValueError for a field of the batch that does not fit.
     """
-    return sample_reference(logits, batch)
+    rows, vocab = logits.shape
+    for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "positions"):
+        if getattr(batch, name).shape != (rows,):
+            raise ValueError(f"{name} must be [{rows}], got {list(getattr(batch, name).shape)}")
+    if batch.allowed is not None and batch.allowed.shape != (rows, -(-vocab // 32)):
+        raise ValueError(f"allowed must be [{rows}, {-(-vocab // 32)}], got {list(batch.allowed.shape)}")
+    if batch.penalties is not None and batch.penalties.seen.shape[1] != vocab:
+        raise ValueError(f"seen must be [slots, {vocab}], got {list(batch.penalties.seen.shape)}")
+    if batch.bias is not None and batch.bias.starts.shape != (rows + 1,):
+        raise ValueError(f"bias.starts must be [{rows + 1}], got {list(batch.bias.starts.shape)}")
+    if not _has_kernel(logits):
+        return sample_reference(logits, batch)
+    return launch_sample(logits, batch, overlap=overlap)
 
 
 def logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
     """Log probabilities of given tokens and of the ``num_top`` likeliest, from the logits as the model made them.
 
     Args:
-        logits: fp32 ``[R, V]``.
+        logits: fp32 or bf16 ``[R, V]``, rows contiguous.
         token_ids: int ``[R]``.
-        num_top: 0 .. V.
+        num_top: 0 .. V; of equals the lower ids come first.
     """
-    return logprobs_reference(logits, token_ids, num_top)
+    if not _has_kernel(logits):
+        return logprobs_reference(logits, token_ids, num_top)
+    return launch_logprobs(logits, token_ids, num_top)
+
+
+def _has_kernel(logits: Tensor) -> bool:
+    return logits.is_cuda and torch.cuda.get_device_capability(logits.device)[0] >= 9

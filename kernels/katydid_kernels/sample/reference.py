@@ -42,7 +42,7 @@ def _penalise(logits: Tensor, penalties: Penalties) -> Tensor:
         pending = penalties.pending[rows].long()
         counts = counts.scatter_add(1, pending.clamp(min=0), (pending >= 0).to(torch.int32))
     repetition = penalties.repetition[rows].unsqueeze(1)
-    repeated = torch.where(own > 0, own / repetition, own * repetition)
+    repeated = own * torch.where(own > 0, 1 / repetition, repetition)
     own = torch.where(in_prompt | (counts > 0), repeated, own)
     own = own - penalties.frequency[rows].unsqueeze(1) * counts - penalties.presence[rows].unsqueeze(1) * (counts > 0)
     return logits.index_copy(0, rows, own)
@@ -63,7 +63,7 @@ def _unpack_bits(words: Tensor, size: int) -> Tensor:
 
 
 def _gumbel_max(logits: Tensor, batch: SamplingBatch, rows: Tensor) -> Tensor:
-    scaled = logits / batch.temperature[rows].unsqueeze(1)
+    scaled = logits * (1 / batch.temperature[rows]).unsqueeze(1)
     if batch.filters:
         probabilities = scaled.softmax(dim=-1)
         kept = _likeliest(probabilities, batch.top_k[rows], batch.top_p[rows], _CANDIDATES)

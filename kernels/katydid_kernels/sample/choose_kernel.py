@@ -1,0 +1,300 @@
+"""One program a row: from the groups' maxima to the token.
+
+1. A lower bound of everything that the filters keep, from the groups' maxima alone: the k-th largest of them for
+   top-k, the largest whose followers' mass reaches top-p, a share of the maximum for min-p.
+2. The tokens at or above it are collected from the groups that can have any. If few (as a rule), each counts the tokens
+   before it and their mass: that is its rank and what top-p compares, without a sort.
+3. If many, the winner of all of them is drawn first and then looked up: if the filters keep it, it is the winner of
+   what they keep, which is a subset. If not, nothing at or below it is kept, and the draw is repeated above it.
+
+Order is by logit, then by id. Sums are over fixed tiles in a fixed order: no result depends on the batch.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from katydid_kernels.sample.row_values import adjusted_logits, gumbel_at, order_key
+
+__all__ = ["CANDIDATES", "choose_kernel", "collect", "kth_bound", "list_groups", "listed_tile", "ranked"]
+
+CANDIDATES = 512
+LOWEST = tl.constexpr(-2147483648)
+# The order key of -inf.
+BANNED = tl.constexpr(-2139095041)
+
+
+@triton.jit
+def kth_bound(key, count):
+    """A key that at least ``count`` of the keys reach, within 2**16 of the largest such: that is bound enough."""
+    bound = tl.where(tl.sum((key >= 0).to(tl.int32), 0) >= count, 0, LOWEST)
+    step = 1 << 30
+    for _ in range(15):
+        higher = bound + step
+        bound = tl.where(tl.sum((key >= higher).to(tl.int32), 0) >= count, higher, bound)
+        step = step >> 1
+    return bound
+
+
+@triton.jit
+def _mass_bound(key, mass, wanted):
+    """A key whose followers have at least the mass wanted, or the lowest."""
+    bound = tl.where(tl.sum(tl.where(key >= 0, mass, 0.0), 0) >= wanted, 0, LOWEST)
+    step = 1 << 30
+    for _ in range(15):
+        higher = bound + step
+        bound = tl.where(tl.sum(tl.where(key >= higher, mass, 0.0), 0) >= wanted, higher, bound)
+        step = step >> 1
+    return bound
+
+
+@triton.jit
+def list_groups(key, bound, list_ptr, GROUPS: tl.constexpr):
+    """Writes the groups whose maximum reaches the bound; returns how many."""
+    chosen = (key >= bound).to(tl.int32)
+    place = tl.cumsum(chosen, 0) - 1
+    tl.store(list_ptr + place, tl.arange(0, GROUPS), mask=chosen != 0)
+    tl.debug_barrier()
+    return tl.sum(chosen, 0)
+
+
+@triton.jit
+def listed_tile(row, list_ptr, first, count, vocab, source, PENDING: tl.constexpr):
+    """Logits and tokens, ``[2048]``, of 128 listed groups; -inf behind the last of ``count``."""
+    index = first + tl.arange(0, 128)
+    group = tl.load(list_ptr + index, mask=index < count, other=0)
+    fours = (group // 256 * 1024 + group % 256)[:, None] + tl.arange(0, 4)[None, :] * 256
+    valid = (index < count)[:, None] & (fours >= 0)
+    x, token = adjusted_logits(row, fours, valid, vocab, 0, vocab, source, PENDING)
+    return tl.reshape(x, (2048,)), tl.reshape(token, (2048,))
+
+
+@triton.jit
+def _count(row, key, list_ptr, listed, vocab, source, PENDING: tl.constexpr):
+    """How many tokens of the listed groups reach the key."""
+    count = 0
+    for first in range(0, listed, 128):
+        x, _token = listed_tile(row, list_ptr, first, listed, vocab, source, PENDING)
+        count += tl.sum((order_key(x) >= key).to(tl.int32), 0)
+    return count
+
+
+@triton.jit
+def _mass(x, inverse_temperature, scaled_max):
+    """Probability over that of the likeliest token."""
+    return tl.exp2((x * inverse_temperature - scaled_max) * 1.4426950408889634)
+
+
+@triton.jit
+def _mass_of_top_k(row, filters, list_ptr, listed, vocab, source, PENDING: tl.constexpr):
+    """Finds the k-th largest logit, a bit at a time."""
+    inverse_temperature, top_k, _top_p, _min_p, scaled_max = filters
+    kth = tl.where(_count(row, 0, list_ptr, listed, vocab, source, PENDING) >= top_k, 0, LOWEST)
+    step = 1 << 30
+    for _ in range(31):
+        higher = kth + step
+        kth = tl.where(_count(row, higher, list_ptr, listed, vocab, source, PENDING) >= top_k, higher, kth)
+        step = step >> 1
+    above = 0
+    total = 0.0
+    for first in range(0, listed, 128):
+        x, _token = listed_tile(row, list_ptr, first, listed, vocab, source, PENDING)
+        larger = order_key(x) > kth
+        above += tl.sum(larger.to(tl.int32), 0)
+        total += tl.sum(tl.where(larger, _mass(x, inverse_temperature, scaled_max), 0.0), 0)
+    value = (kth ^ ((kth >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return total + (top_k - above).to(tl.float32) * _mass(value, inverse_temperature, scaled_max)
+
+
+@triton.jit
+def collect(x, token, bound, found, values_ptr, ids_ptr, SIZE: tl.constexpr):
+    """Appends what reaches the bound to the candidates, as far as there is room; returns how many there are in all."""
+    reaches = (order_key(x) >= bound).to(tl.int32)
+    place = found + tl.cumsum(reaches, 0) - 1
+    stored = (reaches != 0) & (place < SIZE)
+    tl.store(values_ptr + place, x, mask=stored)
+    tl.store(ids_ptr + place, token, mask=stored)
+    return found + tl.sum(reaches, 0)
+
+
+@triton.jit
+def ranked(x, token, found, values_ptr, ids_ptr, inverse_temperature, scaled_max, SIZE: tl.constexpr):
+    """How many candidates come before each in the order, and their mass."""
+    rank = tl.zeros((SIZE,), tl.int32)
+    before = tl.zeros((SIZE,), tl.float32)
+    for first in range(0, found, 8):
+        o = first + tl.arange(0, 8)
+        other = tl.load(values_ptr + o, mask=o < found, other=float("-inf"))
+        other_token = tl.load(ids_ptr + o, mask=o < found, other=2147483647)
+        precedes = other[None, :] > x[:, None]
+        precedes |= (other[None, :] == x[:, None]) & (other_token[None, :] < token[:, None])
+        rank += tl.sum(precedes.to(tl.int32), 1)
+        mass = tl.broadcast_to(_mass(other, inverse_temperature, scaled_max)[None, :], (SIZE, 8))
+        before += tl.sum(tl.where(precedes, mass, 0.0), 1)
+    return rank, before
+
+
+@triton.jit
+def _winner(score, token, keep):
+    """The largest score of those kept, and its token: of equals the lowest."""
+    best = tl.max(tl.where(keep, score, float("-inf")), 0)
+    return best, tl.min(tl.where(keep & (score == best), token, 2147483647), 0)
+
+
+@triton.jit
+def _best(row, noisy, inverse_temperature, seed, position, list_ptr, listed, vocab, source, PENDING: tl.constexpr):
+    """The likeliest token, or the winner of all, in the groups that may hold it."""
+    best = float("-inf")
+    winner = 0
+    for first in range(0, listed, 128):
+        x, token = listed_tile(row, list_ptr, first, listed, vocab, source, PENDING)
+        score = x
+        if noisy:
+            score = x * inverse_temperature + gumbel_at(seed, position, token)
+        tile_best, tile_token = _winner(score, token, x > float("-inf"))
+        better = (tile_best > best) | ((tile_best == best) & (tile_token < winner))
+        winner = tl.where(better, tile_token, winner)
+        best = tl.where(better, tile_best, best)
+    return winner
+
+
+@triton.jit
+def _of_few(total, filters, seed, position, found, values_ptr, ids_ptr, SIZE: tl.constexpr):
+    """The winner of the candidates that are kept; ``total`` is the mass of all tokens, for rows without top-k."""
+    inverse_temperature, top_k, top_p, min_p, scaled_max = filters
+    c = tl.arange(0, SIZE)
+    x = tl.load(values_ptr + c, mask=c < found, other=float("-inf"))
+    token = tl.load(ids_ptr + c, mask=c < found, other=2147483647)
+    mass = _mass(x, inverse_temperature, scaled_max)
+    rank, before = ranked(x, token, found, values_ptr, ids_ptr, inverse_temperature, scaled_max, SIZE)
+    keep = c < found
+    if top_k > 0:
+        keep &= rank < top_k
+        total = tl.sum(tl.where(keep, mass, 0.0), 0)
+    keep &= before < tl.where(top_p < 1, top_p * total, float("inf"))
+    keep &= mass >= min_p
+    scaled = x * inverse_temperature
+    _score, winner = _winner(scaled + gumbel_at(seed, position, token), token, keep)
+    return winner
+
+
+@triton.jit
+def _of_many(
+    row, bound, total, filters, seed, position, list_ptr, listed, vocab, source, PENDING: tl.constexpr
+):  # fmt: skip
+    """Draws from all that reach the bound, and again from what comes before the winner until the filters keep one."""
+    inverse_temperature, top_k, top_p, min_p, scaled_max = filters
+    limit = float("-inf")
+    limit_token = 0
+    winner = 0
+    drawing = True
+    while drawing:
+        best = float("-inf")
+        best_x = float("-inf")
+        for first in range(0, listed, 128):
+            x, token = listed_tile(row, list_ptr, first, listed, vocab, source, PENDING)
+            alive = (x > limit) | ((x == limit) & (token < limit_token))
+            alive &= order_key(x) >= bound
+            if tl.max(alive.to(tl.int32), 0) > 0:
+                scaled = x * inverse_temperature
+                tile_best, tile_token = _winner(scaled + gumbel_at(seed, position, token), token, alive)
+                better = (tile_best > best) | ((tile_best == best) & (tile_token < winner))
+                tile_x = tl.max(tl.where(token == tile_token, x, float("-inf")), 0)
+                winner = tl.where(better, tile_token, winner)
+                best_x = tl.where(better, tile_x, best_x)
+                best = tl.where(better, tile_best, best)
+        rank = 0
+        before = 0.0
+        for first in range(0, listed, 128):
+            x, token = listed_tile(row, list_ptr, first, listed, vocab, source, PENDING)
+            precedes = (x > best_x) | ((x == best_x) & (token < winner))
+            rank += tl.sum(precedes.to(tl.int32), 0)
+            before += tl.sum(tl.where(precedes, _mass(x, inverse_temperature, scaled_max), 0.0), 0)
+        kept = ((top_k == 0) | (rank < top_k)) & (_mass(best_x, inverse_temperature, scaled_max) >= min_p)
+        kept &= before < tl.where(top_p < 1, top_p * total, float("inf"))
+        drawing = (kept == 0) & (rank > 0)
+        limit = best_x
+        limit_token = winner
+    return winner
+
+
+@triton.jit
+def choose_kernel(
+    logits_ptr, logits_stride, slots_ptr, repetition_ptr, presence_ptr, frequency_ptr, seen_ptr, seen_stride,
+    pending_ptr, bias_starts_ptr, bias_ids_ptr, bias_values_ptr, allowed_ptr, allowed_stride, temperature_ptr,
+    top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, group_max_ptr, tile_sums_ptr, list_ptr, values_ptr,
+    ids_ptr, out_ptr, vocab, TILES: tl.constexpr, BLOCK_TILES: tl.constexpr, CANDIDATES: tl.constexpr,
+    PENDING: tl.constexpr, FOLLOWS: tl.constexpr,
+):  # fmt: skip
+    """FOLLOWS: launched while `scan_kernel` runs."""
+    GROUPS: tl.constexpr = BLOCK_TILES * 256
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature_ptr + row)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
+    seed = tl.load(seeds_ptr + row).to(tl.uint64)
+    position = tl.load(positions_ptr + row)
+    greedy = temperature <= 0
+    top_k = tl.where((top_k <= 0) | (top_k >= vocab), 0, top_k)
+    free = (top_k == 0) & (top_p >= 1) & (min_p <= 0) & (temperature > 0)
+    temperature = tl.where(greedy, 1.0, temperature)
+    inverse_temperature = tl.div_rn(1.0, temperature)
+    exponent = 1.4426950408889634 * inverse_temperature
+    source = (
+        logits_ptr, logits_stride, slots_ptr, repetition_ptr, presence_ptr, frequency_ptr, seen_ptr, seen_stride,
+        pending_ptr, bias_starts_ptr, bias_ids_ptr, bias_values_ptr, allowed_ptr, allowed_stride,
+    )  # fmt: skip
+    list_ptr += row * TILES * 256
+    values_ptr += row * CANDIDATES
+    ids_ptr += row * CANDIDATES
+    if FOLLOWS:
+        gdc_wait()
+    group = tl.arange(0, GROUPS)
+    group_max = tl.load(group_max_ptr + row * TILES * 256 + group, mask=group < TILES * 256, other=float("-inf"))
+    key = order_key(group_max)
+    maximum = tl.max(group_max, 0)
+    token_out = 0
+    if maximum > float("-inf"):
+        bound = BANNED + 1
+        total = 0.0
+        if greedy:
+            bound = order_key(maximum)
+        elif free:
+            bound = order_key(maximum - 1e-3)
+        else:
+            if min_p > 0:
+                bound = tl.maximum(bound, order_key(maximum + temperature * tl.log(min_p) - 1e-3 * (temperature + 1)))
+            if top_k > 0:
+                bound = tl.maximum(bound, kth_bound(key, top_k))
+            elif top_p < 1:
+                tile = tl.arange(0, BLOCK_TILES)
+                sums = tile_sums_ptr + (row * TILES + tile) * 2
+                tile_max = tl.load(sums, mask=tile < TILES, other=float("-inf"))
+                tile_sum = tl.load(sums + 1, mask=tile < TILES, other=0.0)
+                total = tl.sum(tile_sum * tl.exp2((tile_max - maximum) * exponent), 0)
+                mass = tl.exp2((group_max - maximum) * exponent)
+                bound = tl.maximum(bound, _mass_bound(key, mass, top_p * total * 1.00001))
+        listed = list_groups(key, bound, list_ptr, GROUPS)
+        scaled_max = maximum * inverse_temperature
+
+        if greedy | free:
+            token_out = _best(row, free, inverse_temperature, seed, position, list_ptr, listed, vocab, source, PENDING)
+        else:
+            found = 0
+            first = 0
+            while (first < listed) & (found <= CANDIDATES):
+                x, token = listed_tile(row, list_ptr, first, listed, vocab, source, PENDING)
+                found = collect(x, token, bound, found, values_ptr, ids_ptr, CANDIDATES)
+                first += 128
+            tl.debug_barrier()
+            filters = (inverse_temperature, top_k, top_p, min_p, scaled_max)
+            if found <= CANDIDATES:
+                token_out = _of_few(total, filters, seed, position, found, values_ptr, ids_ptr, CANDIDATES)
+            else:
+                if (top_k > 0) & (top_p < 1):
+                    total = _mass_of_top_k(row, filters, list_ptr, listed, vocab, source, PENDING)
+                token_out = _of_many(
+                    row, bound, total, filters, seed, position, list_ptr, listed, vocab, source, PENDING
+                )
+    tl.store(out_ptr + row, token_out)

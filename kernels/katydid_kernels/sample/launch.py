@@ -1,0 +1,94 @@
+"""Launches the sampler's kernels; their scratch is a few per cent of the logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from katydid_kernels.sample.batch import Logprobs, SamplingBatch
+from katydid_kernels.sample.choose_kernel import CANDIDATES, choose_kernel
+from katydid_kernels.sample.logprob_kernel import logprob_kernel
+from katydid_kernels.sample.scan_kernel import GROUPS, TILE, scan_kernel
+
+__all__ = ["launch_logprobs", "launch_sample"]
+
+_NO_PARAMETERS = (None,) * 6
+
+
+def launch_sample(logits: Tensor, batch: SamplingBatch, *, overlap: bool, chain: bool = True) -> Tensor:
+    """Scan and choice. ``overlap``: the scan starts before the preceding kernel ends; ``chain``: so does the choice
+    before the scan ends (off in the interpreter, which knows no such thing).
+    """
+    rows, vocab = logits.shape
+    out = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    if rows == 0:
+        return out
+    tiles, group_max, tile_sums, candidates = _scratch(logits)
+    source = _source(logits, batch)
+    parameters = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seeds, batch.positions)
+    pending = 0 if batch.penalties is None or batch.penalties.pending is None else batch.penalties.pending.shape[1]
+    scan_kernel[(tiles, rows)](
+        *source, *parameters, group_max, tile_sums, vocab, PENDING=pending, EARLY=overlap, FOLLOWED=chain,
+        num_warps=8, enable_fp_fusion=False, **({"launch_pdl": True} if overlap else {}),
+    )  # fmt: skip
+    choose_kernel[(rows,)](
+        *source, *parameters, group_max, tile_sums, *candidates, out, vocab, TILES=tiles,
+        BLOCK_TILES=triton.next_power_of_2(tiles), CANDIDATES=CANDIDATES, PENDING=pending, FOLLOWS=chain,
+        num_warps=16, enable_fp_fusion=False, **({"launch_pdl": True} if chain else {}),
+    )  # fmt: skip
+    return out
+
+
+def launch_logprobs(logits: Tensor, token_ids: Tensor, num_top: int, *, chain: bool = True) -> Logprobs:
+    rows, vocab = logits.shape
+    result = Logprobs(
+        chosen=torch.empty(rows, device=logits.device),
+        top_ids=torch.empty(rows, num_top, dtype=torch.int32, device=logits.device),
+        top=torch.empty(rows, num_top, device=logits.device),
+    )
+    if rows == 0:
+        return result
+    tiles, group_max, tile_sums, candidates = _scratch(logits)
+    scan_kernel[(tiles, rows)](
+        *_source(logits, None), *_NO_PARAMETERS, group_max, tile_sums, vocab, PENDING=0, EARLY=False, FOLLOWED=chain,
+        num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    logprob_kernel[(rows,)](
+        logits, logits.stride(0), token_ids, group_max, tile_sums, *candidates, result.chosen, result.top_ids,
+        result.top, vocab, num_top, TILES=tiles, BLOCK_TILES=triton.next_power_of_2(tiles), CANDIDATES=CANDIDATES,
+        FOLLOWS=chain, num_warps=8, enable_fp_fusion=False, **({"launch_pdl": True} if chain else {}),
+    )  # fmt: skip
+    return result
+
+
+def _scratch(logits: Tensor) -> tuple[int, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Tiles a row, maxima of groups, maximum and sum of tiles; a list of groups, and candidates' logits and ids."""
+    rows, vocab = logits.shape
+    tiles, device = triton.cdiv(vocab, TILE), logits.device
+    return (
+        tiles,
+        torch.empty(rows, tiles * GROUPS, device=device),
+        torch.empty(rows, tiles, 2, device=device),
+        (
+            torch.empty(rows, tiles * GROUPS, dtype=torch.int32, device=device),
+            torch.empty(rows, CANDIDATES, device=device),
+            torch.empty(rows, CANDIDATES, dtype=torch.int32, device=device),
+        ),
+    )
+
+
+def _source(logits: Tensor, batch: SamplingBatch | None) -> tuple[Any, ...]:
+    """What `adjusted_logits` reads, in its order; of plain logits without a batch."""
+    penalties, bias, allowed = (batch.penalties, batch.bias, batch.allowed) if batch else (None, None, None)
+    tokens: tuple[Any, ...] = (None, None, None, None, None, 0, None)
+    if penalties is not None:
+        tokens = (
+            penalties.slots, penalties.repetition, penalties.presence, penalties.frequency, penalties.seen,
+            penalties.seen.stride(0), penalties.pending,
+        )  # fmt: skip
+    biases = (None, None, None) if bias is None else (bias.starts, bias.token_ids, bias.values)
+    mask = (None, 0) if allowed is None else (allowed, allowed.stride(0))
+    return (logits, logits.stride(0), *tokens, *biases, *mask)

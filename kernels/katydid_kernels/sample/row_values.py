@@ -1,0 +1,88 @@
+"""What the sampler's kernels compute for tokens of a row: the logits after penalties, bias and mask, and the noise.
+
+Tokens come in fours that follow one another, ``[A, B]`` fours a tile: 16 bytes of logits, 8 of seen counts, and the
+four words of one Philox counter. Reciprocals are IEEE's and the launches forbid contraction, so that both
+kernels and the torch reference come to the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["adjusted_logits", "gumbel_at", "noisy_bound", "order_key"]
+
+
+@triton.jit
+def adjusted_logits(row, fours, valid, vocab, first, last, source, PENDING: tl.constexpr):
+    """fp32 ``[A, B, 4]`` of the tokens ``4 * fours + (0 .. 3)``, and these; -inf where not valid or past the last.
+
+    ``source`` are the kernels' arguments from the logits to the mask, in their order. All tokens lie in
+    ``first .. last - 1``: bias of others is passed over.
+    """
+    (
+        logits_ptr, logits_stride, slots_ptr, repetition_ptr, presence_ptr, frequency_ptr, seen_ptr, seen_stride,
+        pending_ptr, bias_starts_ptr, bias_ids_ptr, bias_values_ptr, allowed_ptr, allowed_stride,
+    ) = source  # fmt: skip
+    token = fours[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    inside = valid[:, :, None] & (token < vocab)
+    x = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+    if seen_ptr is not None:
+        slot = tl.load(slots_ptr + row)
+        if slot >= 0:
+            entry = tl.load(seen_ptr + slot.to(tl.int64) * seen_stride + token, mask=inside, other=0).to(tl.int32)
+            count = entry & 0x7FFF
+            if pending_ptr is not None:
+                for i in range(PENDING):
+                    count += (token == tl.load(pending_ptr + row * PENDING + i)).to(tl.int32)
+            repetition = tl.load(repetition_ptr + row)
+            factor = tl.where(x > 0, tl.div_rn(1.0, repetition), repetition)
+            x = tl.where((entry < 0) | (count > 0), x * factor, x)
+            x = x - tl.load(frequency_ptr + row) * count.to(tl.float32)
+            x = x - tl.load(presence_ptr + row) * (count > 0).to(tl.float32)
+    if bias_starts_ptr is not None:
+        for i in range(tl.load(bias_starts_ptr + row), tl.load(bias_starts_ptr + row + 1)):
+            biased = tl.load(bias_ids_ptr + i)
+            if (biased >= first) & (biased < last):
+                x = tl.where(token == biased, x + tl.load(bias_values_ptr + i), x)
+    if allowed_ptr is not None:
+        word = tl.load(allowed_ptr + row * allowed_stride + fours // 8, mask=valid & (fours * 4 < vocab), other=0)
+        x = tl.where(((word[:, :, None] >> (token & 31)) & 1) != 0, x, float("-inf"))
+    return x, token
+
+
+@triton.jit
+def order_key(x):
+    """int32 that orders as the floats do; both zeros are one."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _uniform(word):
+    """(word + 1/2) / 2**32 rounded to fp32, below 1."""
+    exact = ((word.to(tl.float64) + 0.5) * 2.3283064365386963e-10).to(tl.float32)
+    return tl.minimum(exact, 0.999999940395355224609375)
+
+
+@triton.jit
+def gumbel_at(seed, position, token):
+    """The noise of single tokens, as `philox.gumbel_noise` defines it."""
+    counter = (token // 4).to(tl.uint32)
+    zero = tl.zeros_like(counter)
+    w0, w1, w2, w3 = tl.philox(seed, counter, zero + position.to(tl.uint32), zero, zero)
+    word = tl.where(token % 2 == 0, tl.where(token % 4 == 0, w0, w2), tl.where(token % 4 == 1, w1, w3))
+    u = _uniform(word).to(tl.float64)
+    # log(1 - u) loses the digits of a small u; four terms of the series are exact below 1e-4.
+    exponential = tl.where(u < 1e-4, u * (1.0 + u * (0.5 + u * (1.0 / 3.0 + u * 0.25))), -tl.log(1.0 - u))
+    return (-tl.log(exponential)).to(tl.float32)
+
+
+@triton.jit
+def noisy_bound(x, fours, seed, position):
+    """``x`` plus its noise to within 1e-4, without fp64: says which groups may hold the winner."""
+    counter = fours.to(tl.uint32)
+    zero = tl.zeros_like(counter)
+    w0, w1, w2, w3 = tl.philox(seed, counter, zero + position.to(tl.uint32), zero, zero)
+    word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), x.shape)
+    u = tl.minimum(word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994)
+    exponential = tl.where(u < 0.01, u * (1.0 + u * (0.5 + u * (1.0 / 3.0))), -tl.log(1.0 - u))
+    return x - tl.log(exponential)
