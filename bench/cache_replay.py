@@ -61,7 +61,7 @@ def replay(requests: Sequence[Request], blocks: int, policy: TierPolicy) -> floa
     space = store.namespace(bytes(32), LAYOUT)
     hits = 0
     for request in requests:
-        found = store.prefix(space, request.names, space.all_heads)
+        found = store.prefix(space, request.names, space.all_heads).blocks
         store.touch(found)
         store.memory.ghosts.observe(request.names, space.slot_bytes)
         hits += min(len(found) * block_tokens, request.tokens)

@@ -224,7 +224,7 @@ def test_verify_quarantines_bad_copies(tmp_path: Path) -> None:
             slot = space.blocks[key(2)].disk
             assert slot is not None
             flip(tmp_path, slot.slab, slot.index, 5000)
-            verified = await cache.verify()
+            verified = await cache.scrubber.verify()
             assert (verified.blocks, verified.corrupt) == (10, 2)
             assert [tier.counters.corrupt for tier in cache.store.tiers] == [1, 1]
             assert [await get(cache, space, name) for name in (1, 2)] == [payload(1), payload(2)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from katydid_cache.layout import BlockLayout, Span
 from katydid_cache.records import PutRefusal, Tier
-from katydid_kvcache.blocks import Block
+from katydid_kvcache.blocks import ROW, Block
 from katydid_kvcache.policy.eviction import EVICTIONS
 from katydid_kvcache.policy.pools import Quota, TierPolicy
 from katydid_kvcache.shared.manifest import Entry, Location
@@ -97,7 +97,9 @@ class Books(RuleBasedStateMachine):
     def look_up(self, data: st.DataObject, lease: bool) -> None:
         space = self.namespaces[data.draw(st.integers(0, 1))]
         hashes = [bytes([n]) * 32 for n in data.draw(st.lists(st.integers(0, 14), max_size=6))]
-        found = self.store.prefix(space, hashes, space.all_heads)
+        found, rows, *_ = self.store.prefix(space, hashes, space.all_heads)
+        assert rows == b"".join(block.row for block in found)
+        assert sum(block.memory is not None for block in found) * ROW.size == len(rows)
         for block in found:
             key = space.identity[:1] + block.hash
             assert any(key in names for names in self.announced.values())
@@ -203,7 +205,7 @@ class Books(RuleBasedStateMachine):
         blocks = [block for space in self.namespaces for block in space.blocks.values()]
         shared = {block.namespace.identity[:1] + block.hash for block in blocks if block.shared is not None}
         assert shared == self.announced[Tier.SHARED]
-        assert len(shared) <= 6
+        assert len(shared) <= 6 or all(block.pins for block in blocks if block.only_shared)
         for block in blocks:
             assert not block.only_shared or block.checksum == b"shared"
         for block in self.pinned:

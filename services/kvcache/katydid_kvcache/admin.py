@@ -39,7 +39,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
         return pb.FlushResponse(blocks=await self._cache.flush())
 
     async def Verify(self, _request: pb.VerifyRequest, _context: Context) -> pb.VerifyResponse:
-        verified = await self._cache.verify()
+        verified = await self._cache.scrubber.verify()
         return pb.VerifyResponse(blocks=verified.blocks, corrupt=verified.corrupt)
 
     async def List(self, _request: pb.ListRequest, _context: Context) -> pb.ListResponse:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import struct
+
 from katydid_cache.layout import BlockLayout, Span
 
 from katydid_kvcache.shared.manifest import Location
 from katydid_kvcache.slabs import Slot
 
-__all__ = ["PAGE_BYTES", "Block", "Namespace"]
+__all__ = ["PAGE_BYTES", "ROW", "Block", "Namespace"]
 
 PAGE_BYTES = 4096
+
+ROW = struct.Struct("<QQ16sQ")
+"""What answers say of a block in memory: offset in the arena, generation, xxh3-128 and linear checksum."""
 
 
 class Namespace:
@@ -44,7 +49,8 @@ class Block:
     never; every use moves it to `sliding_s` from then if that is not 0; `recorded_until` is what the lower tiers know
     of it. `tenant` is who wrote it, 16 bytes or empty. `linear` is the 64-bit linear checksum that a GPU made of a
     whole block, 0 when none did. `used_at` is the number of its last use among the uses of all blocks; `guest` is True
-    until the next use of a block that was not admitted when written.
+    until the next use of a block that was not admitted when written. `row` is its ROW while it is whole and in memory,
+    else empty: lookups of thousands of blocks have time for no more than one look at each.
     """
 
     __slots__ = (
@@ -57,13 +63,12 @@ class Block:
         "linear",
         "memory",
         "namespace",
-        "packed",
-        "packed_slot",
         "parent",
         "parked",
         "parts",
         "pins",
         "recorded_until",
+        "row",
         "shared",
         "sliding_s",
         "tenant",
@@ -90,9 +95,7 @@ class Block:
         self.tenant = tenant
         self.used_at = 0
         self.guest = False
-        # `memory` as it goes into answers, and of which slot: lookups of long chains have no time to make it anew.
-        self.packed = b""
-        self.packed_slot: Slot | None = None
+        self.row = b""
         # Set while an eviction has passed the block over because it was pinned: it is in no queue then.
         self.parked = False
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import mmap
 import os
 import threading
 import time
@@ -50,7 +49,7 @@ from katydid_kvcache.tier_runs import tier_runs
 from katydid_kvcache.traffic import Traffic
 from katydid_kvcache.writing import Writer
 
-__all__ = ["Cache", "Found", "Verified"]
+__all__ = ["Cache", "Found"]
 
 _MAINTENANCE_S = 1.0
 _REGROW_S = 60.0
@@ -61,26 +60,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Outcome of a lookup: the prefix's blocks, by tier in runs, and the lease over them (0: none)."""
+    """Outcome of a lookup: the prefix's blocks, by tier in runs, and the lease over them (0: none).
+
+    `rows` has the ROW of those that are in memory, back to back.
+    """
 
     blocks: Sequence[Block]
     runs: tuple[TierRun, ...]
     lease: int
-
-    @property
-    def in_memory(self) -> Sequence[Block]:
-        """Those in the memory tier, in order."""
-        if all(run.tier is Tier.MEMORY for run in self.runs):
-            return self.blocks
-        return [block for block in self.blocks if block.memory is not None]
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """Blocks read and checked, and how many of them had a wrong copy."""
-
-    blocks: int
-    corrupt: int
+    rows: bytes
 
 
 class Cache:
@@ -253,15 +241,18 @@ class Cache:
     ) -> Found:
         """The longest prefix of a chain that is present, leased for `lease_ttl_s` unless that is None."""
         namespace, names = attachment.namespace, self.names(asker, hashes)
-        found = self.store.prefix(namespace, names, namespace.mask(heads))
+        found, rows, in_memory, _ = self.store.prefix(namespace, names, namespace.mask(heads))
         lease = 0
         if found and lease_ttl_s is not None:
             self.store.pin(found)
             lease = self.leases.grant(attachment.id, found, time.monotonic() + lease_ttl_s)
         asyncio.get_running_loop().call_soon(self.store.touch, found, self._lifetimes.use(session))
-        runs = tier_runs(self.speeds, namespace, found)
+        if found and in_memory == len(found):
+            runs: tuple[TierRun, ...] = (TierRun(Tier.MEMORY, in_memory, 0.0),)
+        else:
+            runs = tier_runs(self.speeds, namespace, found)
         self.aftermath.of_lookup(namespace, names, asker.tenant, runs, found)
-        return Found(found, runs, lease)
+        return Found(found, runs, lease, rows)
 
     def begin_write(
         self,
@@ -349,29 +340,6 @@ class Cache:
             if self._disk is None:
                 return 0
         return await self.writer.flush()
-
-    async def suspect(self, namespace: Namespace, names: Sequence[bytes]) -> int:
-        """Look at blocks that were wrong to a reader; how many are wrong in memory, and quarantined now."""
-        wrong = 0
-        for name in names:
-            block = namespace.blocks.get(name)
-            if block is not None:
-                wrong += self.reader.withdraw_if_wrong(block)
-                await asyncio.sleep(0)
-        return wrong
-
-    async def verify(self) -> Verified:
-        """Read every copy of every block and quarantine those whose checksum is wrong."""
-        checked, corrupt = 0, 0
-        for namespace in list(self.store.namespaces.values()):
-            scratch = memoryview(mmap.mmap(-1, namespace.slot_bytes))
-            for block in list(namespace.blocks.values()):
-                if not block.present or not block.complete:
-                    continue
-                checked += 1
-                corrupt += not await self.scrubber.check(block, scratch)
-                await asyncio.sleep(0)
-        return Verified(checked, corrupt)
 
     @property
     def quarantined(self) -> int:

@@ -31,6 +31,10 @@ class Deadlines:
             heapq.heapify(self._queue)
             self._sweep_at = max(_SWEEP, 2 * len(self._queue))
 
+    def passed(self, now: float) -> bool:
+        """Whether any block was to end by now when it was added."""
+        return bool(self._queue) and self._queue[0][0] <= now
+
     def due(self, now: float) -> list[Block]:
         """Take out the blocks that were to end by now when they were added."""
         blocks = []

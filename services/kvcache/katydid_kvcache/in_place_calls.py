@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+import numpy as np
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid_cache.arena_slots import CHECKSUM_BYTES, NO_SLOT, SLOT
 from katydid_cache.records import Durability, PutRefusal, PutStatus
@@ -12,10 +13,10 @@ from katydid_runtime.errors import InvalidRequestError, UnsupportedError
 
 from katydid_kvcache import requests
 from katydid_kvcache.attachments import Attachment
-from katydid_kvcache.blocks import Block
+from katydid_kvcache.blocks import ROW, Block
 from katydid_kvcache.cache import Cache
-from katydid_kvcache.memory import MemoryTier
 from katydid_kvcache.policy.lifetimes import Keep
+from katydid_kvcache.slabs import SlabAllocator
 from katydid_kvcache.store import Refusal, Write
 from katydid_kvcache.writing import Claim, commit
 
@@ -26,13 +27,17 @@ _LINEAR = struct.Struct("<Q")
 
 
 class PackedSlots:
-    """Blocks in memory as the protocol packs them: slots, xxh3-128 checksums, and linear ones if there are any."""
+    """Blocks as the protocol packs them: slots, xxh3-128 checksums, and linear ones if there are any.
 
-    def __init__(self, memory: MemoryTier, blocks: Sequence[Block]) -> None:
-        self.slots = memory.pack(blocks)
-        self.checksums = b"".join([block.checksum for block in blocks])
-        linear = [block.linear for block in blocks]
-        self.linear_checksums = struct.pack(f"<{len(linear)}Q", *linear) if any(linear) else b""
+    `rows` has the ROW of each, back to back.
+    """
+
+    def __init__(self, rows: bytes) -> None:
+        columns = np.frombuffer(rows, dtype="<u8").reshape(-1, ROW.size // 8)
+        self.slots = columns[:, :2].tobytes()
+        self.checksums = columns[:, 2:4].tobytes()
+        linear = columns[:, 4]
+        self.linear_checksums = linear.tobytes() if linear.any() else b""
 
 
 def _with_arena(cache: Cache, attachment_id: int) -> Attachment:
@@ -62,7 +67,7 @@ def reserve_in_place(cache: Cache, request: pb.ReserveRequest) -> pb.ReserveResp
         tenant=asker.tenant,
         session=requests.session(request.session),
     )
-    slots = b"".join(_slot(cache.memory, write) for write in begun)
+    slots = b"".join(_slot(cache.memory.slots, write) for write in begun)
     declined = [_declined(index, refusal) for index, refusal in enumerate(begun) if isinstance(refusal, Refusal)]
     return pb.ReserveResponse(reservation=reservation, slots=slots, declined=declined)
 
@@ -103,8 +108,10 @@ def _claims(request: pb.CommitRequest, writes: Sequence[Write]) -> Sequence[Clai
     return [claim for (claim,) in _LINEAR.iter_unpack(packed)]
 
 
-def _slot(memory: MemoryTier, begun: Write | Refusal) -> bytes:
-    return memory.pack([begun.block]) if isinstance(begun, Write) else _NOTHING
+def _slot(slots: SlabAllocator[Block], begun: Write | Refusal) -> bytes:
+    if isinstance(begun, Refusal) or begun.block.memory is None:
+        return _NOTHING
+    return SLOT.pack(slots.position(begun.block.memory), begun.block.memory.generation)
 
 
 def _declined(index: int, refusal: Refusal) -> pb.PutResult:

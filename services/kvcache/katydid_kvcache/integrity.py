@@ -26,6 +26,7 @@ def check_store(store: Store) -> None:
             assert not block.heads & block.writing, "heads are committed and being written"
             assert block.disk is None or block.complete, "half a block is on disk"
             assert block.memory is not None or block.complete, "half a block is in the shared store"
+            assert bool(block.row) == (block.memory is not None and block.complete), "a lookup would overlook a block"
             shared += block.shared is not None
     if store.shared is not None:
         store.shared.check_integrity()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
-
 from katydid_cache.layout import Span
 
 from katydid_kvcache.arena import Arena
@@ -13,8 +10,6 @@ from katydid_kvcache.checksums import payload_checksum
 from katydid_kvcache.slabs import SlabAllocator, Slot
 
 __all__ = ["MemoryTier"]
-
-_PLACE = struct.Struct("<QQ")
 
 
 class MemoryTier:
@@ -28,19 +23,6 @@ class MemoryTier:
         """The object of a block that is in memory."""
         assert block.memory is not None
         return self.pages(block, block.memory)[: block.namespace.layout.block_bytes]
-
-    def arena_offset(self, slot: Slot) -> int:
-        """Where a slot begins in the whole arena."""
-        return slot.slab * self.slots.slab_bytes + self.slots.offset(slot)
-
-    def pack(self, blocks: Sequence[Block]) -> bytes:
-        """Where blocks that are in memory lie: offset in the arena and generation, 16 bytes each."""
-        for block in blocks:
-            if block.packed_slot is not block.memory:
-                assert block.memory is not None
-                block.packed = _PLACE.pack(self.arena_offset(block.memory), block.memory.generation)
-                block.packed_slot = block.memory
-        return b"".join([block.packed for block in blocks])
 
     def pages(self, block: Block, slot: Slot) -> memoryview:
         """All pages of a slot for `block`, page-aligned: what direct I/O moves."""

@@ -9,18 +9,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import mmap
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from katydid_kvcache.blocks import Block, Namespace
 from katydid_kvcache.memory import MemoryTier
 from katydid_kvcache.reading import Reader
 from katydid_kvcache.store import Store
 
-__all__ = ["Scrubber"]
+__all__ = ["Scrubber", "Verified"]
 
 _IDLE_S = 1.0
 _RETRY_S = 60.0
 
 logger = logging.getLogger(__name__)
+
+
+class Verified(NamedTuple):
+    """Blocks read and checked, and how many of them had a wrong copy."""
+
+    blocks: int
+    corrupt: int
 
 
 class Scrubber:
@@ -65,6 +74,29 @@ class Scrubber:
         self.blocks += 1
         self.corrupt += not good
         return good
+
+    async def verify(self) -> Verified:
+        """Read every copy of every block and quarantine those whose checksum is wrong."""
+        checked, corrupt = 0, 0
+        for namespace in [*self._store.namespaces.values()]:
+            scratch = memoryview(mmap.mmap(-1, namespace.slot_bytes))
+            for block in [*namespace.blocks.values()]:
+                if not block.present or not block.complete:
+                    continue
+                checked += 1
+                corrupt += not await self.check(block, scratch)
+                await asyncio.sleep(0)
+        return Verified(checked, corrupt)
+
+    async def look_at(self, namespace: Namespace, names: Sequence[bytes]) -> int:
+        """Look at blocks that were wrong to a reader; how many are wrong in memory, and quarantined now."""
+        wrong = 0
+        for name in names:
+            block = namespace.blocks.get(name)
+            if block is not None:
+                wrong += self._reader.withdraw_if_wrong(block)
+                await asyncio.sleep(0)
+        return wrong
 
     async def _go_through(self, namespace: Namespace, bytes_per_s: float) -> None:
         scratch = memoryview(mmap.mmap(-1, namespace.slot_bytes))

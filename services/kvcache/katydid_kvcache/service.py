@@ -123,7 +123,7 @@ class KvCacheService:
             span.set_all({"kvcache.blocks.asked": len(hashes), "kvcache.blocks.found": len(found.blocks)})
         # In place only what is leased and whole: a slot without a lease may be another block's a moment later.
         in_place = attachment.arena and found.lease and attachment.namespace.covers(requests.span(request.heads))
-        packed = PackedSlots(self._cache.memory, found.in_memory if in_place else ())
+        packed = PackedSlots(found.rows if in_place else b"")
         elapsed_s = time.monotonic() - started
         self._figures.lookup_seconds.observe(elapsed_s)
         return pb.LookupResponse(
@@ -190,7 +190,7 @@ class KvCacheService:
             blocks, eta_s = self._cache.prefetching.start(attachment.id, attachment.namespace, hashes, deadline_s)
             return pb.PrefetchResponse(blocks=blocks, eta=to_duration(eta_s))
         there = await self._cache.prefetching.fetch(attachment.namespace, hashes, deadline_s)
-        packed = PackedSlots(self._cache.memory, there if attachment.arena else ())
+        packed = PackedSlots(b"".join(block.row for block in there) if attachment.arena else b"")
         return pb.PrefetchResponse(
             blocks=len(there),
             slots=packed.slots,
@@ -206,7 +206,7 @@ class KvCacheService:
         namespace = self._cache.attachments.find(request.attachment).namespace
         asker = requests.asker(request.tenant, request.session)
         names = self._cache.names(asker, requests.hash_list(request.hashes))
-        return pb.ReportResponse(quarantined=await self._cache.suspect(namespace, names))
+        return pb.ReportResponse(quarantined=await self._cache.scrubber.look_at(namespace, names))
 
     async def Stats(self, _request: pb.StatsRequest, _context: Context) -> pb.StatsResponse:
         return stats_reply(self._cache)

@@ -74,6 +74,10 @@ class SlabAllocator(Generic[Owner]):
         """Whether `allocate` would find a free slot."""
         return bool(self._open.get(slot_bytes) or (self._unused and slot_bytes <= self.slab_bytes))
 
+    def position(self, slot: Slot) -> int:
+        """Where a slot begins, counted from the beginning of the first slab."""
+        return slot.slab * self.slab_bytes + self.offset(slot)
+
     def free(self, slot: Slot) -> None:
         """Give a slot back. Raises KeyError for a slot that is not taken in that generation."""
         slab = self._take_out(slot)

@@ -13,11 +13,12 @@ from katydid_cache.layout import BlockLayout, Span
 from katydid_cache.records import PutRefusal, Tier
 from katydid_runtime.errors import IdentityMismatchError, InvalidRequestError
 
-from katydid_kvcache.blocks import Block, Namespace
+from katydid_kvcache.blocks import ROW, Block, Namespace
 from katydid_kvcache.changes import Change, Refusal, Write
 from katydid_kvcache.deadlines import Deadlines
 from katydid_kvcache.integrity import check_store
 from katydid_kvcache.policy.pools import TierPolicy
+from katydid_kvcache.prefix import Prefix, longest_prefix
 from katydid_kvcache.shared.books import SharedBooks
 from katydid_kvcache.shared.manifest import Entry
 from katydid_kvcache.slabs import SlabAllocator, Slot
@@ -104,30 +105,19 @@ class Store:
             return None
         return None if block.only_shared and not self.shared_reachable else block
 
-    def prefix(self, namespace: Namespace, hashes: Sequence[bytes], mask: int) -> list[Block]:
+    def prefix(self, namespace: Namespace, hashes: Sequence[bytes], mask: int) -> Prefix:
         """The longest prefix of the chain that is present, counted as hits and the first miss."""
-        found: list[Block] = []
-        in_memory = in_shared = 0
-        blocks, now = namespace.blocks, self._now()
-        for block_hash in hashes:
-            block = blocks.get(block_hash)
-            if block is None or block.heads & mask != mask or 0 < block.expires_at <= now:
-                break
-            if block.memory is not None:
-                in_memory += 1
-            elif block.disk is None:
-                if not self.shared_reachable:
-                    break
-                in_shared += 1
-            found.append(block)
-        missed = len(hashes) - len(found)
-        self.memory.counters.hits += in_memory
-        self.memory.counters.misses += len(hashes) - in_memory
+        now = self._now()
+        ended = self._deadlines.passed(now)
+        found = longest_prefix(namespace, hashes, mask, now, some_ended=ended, shared_reachable=self.shared_reachable)
+        missed = len(hashes) - len(found.blocks)
+        self.memory.counters.hits += found.in_memory
+        self.memory.counters.misses += len(hashes) - found.in_memory
         if self.disk is not None:
-            self.disk.counters.hits += len(found) - in_memory - in_shared
-            self.disk.counters.misses += in_shared + missed
+            self.disk.counters.hits += len(found.blocks) - found.in_memory - found.in_shared
+            self.disk.counters.misses += found.in_shared + missed
         if self.shared is not None:
-            self.shared.counters.hits += in_shared
+            self.shared.counters.hits += found.in_shared
             self.shared.counters.misses += missed
         return found
 
@@ -248,6 +238,7 @@ class Store:
         block.expires_at, block.sliding_s = expires_at, sliding_s
         self._deadlines.add(block)
         self.memory.counters.writes += 1
+        self._note_row(block)
         self._entered(self.memory, block)
 
     def abort_write(self, write: Write) -> None:
@@ -275,6 +266,7 @@ class Store:
         """The bytes of a complete block are in `slot` of a tier, taken with `room`."""
         if books is self.memory:
             block.memory = slot
+            self._note_row(block)
         else:
             block.disk = slot
             block.recorded_until = block.expires_at
@@ -311,7 +303,7 @@ class Store:
         else:
             books.free(block, slot)
         if books is self.memory:
-            block.memory = None
+            block.memory, block.row = None, b""
         else:
             block.disk = None
         if block.complete and block.checksum:
@@ -375,6 +367,12 @@ class Store:
 
     def _expired(self, block: Block) -> bool:
         return bool(block.expires_at) and block.expires_at <= self._now()
+
+    def _note_row(self, block: Block) -> None:
+        """A complete block has come into memory."""
+        assert block.memory is not None
+        position = self.memory.slots.position(block.memory)
+        block.row = ROW.pack(position, block.memory.generation, block.checksum, block.linear)
 
     def _slot(self, books: TierBooks, block: Block) -> Slot | None:
         return block.memory if books is self.memory else block.disk

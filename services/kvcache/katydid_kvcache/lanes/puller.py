@@ -181,7 +181,7 @@ class Puller:
         for place, checksum in zip(sent, offer.checksums, strict=True):
             slot = writes[place].block.memory
             assert slot is not None
-            places.append((self._cache.memory.arena_offset(slot), checksum))
+            places.append((self._cache.memory.slots.position(slot), checksum))
         host = dialled_host(source)
         assert host is not None
         size = writes[0].block.namespace.layout.block_bytes

@@ -15,7 +15,8 @@ __all__ = ["SharedBooks"]
 
 
 class SharedBooks:
-    """Blocks with a `shared` location, at most `limit` of them: of more, those known longest are forgotten.
+    """Blocks with a `shared` location, at most `limit` of them: of more, those known longest are forgotten,
+    unless they are leased.
 
     `changed` is told of each one that enters (True) or leaves.
     """
@@ -40,8 +41,12 @@ class SharedBooks:
         self.bytes += block.namespace.layout.block_bytes
         self._changed(block, True)
         while len(self._known) > self._limit:
+            # What is leased and nowhere else stays, above the limit if need be.
+            oldest = next((known for known in self._known if not (known.pins and known.only_shared)), None)
+            if oldest is None:
+                break
             self.counters.evictions += 1
-            self.leave(next(iter(self._known)))
+            self.leave(oldest)
 
     def leave(self, block: Block, *, corrupt: bool = False) -> None:
         """The block is no longer to be looked for in the store. A block in no tier leaves the index."""
