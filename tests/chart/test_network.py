@@ -33,9 +33,10 @@ def needed(configuration: str) -> set[tuple[str, str, int]]:
         for name, value in pod.environment.items():
             if not name.startswith("KATYDID_") and name != "GATEWAY_URL":
                 continue
-            # "-0" of a pod, "-leader" of a group, or nothing.
-            for host, port in re.findall(r"(demo-[a-z-]+?)(?:-\d+)?\.[a-z.-]+\.?svc:(\d+)", value):
-                called = [other for other in (host, f"{host}-leader") if other in there]
+            # "-0" of a pod or of a group's leader, "-0-1" of one of its workers, or nothing.
+            for host, index, port in re.findall(r"(demo-[a-z-]+?)((?:-\d+)*)\.[a-z.-]+\.?svc:(\d+)", value):
+                member = f"{host}-worker" if index.count("-") == 2 else f"{host}-leader"
+                called = [other for other in (host, member) if other in there]
                 if "PEER_ADDRESS" not in name:
                     found |= {(pod.name, other, int(port)) for other in called}
     return found
@@ -64,14 +65,12 @@ def test_services_reach_what_they_call_and_nothing_else(configuration: str) -> N
     }
     wanted = needed(configuration) | lanes(configuration)
     assert wanted <= possible
-    # The gateway also takes gRPC, of tests as of all of its callers; ranks of a group speak as they like.
+    # Ranks of a group speak as they like.
     group = {name for name in there if name.endswith(("-leader", "-worker"))}
     surplus = {
         (caller, called, port)
         for caller, called, port in possible - wanted
         if not (caller in group and called in group)
-        # A group's pods are all of one kind to a policy; only leaders listen.
-        and (caller.replace("-worker", "-leader"), called.replace("-worker", "-leader"), port) not in wanted
     }
     assert surplus == set()
 

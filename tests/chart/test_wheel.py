@@ -1,6 +1,7 @@
 """What the images run, without the images: a built wheel in an environment of its own for each service.
 
-Each is told what compose.yaml tells it, at addresses of this machine; then the conversation of `helm test` goes through.
+Each is told what compose.yaml tells it, at addresses of this machine; then it goes through the conversation of
+`helm test`.
 """
 
 from __future__ import annotations

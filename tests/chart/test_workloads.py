@@ -155,7 +155,9 @@ def test_gateways_know_every_engine_that_can_be_there(configuration: str) -> Non
             continue
         for index in range(most.get(name) or manifest["spec"]["replicas"]):
             pool = name.removeprefix("demo-engine-")
-            expected[f"{pool}-{index}"] = f"{name}-{index}.{name}.serving.svc:8100"
+            nodes = manifest["spec"].get("leaderWorkerTemplate", {}).get("size", 1)
+            for suffix in (str(index), *(f"{index}-{node}" for node in range(1, nodes))):
+                expected[f"{pool}-{suffix}"] = f"{name}-{suffix}.{name}.serving.svc:8100"
     assert engines == expected
 
 

@@ -52,8 +52,8 @@ def test_templates_tell_what_they_are_said_to_tell(service: str) -> None:
     settings = SERVICES[service]
     set_here = {name for name in variables() if name.startswith(settings.env_prefix())}
     wanted = {settings.variable(name) for name in TOLD_BY_TEMPLATES[service]}
-    # The shared store's address comes out of a secret, whole. The device is told by the number of GPUs, the degree of
-    # tensor parallelism too where no value says otherwise.
+    # The shared store's address comes out of a secret, whole. A plan is made of the number of GPUs where no value
+    # names one.
     from_secrets = {"KATYDID_KVCACHE_SHARED_URL"}
-    either = {"KATYDID_ENGINE_TP"}
+    either = {"KATYDID_ENGINE_PLAN"}
     assert set_here - either == wanted - from_secrets

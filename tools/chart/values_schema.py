@@ -36,7 +36,9 @@ _EVERYWHERE = {
 TOLD_BY_TEMPLATES: dict[str, set[str]] = {
     "gateway": _EVERYWHERE
     | {"probe_listen", "model", "engines", "kvcache_address", "api_keys_file", "cache_salt_secret"},
-    "engine": _EVERYWHERE | {"model", "role", "device", "kvcache_address", "kvcache_instances"},
+    "engine": _EVERYWHERE
+    | {"model", "role", "device", "kvcache_address", "kvcache_instances"}
+    | {"nodes", "node_rank", "rendezvous"},
     "kvcache": _EVERYWHERE
     | {"admin_listen", "peer_listen", "peer_address", "lane_listen", "pull_from"}
     | {"tokens_file", "policy_file", "disk_path", "shared_url"},

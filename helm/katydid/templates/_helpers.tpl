@@ -67,15 +67,19 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- get .root.Values.tls.existingSecrets .component | default (printf "%s-%s-tls" .root.Release.Name .component) -}}
 {{- end }}
 
-{{/* host:port of every engine that can be there, as NAME=ADDRESS: an autoscaled pool has its most. */}}
+{{/* NAME=ADDRESS of every engine that can be there: of an autoscaled pool its most, of a group every node's own. */}}
 {{- define "katydid.engines" -}}
 {{- $addresses := list -}}
 {{- range $pool, $own := .Values.engine.pools -}}
 {{- $name := printf "%s-engine-%s" $.Release.Name $pool -}}
 {{- $count := include "katydid.mostReplicas" $own -}}
 {{- range $i := until (int $count) -}}
-{{- $host := printf "%s-%d.%s.%s.svc" $name $i $name $.Release.Namespace -}}
-{{- $addresses = append $addresses (printf "%s-%d=%s:%d" $pool $i $host (int $.Values.engine.ports.grpc)) -}}
+{{- range $node := until (int ($own.nodes | default 1)) -}}
+{{- /* The first pod of a group has the group's name, the others have numbers of their own behind it. */ -}}
+{{- $suffix := eq $node 0 | ternary (toString $i) (printf "%d-%d" $i $node) -}}
+{{- $host := printf "%s-%s.%s.%s.svc" $name $suffix $name $.Release.Namespace -}}
+{{- $addresses = append $addresses (printf "%s-%s=%s:%d" $pool $suffix $host (int $.Values.engine.ports.grpc)) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- join "," $addresses -}}

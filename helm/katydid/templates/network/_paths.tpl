@@ -1,4 +1,5 @@
 {{/* What of the gateway is for the world: not /metrics, nor the probes. */}}
 {{- define "katydid.publicPaths" -}}
-[/v1, /tokenize, /detokenize]
+{{- $console := .Values.gateway.settings.console -}}
+[/v1, /tokenize, /detokenize{{ if or (kindIs "invalid" $console) $console }}, /console{{ end }}]
 {{- end }}
