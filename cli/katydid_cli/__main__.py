@@ -9,7 +9,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from katydid_runtime.errors import InvalidRequestError, KatydidError, NotFoundError, SettingsError
+from katydid_runtime.errors import (
+    InvalidRequestError,
+    KatydidError,
+    NotFoundError,
+    SettingsError,
+    UnauthenticatedError,
+)
 from typer.exceptions import Abort, TyperException
 
 __all__ = ["main", "run"]
@@ -33,11 +39,19 @@ def run(argv: Sequence[str]) -> int:
         code = app(list(argv) or ["--help"], prog_name="katydid", standalone_mode=False)
     except TyperException as error:
         return _fail(error.format_message(), error.exit_code)
+    except UnauthenticatedError as error:
+        return _fail(f"{error}; {_how_to_show_a_key(argv)}", 1)
     except KatydidError as error:
         return _fail(str(error), 2 if isinstance(error, _ASKED_WRONGLY) else 1)
     except (Abort, KeyboardInterrupt):
         return 130
     return code if isinstance(code, int) else 0
+
+
+def _how_to_show_a_key(argv: Sequence[str]) -> str:
+    if argv[0] == "cache":
+        return "--token or KATYDID_CACHE_TOKEN shows the service a token"
+    return "--api-key or KATYDID_API_KEY shows the gateway a key"
 
 
 def _fail(message: str, code: int) -> int:

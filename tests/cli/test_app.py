@@ -9,7 +9,7 @@ import sys
 import pytest
 from katydid_cli.__main__ import run
 from katydid_cli.model_folder import FALLBACK, resolve_model
-from katydid_runtime.errors import ModelFolderError, SettingsError, UnknownModelError
+from katydid_runtime.errors import ModelFolderError, SettingsError, UnauthenticatedError, UnknownModelError
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,25 @@ def test_no_gateway_is_one_line_and_exit_code_1(argv, capsys):
     assert run([*argv, "--address", "127.0.0.1:1"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "the connection to 127.0.0.1:1 failed" in line
+
+
+@pytest.mark.parametrize(
+    ("argv", "place", "hint"),
+    [
+        (["chat"], "katydid_cli.chat.chat", "--api-key or KATYDID_API_KEY"),
+        (["bench"], "katydid_cli.load.bench.bench", "--api-key or KATYDID_API_KEY"),
+    ],
+)
+def test_who_lacks_a_key_hears_how_to_show_one(argv, place, hint, capsys, monkeypatch):
+    def refuse(*_):
+        raise UnauthenticatedError("no API key was given")
+
+    monkeypatch.setattr(place, refuse)
+    assert run(argv) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("katydid: ")
+    assert "no API key was given" in line
+    assert hint in line
 
 
 def test_version(capsys):
