@@ -28,6 +28,7 @@ CONFIG = WorkerConfig(
     rendezvous="",
     rank_timeout_s=10.0,
     micro_batches=1,
+    rebalance_passes=2000,
     threads=1,
     num_pages=1,
     kv_memory_bytes=0,

@@ -15,6 +15,10 @@ __all__ = ["Collectives", "Pending", "ShapeOnly", "SingleRank", "TorchCollective
 class Pending(Protocol):
     """Rows under way; work that does not need them goes between the start and ``wait``."""
 
+    def done(self) -> bool:
+        """Whether they have come: ``wait`` would return at once."""
+        ...
+
     def wait(self) -> Tensor: ...
 
 
@@ -40,13 +44,20 @@ class Collectives(Protocol):
         """Sum over ranks, of which each keeps its ``1/size`` of dimension 0 (which ``size`` must divide)."""
         ...
 
-    def all_to_all(self, x: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None) -> Pending:
+    def all_to_all(
+        self,
+        x: Tensor,
+        send: Sequence[int] | None = None,
+        receive: Sequence[int] | None = None,
+        out: Tensor | None = None,
+    ) -> Pending:
         """Rows for each rank, in rank order -> rows from each rank, in rank order.
 
         Args:
             x: ``[rows, ...]``.
             send: rows for each rank; equal parts where there are none. No size is read from a device then.
             receive: rows from each rank; given exactly when ``send`` is.
+            out: where they are to lie; by default new memory.
         """
         ...
 
@@ -56,6 +67,9 @@ class _Here:
 
     def __init__(self, rows: Tensor) -> None:
         self._rows = rows
+
+    def done(self) -> bool:
+        return True
 
     def wait(self) -> Tensor:
         return self._rows
@@ -81,7 +95,10 @@ class SingleRank:
         x: Tensor,
         send: Sequence[int] | None = None,  # noqa: ARG002
         receive: Sequence[int] | None = None,  # noqa: ARG002
+        out: Tensor | None = None,
     ) -> Pending:
+        if out is not None:
+            x = out.copy_(x)
         return _Here(x)
 
 
@@ -109,9 +126,15 @@ class TorchCollectives:
         dist.reduce_scatter(out, parts, group=self._group)
         return out
 
-    def all_to_all(self, x: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None) -> Pending:
+    def all_to_all(
+        self,
+        x: Tensor,
+        send: Sequence[int] | None = None,
+        receive: Sequence[int] | None = None,
+        out: Tensor | None = None,
+    ) -> Pending:
         rows = x.shape[0] if receive is None else sum(receive)
-        out = x.new_empty((rows, *x.shape[1:]))
+        out = x.new_empty((rows, *x.shape[1:])) if out is None else out
         work = dist.all_to_all_single(
             out,
             x.contiguous(),
@@ -128,6 +151,9 @@ class _Sent:
     def __init__(self, work: dist.Work, rows: Tensor) -> None:
         self._work = work
         self._rows = rows
+
+    def done(self) -> bool:
+        return bool(self._work.is_completed())
 
     def wait(self) -> Tensor:
         self._work.wait()
@@ -158,6 +184,7 @@ class ShapeOnly:
         x: Tensor,
         send: Sequence[int] | None = None,
         receive: Sequence[int] | None = None,
+        out: Tensor | None = None,  # noqa: ARG002
     ) -> Pending:
         if send is None or receive is None:
             return _Here(x)

@@ -36,8 +36,8 @@ class Between(Protocol):
         """How far this rank is, in a number that the others are told."""
         ...
 
-    def agreed(self, progress: list[int]) -> None:
-        """How far each rank is; called on all ranks with the same numbers, with no pass running."""
+    def agreed(self, progress: list[int], *, passing: bool) -> None:
+        """How far each rank is, and whether a pass follows; called on all ranks alike, with no pass running."""
         ...
 
 
@@ -80,9 +80,9 @@ class Lockstep:
         """The kind of the pass that comes now; -1 when nobody has anything to compute."""
         progress = 0 if self._between is None else self._between.progress()
         told = self._group.all_gather(torch.tensor([[wanted, progress]]), 0)
-        if self._between is not None:
-            self._between.agreed(told[:, 1].tolist())
         kinds = [kind for kind in told[:, 0].tolist() if kind != _NOTHING]
+        if self._between is not None:
+            self._between.agreed(told[:, 1].tolist(), passing=bool(kinds))
         if not kinds:
             return _NOTHING
         self._passed_at = time.monotonic()

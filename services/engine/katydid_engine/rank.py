@@ -17,6 +17,7 @@ from katydid_engine.block_pool import BlockPool
 from katydid_engine.channel import BlockingChannel
 from katydid_engine.collectives import TorchCollectives
 from katydid_engine.compiled_grammars import CompiledGrammars
+from katydid_engine.eplb.rebalancer import Rebalancer
 from katydid_engine.loader import load_model
 from katydid_engine.lockstep import Lockstep
 from katydid_engine.messages import Ready, Stop
@@ -78,7 +79,7 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
     runner.warm_up()
     lockstep = None
     if groups.step.size > 1:
-        lockstep = Lockstep(groups.step, model.take_part)
+        lockstep = Lockstep(groups.step, model.take_part, _rebalancer(config, model, groups))
         model.before_pass = lockstep.enter
     ready = Ready(
         num_pages=num_pages,
@@ -130,6 +131,12 @@ def _lead(
         profiler=StepProfiler(),
         faults=config.faults,
     )
+
+
+def _rebalancer(config: WorkerConfig, model: DecoderLM, groups: RankGroups) -> Rebalancer | None:
+    if not config.plan.redundant_experts:
+        return None
+    return Rebalancer(model.dispatched, groups.movers, interval=config.rebalance_passes)
 
 
 class _Peers:

@@ -30,8 +30,7 @@ class EngineSettings(DialingSettings):
     model: Path = Field(description="folder of the model: config.json, safetensors, tokenizer.json")
     model_name: str | None = Field(None, description="name that requests ask for; by default the folder's name")
     role: Literal["both", "prefill", "decode"] = Field(
-        "both",
-        description="what gateways should send here; today's gateway sends requests to engines of role both alone",
+        "both", description="what gateways should send here: whole requests, prompts to compute, or answers to continue"
     )
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the model runs")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -54,6 +53,9 @@ class EngineSettings(DialingSettings):
     rank_timeout_s: float = Field(
         10.0, gt=0, description="how long a rank waits for another before the engine has failed"
     )
+    rebalance_passes: int = Field(
+        2000, ge=1, description="passes of the model between rebalancings of experts, in a plan with redundant ones"
+    )
     micro_batches: int = Field(
         1, ge=1, le=8, description="parts of a step that overlap where ranks wait for each other's rows (ep, pp)"
     )
@@ -70,6 +72,9 @@ class EngineSettings(DialingSettings):
     max_sequences: int | None = Field(None, ge=1, description="sequences in a step; default 64 on the CPU, else 256")
     max_requests: int = Field(4096, ge=1, description="requests in an engine beyond which it refuses more")
     max_logprobs: int = Field(20, ge=0, description="largest number of top log probabilities a request may ask for")
+    vllm_protocol: bool = Field(
+        False, description="also serve vllm.grpc.engine.VllmEngine, for other gateways (extra vllm-protocol)"
+    )
     grammar_timeout_s: float = Field(
         5.0, gt=0, description="time a request's grammar may take to compile, or it is refused"
     )

@@ -34,7 +34,7 @@ class WorkerConfig:
         dp_rank: the group among this engine's.
         rendezvous: how the plan's ranks find each other, as ``torch.distributed`` takes it ("file:///tmp/x").
         rank_timeout_s: how long a rank waits for another before its group has failed.
-        micro_batches: as in the settings.
+        micro_batches, rebalance_passes: as in the settings.
         num_pages: KV pages; None takes ``kv_memory_bytes``, or on a GPU ``gpu_memory_share`` of what is free.
         max_model_tokens: longest prompt plus output wanted; the model or the pages may allow less.
         ring: None when the group has one member.
@@ -54,6 +54,7 @@ class WorkerConfig:
     rendezvous: str
     rank_timeout_s: float
     micro_batches: int
+    rebalance_passes: int
     threads: int
     num_pages: int | None
     kv_memory_bytes: int

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from katydid_engine.eplb.rebalancer import Rebalancer
 from katydid_engine.forward_batch import ForwardBatch, TokenRun
-from katydid_engine.layers.dispatched_moe import DispatchedMoe
 from katydid_engine.loader import load_model
+from katydid_engine.lockstep import Lockstep
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.rank_groups import join_groups
 
@@ -52,15 +53,21 @@ def run(job: dict[str, Any], rank: int) -> None:
         micro_batches=job["micro_batches"],
     )
     for block in model.dispatched:
-        assert isinstance(block, DispatchedMoe)
         block.exchange.capacity = job["capacity"]
+    lockstep, rebalancer = None, None
+    if groups.step.size > 1:
+        if plan.redundant_experts:
+            rebalancer = Rebalancer(model.dispatched, groups.movers, interval=3)
+        lockstep = Lockstep(groups.step, model.take_part, rebalancer)
+        model.before_pass = lockstep.enter
     prompts = job["prompts"][place.dp :: plan.dp]
     cache = model.new_kv_cache(PAGES * max(1, len(prompts)))
     pages = [list(range(PAGES * index, PAGES * (index + 1))) for index in range(len(prompts))]
 
     def forward(runs: list[TokenRun], num_decodes: int = 0) -> list[torch.Tensor]:
         if not runs:
-            model.take_part()
+            assert lockstep is not None
+            lockstep.idle()
             return []
         hidden = model.forward(ForwardBatch.pack(runs, num_decodes=num_decodes), cache)
         if not model.has_head:
@@ -83,8 +90,8 @@ def run(job: dict[str, Any], rank: int) -> None:
         for own, row in zip(tokens, forward(runs, len(runs)), strict=True):
             own.append(int(row.argmax()))
     if place.tp == 0 and place.pp == 0:
-        held = cache.k_pages[0].shape[1], len(cache.k_pages)
-        torch.save({"logits": logits, "tokens": tokens, "held": held}, f"{job['output']}-{place.dp}")
+        rebalanced = 0 if rebalancer is None else rebalancer.state.finished
+        torch.save({"logits": logits, "tokens": tokens, "rebalanced": rebalanced}, f"{job['output']}-{place.dp}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,225 @@
+"""Moves experts to where the load asks for them, between passes and without holding one up.
+
+Every ``interval`` passes the ranks add up how often each expert was chosen. Then layer by layer: a placement is worked
+out; when every rank has buffers for it, the weights that have to move are sent into them while passes go on; and when
+every rank has its own, the next round swaps them in and changes the table, on all ranks before the same pass. A layer
+is moved whole or not at all: whatever fails, each layer's table and weights agree, and where one rank has no room for a
+layer all leave it as it is and try again an interval later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from katydid_engine.collectives import Collectives, Pending
+from katydid_engine.eplb.balance import imbalance, place_experts
+from katydid_engine.eplb.moves import Move, keep_in_place, moves_between
+from katydid_engine.layers.expert_table import ExpertTable
+
+__all__ = ["BalanceState", "MovableExperts", "Rebalancer"]
+
+_KEPT = 0.5
+_WORTH = 1.02
+_FAILED, _PREPARED, _ARRIVED = -1, 1, 2
+
+
+class MovableExperts(Protocol):
+    """A layer whose experts can move."""
+
+    table: ExpertTable
+
+    @property
+    def slots(self) -> tuple[Tensor, ...]:
+        """Tensors with a row for each of this rank's slots."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BalanceState:
+    """What is known of the balance.
+
+    Attributes:
+        layers_moved, layers: of the rebalancing that is under way; equal when none is.
+        finished, abandoned: rebalancings that moved something, and that had to be given up, since the start.
+        age_s: since the last one finished; None before.
+        imbalance: load of the busiest rank over the mean, averaged over layers, as the last statistics had it.
+    """
+
+    layers_moved: int = 0
+    layers: int = 0
+    finished: int = 0
+    abandoned: int = 0
+    age_s: float | None = None
+    imbalance: float = 1.0
+
+
+class Rebalancer:
+    """One rank's end; a ``lockstep.Between``.
+
+    Args:
+        layers: in the same order on every rank.
+        group: the ranks that hold the experts, for nothing but moving them.
+        interval: passes between the beginnings of two rebalancings.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[MovableExperts],
+        group: Collectives,
+        *,
+        interval: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._layers = layers
+        self._group = group
+        self._interval = interval
+        self._clock = clock
+        self._window = np.zeros((len(layers), len(layers[0].table.chosen)))
+        self._passes = 0
+        self._next = len(layers)
+        self._staged: _Staged | None = None
+        self._failed = self._moved = False
+        self._finished = self._abandoned = 0
+        self._finished_at: float | None = None
+        self._imbalance = 1.0
+
+    @property
+    def state(self) -> BalanceState:
+        age = None if self._finished_at is None else self._clock() - self._finished_at
+        return BalanceState(self._next, len(self._layers), self._finished, self._abandoned, age, self._imbalance)
+
+    def progress(self) -> int:
+        """0: a layer's weights are under way; 1: its buffers are there; 2: its weights are; -1: there is no room."""
+        if self._failed:
+            return _FAILED
+        if self._staged is None:
+            return 0
+        return (_ARRIVED if self._staged.complete else 0) if self._staged.started else _PREPARED
+
+    def agreed(self, progress: list[int], *, passing: bool) -> None:
+        """Sends or swaps in the layer that all ranks are ready for, gives up where one has no room, or begins."""
+        if self._next < len(self._layers):
+            if _FAILED in progress:
+                self._abandon()
+            elif self._staged is not None and set(progress) == {_PREPARED}:
+                self._staged.start()
+            elif set(progress) == {_ARRIVED}:
+                self._swap()
+            return
+        self._passes += passing
+        if self._passes >= self._interval:
+            self._passes = 0
+            self._begin()
+
+    def _begin(self) -> None:
+        counts = torch.stack([layer.table.chosen for layer in self._layers])
+        for layer in self._layers:
+            layer.table.chosen.zero_()
+        recent = self._group.all_reduce(counts).cpu().numpy().astype(np.float64)
+        self._window = _KEPT * self._window + recent
+        ratios = [
+            imbalance(loads, np.array(layer.table.held), self._group.size)
+            for loads, layer in zip(self._window, self._layers, strict=True)
+        ]
+        self._imbalance = float(np.mean(ratios))
+        self._moved = False
+        self._next = 0
+        self._stage()
+
+    def _stage(self) -> None:
+        """Prepares the next layer that changes."""
+        while self._next < len(self._layers):
+            layer = self._layers[self._next]
+            held = layer.table.held
+            loads, ranks = self._window[self._next], self._group.size
+            wanted = place_experts(loads, len(held), ranks)
+            if imbalance(loads, np.array(held), ranks) > _WORTH * imbalance(loads, wanted, ranks):
+                placed = keep_in_place(held, wanted.tolist(), ranks)
+                moves = moves_between(held, placed, ranks)
+                try:
+                    self._staged = _Staged(layer, placed, moves, self._group)
+                except RuntimeError:
+                    # No memory for the buffers; the others learn it in the next round.
+                    self._failed = True
+                return
+            self._next += 1
+        if self._moved:
+            self._finished += 1
+            self._finished_at = self._clock()
+
+    def _swap(self) -> None:
+        assert self._staged is not None
+        self._staged.swap()
+        self._staged = None
+        self._moved = True
+        self._next += 1
+        self._stage()
+
+    def _abandon(self) -> None:
+        self._staged = None
+        self._failed = False
+        self._abandoned += 1
+        self._next = len(self._layers)
+
+
+class _Staged:
+    """One layer's weights on their way into buffers."""
+
+    def __init__(self, layer: MovableExperts, placed: list[int], moves: Sequence[Move], group: Collectives) -> None:
+        self._layer = layer
+        self._placed = placed
+        self._group = group
+        each = len(placed) // group.size
+        first = group.rank * each
+        outgoing = sorted(
+            (move for move in moves if move.source // each == group.rank),
+            key=lambda move: (move.target // each, move.target),
+        )
+        incoming = sorted(
+            (move for move in moves if move.target // each == group.rank),
+            key=lambda move: (move.source // each, move.target),
+        )
+        self._targets = [move.target - first for move in incoming]
+        sources = [move.source - first for move in outgoing]
+        send = _per_rank([move.target // each for move in outgoing], group.size)
+        receive = _per_rank([move.source // each for move in incoming], group.size)
+        self._counts = send, receive
+        # Copied now: a slot may be sent from and change in the same swap.
+        self._outgoing = [_rows(tensor)[sources] for tensor in layer.slots]
+        self._incoming = [rows.new_empty((len(incoming), rows.shape[1])) for rows in self._outgoing]
+        self._under_way: list[Pending] = []
+
+    @property
+    def started(self) -> bool:
+        return bool(self._under_way)
+
+    @property
+    def complete(self) -> bool:
+        return all(rows.done() for rows in self._under_way)
+
+    def start(self) -> None:
+        self._under_way = [
+            self._group.all_to_all(rows, *self._counts, out=buffer)
+            for rows, buffer in zip(self._outgoing, self._incoming, strict=True)
+        ]
+
+    def swap(self) -> None:
+        for tensor, rows in zip(self._layer.slots, self._under_way, strict=True):
+            _rows(tensor)[self._targets] = rows.wait()
+        self._layer.table.place(self._placed)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """Its bytes, a row for each slot."""
+    return tensor.view(len(tensor), -1).view(torch.uint8)
+
+
+def _per_rank(ranks: Sequence[int], size: int) -> list[int]:
+    return [ranks.count(rank) for rank in range(size)]
