@@ -83,7 +83,7 @@ class Gathering:
         if last is None or last.usage is None or last.timing is None:
             raise InternalError("the stream ended without its last event")
         choices = tuple(_choice(index, self._events[index]) for index in sorted(self._events))
-        return Completion(last.request_id, choices, last.usage, last.timing)
+        return Completion(last.request_id, choices, last.usage, last.timing, last.prompt_logprobs)
 
 
 def _choice(index: int, events: Iterable[Event]) -> Choice:

@@ -105,11 +105,15 @@ class RequestArguments(TypedDict, total=False):
     ignore_eos: bool
     include_stop: bool
     json_schema: Mapping[str, Any] | str
-    """The answer is JSON of this schema; at most one of json_schema, json_object, regex, grammar, choice."""
+    """The answer is JSON of this schema; at most one of json_schema, json_object, regex, grammar, choice,
+    structural_tag."""
     json_object: bool
     regex: str
     grammar: str
     choice: Sequence[str]
+    structural_tag: Mapping[str, Any] | str
+    prompt_logprobs: bool
+    """Log probabilities of the prompt's own tokens too, beside `logprobs`; of generate alone."""
     priority: int
     prompt_cache_key: str
     bypass_cache: bool
@@ -127,6 +131,10 @@ class ChatArguments(RequestArguments, total=False):
     """auto, none, required, or a function's name."""
     reasoning_effort: str
     """no_think, low or high, for models that reason."""
+    parallel_tool_calls: bool
+    """False: a forced answer, or one with an output format, calls one tool at most."""
+    template_options: Mapping[str, Any]
+    """More variables for the chat template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +198,7 @@ class Event:
     request_id: str = ""
     usage: Usage | None = None
     timing: Timing | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,12 +216,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """All answers of a request, by index."""
+    """All answers of a request, by index. `prompt_logprobs` has one entry a prompt token from the second on."""
 
     request_id: str
     choices: tuple[Choice, ...]
     usage: Usage
     timing: Timing
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
     @property
     def text(self) -> str:

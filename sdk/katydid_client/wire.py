@@ -50,7 +50,7 @@ _FINISH_REASONS = {
     pb.FINISH_REASON_ABORT: FinishReason.ABORT,
 }
 _OPTIONS = ("priority", "prompt_cache_key", "bypass_cache", "allow_sparse_prefill", "request_id")
-_FORMATS = ("json_schema", "json_object", "regex", "grammar", "choice")
+_FORMATS = ("json_schema", "json_object", "regex", "grammar", "choice", "structural_tag")
 
 M = TypeVar("M", pb.SamplingOptions, pb.RequestOptions)
 
@@ -75,6 +75,8 @@ def chat_request(messages: Iterable[MessageLike], arguments: ChatArguments) -> p
         tools=chat_tools(arguments.get("tools", ())),
         tool_choice=arguments.get("tool_choice", ""),
         reasoning_effort=arguments.get("reasoning_effort", ""),
+        parallel_tool_calls=arguments.get("parallel_tool_calls"),
+        template_options=json.dumps(arguments["template_options"]) if "template_options" in arguments else "",
         sampling=_sampling(arguments),
         options=request_options(arguments),
     )
@@ -98,8 +100,9 @@ def event(response: pb.GenerateResponse | pb.ChatResponse) -> Event:
     calls: Iterable[pb.ToolCall] = ()
     if isinstance(response, pb.ChatResponse):
         text, reasoning, calls = response.content, response.reasoning_content, response.tool_calls
+        echoed: Iterable[pb.TokenLogprob] = ()
     else:
-        text, reasoning = response.text, ""
+        text, reasoning, echoed = response.text, "", response.prompt_logprobs
     return Event(
         index=response.index,
         text=text,
@@ -111,6 +114,7 @@ def event(response: pb.GenerateResponse | pb.ChatResponse) -> Event:
         request_id=response.request_id,
         usage=_usage(response.usage) if response.HasField("usage") else None,
         timing=_timing(response.timing) if response.HasField("timing") else None,
+        prompt_logprobs=tuple(map(_logprob, echoed)),
     )
 
 
@@ -186,7 +190,7 @@ def _response_format(arguments: RequestArguments) -> dict[str, pb.ResponseFormat
         names = " and ".join(given)
         raise InvalidRequestError(f"{names} exclude each other", field=next(iter(given)), allowed="one output format")
     ((kind, value),) = given.items()
-    if kind == "json_schema" and not isinstance(value, str):
+    if kind in ("json_schema", "structural_tag") and not isinstance(value, str):
         value = json.dumps(value)
     elif kind == "choice":
         value = pb.ChoiceFormat(choices=value)
@@ -235,7 +239,9 @@ def _tool(value: ToolLike, field: str) -> pb.Tool:
         value = Tool(function.get("name", ""), function.get("description", ""), function.get("parameters", {}))
     if not value.name:
         raise InvalidRequestError(f"{field} has no name", field=f"{field}.name", allowed="a function's name")
-    return pb.Tool(name=value.name, description=value.description, parameters=json.dumps(dict(value.parameters)))
+    # A tool without parameters is shown to the model without them.
+    parameters = json.dumps(dict(value.parameters)) if value.parameters else ""
+    return pb.Tool(name=value.name, description=value.description, parameters=parameters)
 
 
 def _logprob(entry: pb.TokenLogprob) -> TokenLogprob:

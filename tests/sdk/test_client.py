@@ -104,8 +104,11 @@ def test_every_argument_reaches_its_field():
         "tools": [Tool("f", "does f", {"type": "object"}), {"type": "function", "function": {"name": "g"}}],
         "tool_choice": "auto",
         "reasoning_effort": "low",
+        "parallel_tool_calls": False,
+        "template_options": {"style": "terse"},
+        "prompt_logprobs": True,
     }
-    given = set(arguments) | {"json_object", "regex", "grammar", "choice"}
+    given = set(arguments) | {"json_object", "regex", "grammar", "choice", "structural_tag"}
     assert given == set(katydid_client.ChatArguments.__annotations__)
     _, transport = use(lambda *_: ANSWER, lambda client: client.chat(HELLO, **arguments), api_key="sk-1")
     _, request, metadata = transport.calls[0]
@@ -118,7 +121,9 @@ def test_every_argument_reaches_its_field():
     assert (list(sampling.stop), list(sampling.stop_token_ids)) == (["a", "b"], [1, 2])
     assert sampling.response_format.json_schema == '{"type": "object"}'
     assert (request.options.priority, request.options.prompt_cache_key, request.options.bypass_cache) == (-3, "k", True)
-    assert [(tool.name, tool.parameters) for tool in request.tools] == [("f", '{"type": "object"}'), ("g", "{}")]
+    assert [(tool.name, tool.parameters) for tool in request.tools] == [("f", '{"type": "object"}'), ("g", "")]
+    assert (request.HasField("parallel_tool_calls"), request.parallel_tool_calls) == (True, False)
+    assert (request.template_options, sampling.prompt_logprobs) == ('{"style": "terse"}', True)
     assert (request.model, request.tool_choice, request.reasoning_effort) == ("m", "auto", "low")
     assert dict(metadata) == {
         "authorization": "Bearer sk-1",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 
@@ -17,6 +17,7 @@ from katydid_gateway.request_clock import RequestClock
 from katydid_gateway.requests import Caller, GenerationRequest, Prompt, Sampling
 from katydid_gateway.routing.router import RoutedPrompt
 from katydid_gateway.settings import GatewaySettings
+from katydid_gateway.structured.constraint import constraint
 from katydid_gateway.text.choice_text import ChoiceText
 from katydid_gateway.text.model_text import EncodedPrompt, ModelText
 from katydid_gateway.validation import resolve_sampling
@@ -57,7 +58,10 @@ class Preparer:
     ) -> Prepared:
         """Raises InvalidRequestError and its kind for what cannot be sampled."""
         limits = self._fleet.limits
-        sampling = resolve_sampling(request.sampling, self._text.defaults, limits, encoded.tokens)
+        asked = request.sampling
+        if (format := constraint(request.prompt, asked.format, self._text, encoded.text)) is not asked.format:
+            asked = replace(asked, format=format)
+        sampling = resolve_sampling(asked, self._text.defaults, limits, encoded.tokens)
         salt = self._hashes.salt(caller.tenant)
         options = request.options
         submission = Submission(

@@ -105,11 +105,13 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages to answer. `tool_choice` is "auto", "none", "required" or a function's name."""
+    """Messages to answer. `tool_choice` is "auto", "none", "required" or a function's name; `parallel_tool_calls` false
+    lets a forced answer, or one with a response format, call once."""
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     tool_choice: str = "auto"
+    parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
     template_options: Mapping[str, object] = field(default_factory=dict)
 
@@ -119,11 +121,16 @@ Prompt: TypeAlias = TextPrompt | TokenPrompt | Conversation
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """A constraint the engine enforces; `kind` is json_schema, regex, ebnf or choice, with its source or choices."""
+    """A constraint the engine enforces: `kind` is json_schema, regex, ebnf, choice or structural_tag, with its source
+    or its choices.
+
+    It begins after the packed ids `begin_after`, or at once.
+    """
 
     kind: str
     source: str = ""
     choices: tuple[str, ...] = ()
+    begin_after: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,8 @@ class InferenceServicer(InferenceServiceServicer):
             usage, timing = wire.usage_and_timing(answer.result)
             last.usage.CopyFrom(usage)
             last.timing.CopyFrom(timing)
+            if isinstance(last, pb.GenerateResponse):
+                last.prompt_logprobs.extend(map(wire.logprob_message, answer.prompt_logprobs))
             yield last
 
     def _caller(self, request: Message, context: Context) -> tuple[Caller, str]:

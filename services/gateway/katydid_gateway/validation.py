@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -37,7 +38,7 @@ from katydid_gateway.requests import (
     Tool,
 )
 
-__all__ = ["ModelLimits", "check_model", "check_options", "check_prompt", "resolve_sampling"]
+__all__ = ["ModelLimits", "check_model", "check_options", "check_prompt", "check_template_options", "resolve_sampling"]
 
 MAX_REQUEST_ID = 128
 MAX_STOPS = 16
@@ -90,7 +91,16 @@ def check_prompt(prompt: Prompt, limits: ModelLimits) -> None:
     elif isinstance(prompt, TokenPrompt):
         _check_ids(prompt.ids, limits.vocab_size)
     else:
-        _check_conversation(prompt)
+        _check_conversation(prompt, limits)
+
+
+def check_template_options(options: Mapping[str, object], field: str) -> None:
+    """Variables of the template that are not the caller's to set. Raises InvalidRequestError."""
+    for name in ("messages", "tools", "documents", "add_generation_prompt"):
+        if name in options:
+            raise InvalidRequestError(
+                f"{field} may not set {name}", field=f"{field}.{name}", value=name, allowed="other names"
+            )
 
 
 def resolve_sampling(
@@ -235,11 +245,6 @@ def _format(asked: OutputFormat, kinds: frozenset[str]) -> OutputFormat:
             value=asked.kind,
             allowed=offered,
         )
-    if asked.kind == "json_schema":
-        try:
-            json.loads(asked.source)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"response_format holds no JSON: {error}", field="response_format") from error
     return asked
 
 
@@ -253,7 +258,7 @@ def _check_ids(ids: bytes, vocab_size: int) -> None:
         raise _wrong("prompt", f"token id {largest}", f"token ids in [0, {vocab_size - 1}]")
 
 
-def _check_conversation(conversation: Conversation) -> None:
+def _check_conversation(conversation: Conversation, limits: ModelLimits) -> None:
     if not conversation.messages:
         raise InvalidRequestError("there is no message", field="messages", allowed="at least one message")
     for place, message in enumerate(conversation.messages):
@@ -265,17 +270,21 @@ def _check_conversation(conversation: Conversation) -> None:
         _check_tool(f"tools[{place}]", tool)
     if len(set(names)) != len(names):
         raise InvalidRequestError("two tools have one name", field="tools")
-    _check_choice(conversation, names)
+    _check_choice(conversation, names, limits)
 
 
-def _check_choice(conversation: Conversation, names: list[str]) -> None:
+def _check_choice(conversation: Conversation, names: list[str], limits: ModelLimits) -> None:
     choice = conversation.tool_choice
     if choice not in ("auto", "none"):
-        if choice != "required" and choice not in names:
+        if (choice != "required" or not names) and choice not in names:
             raise _wrong("tool_choice", choice, "auto, none, or the name of one of the tools")
-        raise InvalidRequestError(
-            "a call of a tool cannot be forced on this model", field="tool_choice", value=choice, allowed="auto, none"
-        )
+        if "structural_tag" not in limits.grammar_kinds:
+            raise InvalidRequestError(
+                "a call of a tool cannot be forced on this model's engines: they enforce no grammar",
+                field="tool_choice",
+                value=choice,
+                allowed="auto, none",
+            )
 
 
 def _check_message(field: str, message: Message) -> None:

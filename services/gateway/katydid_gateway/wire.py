@@ -26,12 +26,14 @@ from katydid_gateway.requests import (
     ToolCall,
 )
 from katydid_gateway.routing.router import Decision, RoutedPrompt
+from katydid_gateway.validation import check_template_options
 
 __all__ = [
     "chat_event",
     "conversation_from",
     "explanation",
     "generate_event",
+    "logprob_message",
     "options_from",
     "prompt_from",
     "sampling_from",
@@ -69,7 +71,9 @@ def conversation_from(message: pb.ChatRequest | pb.TokenizeRequest | pb.ExplainR
         messages=tuple(_message(place, item) for place, item in enumerate(message.messages)),
         tools=tuple(_tool(place, tool) for place, tool in enumerate(tools)),
         tool_choice=(chat.tool_choice if chat is not None else "") or "auto",
+        parallel_tool_calls=chat is None or not chat.HasField("parallel_tool_calls") or chat.parallel_tool_calls,
         reasoning_effort=(chat.reasoning_effort if chat is not None else "") or None,
+        template_options=_template_options(chat.template_options) if chat is not None else {},
     )
 
 
@@ -84,6 +88,7 @@ def sampling_from(message: pb.SamplingOptions) -> SamplingOptions:
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         include_stop=message.include_stop,
+        prompt_logprobs=message.prompt_logprobs and message.HasField("logprobs"),
         format=_format(message.response_format) if message.HasField("response_format") else None,
     )
 
@@ -120,7 +125,7 @@ def generate_event(request_id: str, delta: Delta) -> pb.GenerateResponse:
         index=delta.index,
         text=delta.text,
         token_ids=delta.ids,
-        logprobs=[_logprob(entry) for entry in delta.logprobs],
+        logprobs=[logprob_message(entry) for entry in delta.logprobs],
         finish_reason=_FINISHES[delta.finish] if delta.finish is not None else pb.FINISH_REASON_UNSPECIFIED,
     )
 
@@ -136,7 +141,7 @@ def chat_event(request_id: str, delta: Delta) -> pb.ChatResponse:
             for call in delta.tool_calls
         ],
         token_ids=delta.ids,
-        logprobs=[_logprob(entry) for entry in delta.logprobs],
+        logprobs=[logprob_message(entry) for entry in delta.logprobs],
         finish_reason=_FINISHES[delta.finish] if delta.finish is not None else pb.FINISH_REASON_UNSPECIFIED,
     )
 
@@ -207,18 +212,7 @@ def _message(place: int, message: pb.ChatMessage) -> Message:
 
 
 def _tool(place: int, tool: pb.Tool) -> Tool:
-    if not tool.parameters:
-        return Tool(tool.name, tool.description or None)
-    try:
-        parameters = json.loads(tool.parameters)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(
-            f"tools[{place}].parameters is no JSON: {error}", field=f"tools[{place}].parameters", value=tool.parameters
-        ) from error
-    if not isinstance(parameters, dict):
-        raise InvalidRequestError(
-            f"tools[{place}].parameters is no JSON object", field=f"tools[{place}].parameters", value=tool.parameters
-        )
+    parameters = _json_object(tool.parameters, f"tools[{place}].parameters") if tool.parameters else None
     return Tool(tool.name, tool.description or None, parameters)
 
 
@@ -234,14 +228,32 @@ def _format(message: pb.ResponseFormat) -> OutputFormat | None:
             return OutputFormat("ebnf", message.grammar)
         case "choice":
             return OutputFormat("choice", choices=tuple(message.choice.choices))
+        case "structural_tag":
+            return OutputFormat("structural_tag", message.structural_tag)
     return None
 
 
-def _logprob(entry: TokenLogprob) -> pb.TokenLogprob:
+def _template_options(text: str) -> dict[str, object]:
+    options = _json_object(text, "template_options") if text else {}
+    check_template_options(options, "template_options")
+    return options
+
+
+def _json_object(text: str, field: str) -> dict[str, object]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{field} is no JSON: {error}", field=field, value=text) from error
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{field} is no JSON object", field=field, value=text)
+    return value
+
+
+def logprob_message(entry: TokenLogprob) -> pb.TokenLogprob:
     return pb.TokenLogprob(
         token_id=entry.token_id,
         text=entry.text,
         bytes=entry.raw,
         logprob=entry.logprob,
-        top=[_logprob(other) for other in entry.top],
+        top=[logprob_message(other) for other in entry.top],
     )

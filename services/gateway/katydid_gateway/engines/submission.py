@@ -100,10 +100,16 @@ def _sampling(sampling: Sampling) -> pb.SamplingParams:
 
 
 def _grammar(format: OutputFormat) -> pb.Grammar:
-    if format.kind == "choice":
-        return pb.Grammar(choice=pb.ChoiceGrammar(choices=format.choices))
-    if format.kind == "regex":
-        return pb.Grammar(regex=format.source)
-    if format.kind == "ebnf":
-        return pb.Grammar(ebnf=format.source)
-    return pb.Grammar(json_schema=format.source)
+    message = pb.Grammar(begin_after_ids=format.begin_after)
+    match format.kind:
+        case "choice":
+            message.choice.choices.extend(format.choices)
+        case "regex":
+            message.regex = format.source
+        case "ebnf":
+            message.ebnf = format.source
+        case "structural_tag":
+            message.structural_tag = format.source
+        case _:
+            message.json_schema = format.source
+    return message

@@ -61,6 +61,7 @@ def conversation(body: CountTokensBody) -> Conversation:
         messages=tuple(messages),
         tools=tuple(Tool(tool.name, tool.description, tool.input_schema) for tool in body.tools or ()),
         tool_choice=_tool_choice(body.tool_choice, bool(body.tools)),
+        parallel_tool_calls=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
         reasoning_effort=_effort(body),
     )
 

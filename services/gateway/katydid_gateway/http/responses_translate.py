@@ -74,6 +74,7 @@ def responses_request(body: ResponsesBody, request_id: str) -> GenerationRequest
         messages=tuple(_messages(body)),
         tools=tuple(Tool(tool.name, tool.description, tool.parameters) for tool in body.tools or ()),
         tool_choice=_tool_choice(body),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
     )
     return GenerationRequest(conversation, body.model, sampling, options)

@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from katydid_gateway.http.output_formats import ResponseFormatBody, StructuredOutputs
+
 __all__ = [
     "ChatCompletionBody",
     "CompletionBody",
-    "JsonSchemaFormat",
     "MessageBody",
     "NamedToolChoice",
-    "ResponseFormatBody",
     "StreamOptions",
     "ToolBody",
     "ToolCallBody",
@@ -79,18 +79,6 @@ class NamedToolChoice(_Body):
     type: Literal["function"] = "function"
 
 
-class JsonSchemaFormat(_Body):
-    schema: dict[str, Any]
-    name: str = ""
-    description: str | None = None
-    strict: bool | None = None
-
-
-class ResponseFormatBody(_Body):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
-
-
 class StreamOptions(_Body):
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -118,7 +106,13 @@ class _Sampled(_Body, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    response_format: ResponseFormatBody | None = None
 
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -143,7 +137,6 @@ class ChatCompletionBody(_Sampled, kw_only=True):
     tools: list[ToolBody] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormatBody | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     verbosity: str | None = None

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from typing import Any
 
 from katydid_runtime.block_hash import pack_ids
 from katydid_runtime.errors import InvalidRequestError
 
+from katydid_gateway.http.output_formats import output_format
 from katydid_gateway.http.schema import (
     ChatCompletionBody,
     CompletionBody,
     MessageBody,
     NamedToolChoice,
-    ResponseFormatBody,
     ToolBody,
 )
 from katydid_gateway.requests import (
     Conversation,
     GenerationRequest,
     Message,
-    OutputFormat,
     Prompt,
     RequestOptions,
     Role,
@@ -31,6 +29,7 @@ from katydid_gateway.requests import (
     Tool,
     ToolCall,
 )
+from katydid_gateway.validation import check_template_options
 
 __all__ = ["chat_conversation", "chat_request", "completion_requests", "packed_ids"]
 
@@ -48,10 +47,15 @@ def chat_request(body: ChatCompletionBody, request_id: str) -> GenerationRequest
         )
     _check_stream_options(body)
     conversation = chat_conversation(
-        body.messages, body.tools, _tool_choice(body), body.reasoning_effort, body.chat_template_kwargs
+        body.messages,
+        body.tools,
+        _tool_choice(body),
+        body.reasoning_effort,
+        body.chat_template_kwargs,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
     )
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    sampling = _sampling(body, limit, _chat_logprobs(body), False, _format(body.response_format))
+    sampling = _sampling(body, limit, _chat_logprobs(body), False)
     return GenerationRequest(conversation, body.model, sampling, _options(body, request_id))
 
 
@@ -61,16 +65,20 @@ def chat_conversation(
     tool_choice: str = "auto",
     reasoning_effort: str | None = None,
     template_options: dict[str, Any] | None = None,
+    *,
+    parallel_tool_calls: bool = True,
 ) -> Conversation:
     """Raises InvalidRequestError for template options that are not the caller's to set."""
+    check_template_options(template_options or {}, "chat_template_kwargs")
     return Conversation(
         messages=tuple(_message(message) for message in messages),
         tools=tuple(
             Tool(tool.function.name, tool.function.description, tool.function.parameters) for tool in tools or ()
         ),
         tool_choice=tool_choice,
+        parallel_tool_calls=parallel_tool_calls,
         reasoning_effort=reasoning_effort,
-        template_options=_template_options(template_options or {}),
+        template_options=template_options or {},
     )
 
 
@@ -93,7 +101,7 @@ def completion_requests(body: CompletionBody, request_id: str, max_prompts: int)
     # Zero new tokens is how evaluators ask for the prompt's own log probabilities; an engine samples at least one.
     limit = 1 if body.max_tokens == 0 and body.echo else body.max_tokens
     prompt_logprobs = bool(body.echo) and body.logprobs is not None
-    sampling = _sampling(body, limit, body.logprobs, prompt_logprobs, None)
+    sampling = _sampling(body, limit, body.logprobs, prompt_logprobs)
     names = [request_id] if len(prompts) == 1 else [f"{request_id}-{place}" for place in range(len(prompts))]
     return [
         GenerationRequest(prompt, body.model, sampling, _options(body, name))
@@ -129,15 +137,6 @@ def _tool_choice(body: ChatCompletionBody) -> str:
     return body.tool_choice
 
 
-def _template_options(options: dict[str, Any]) -> dict[str, Any]:
-    for name in ("messages", "tools", "documents", "add_generation_prompt"):
-        if name in options:
-            raise InvalidRequestError(
-                f"chat_template_kwargs may not set {name}", field=f"chat_template_kwargs.{name}", allowed="other names"
-            )
-    return options
-
-
 def _chat_logprobs(body: ChatCompletionBody) -> int | None:
     if body.top_logprobs is None:
         return 0 if body.logprobs else None
@@ -159,16 +158,6 @@ def _range(field: str, value: int, high: int) -> InvalidRequestError:
     )
 
 
-def _format(body: ResponseFormatBody | None) -> OutputFormat | None:
-    if body is None or body.type == "text":
-        return None
-    if body.type == "json_object":
-        return OutputFormat("json_schema", '{"type": "object"}')
-    if body.json_schema is None:
-        raise InvalidRequestError("response_format.json_schema is missing", field="response_format.json_schema")
-    return OutputFormat("json_schema", json.dumps(body.json_schema.schema))
-
-
 def _check_stream_options(body: ChatCompletionBody | CompletionBody) -> None:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options is only allowed when stream is true", field="stream_options")
@@ -179,7 +168,6 @@ def _sampling(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: bool,
-    format: OutputFormat | None,
 ) -> SamplingOptions:
     return SamplingOptions(
         temperature=body.temperature,
@@ -200,7 +188,7 @@ def _sampling(
         prompt_logprobs=prompt_logprobs,
         ignore_eos=bool(body.ignore_eos),
         include_stop=bool(body.include_stop_str_in_output),
-        format=format,
+        format=output_format(body),
     )
 
 

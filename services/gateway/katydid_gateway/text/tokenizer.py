@@ -115,6 +115,10 @@ class TextTokenizer:
         prefix = self._prefixes.put(text[: len(text) - len(pieces[-1])], body[: len(body) - len(ids[-1])])
         return EncodedText(body, known, prefix)
 
+    def ids_of(self, marker: str) -> bytes:
+        """The ids of a short text, such as a marker."""
+        return self._special.get(marker) or self._encode_whole([marker])[0]
+
     async def _segments(self, pieces: Sequence[str]) -> list[bytes]:
         """The ids of each piece, most of which are known."""
         ids = [self._known(piece) for piece in pieces]
