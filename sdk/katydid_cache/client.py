@@ -270,10 +270,15 @@ class CacheClient:
             outcomes, waiting = [_UNDECIDED] * len(blocks), [*range(len(blocks))]
         sending = PutCall(blocks, self._attachment.frame_bytes if self._attachment else 0)
 
+        deadline = time.monotonic() + timeout_s
+
+        def stream() -> Any:
+            timeout = max(0.0, deadline - time.monotonic())
+            return self._put_call(timeout=timeout, metadata=headers(self._token, trace))
+
         async def call(attachment: int) -> list[PutOutcome]:
             start = put_start(attachment, durability, heads, tenant, ttl_s, sliding, hold_s)
-            with _open(self._put_call(timeout=timeout_s, metadata=headers(self._token, trace))) as stream:
-                await sending.run(stream, start)
+            await sending.run(stream, start, self._attached_again)
             return sending.outcomes(PutRefusal.STORE_UNAVAILABLE)
 
         streamed = await self._answer(call, lambda: sending.outcomes(PutRefusal.STORE_UNAVAILABLE))

@@ -1,15 +1,19 @@
-"""The client's half of a Put: one side sends blocks as credit allows, the other collects credit and results."""
+"""The client's half of a Put: one side sends blocks as credit allows, the other collects credit and results.
+
+A stream that breaks in mid-object is followed by one that goes on at the byte the service has.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid_runtime.duration import to_duration
-from katydid_runtime.errors import InvalidRequestError, UnavailableError
+from katydid_runtime.errors import DataCorruptError, InvalidRequestError, UnavailableError
+from katydid_runtime.rpc_errors import from_rpc_error
 from xxhash import xxh3_128_digest
 
 from katydid_cache.asking import signed
@@ -19,6 +23,9 @@ from katydid_cache.wire import encode_put_frame
 
 __all__ = ["PutCall", "check_payloads", "put_start"]
 
+_BROKEN_WRITE = "Internal error from Core"
+"""What the gRPC library says of a call that ended under its write, before it knows how it ended."""
+
 
 class PutCall:
     """Sends `blocks` in frames of at most `frame_bytes`. `outcomes` can be asked for at any time."""
@@ -26,17 +33,52 @@ class PutCall:
     def __init__(self, blocks: Sequence[PutBlock], frame_bytes: int) -> None:
         self._blocks = blocks
         self._frame_bytes = frame_bytes
-        self._credit = 0
-        self._news = asyncio.Event()
         self._outcomes: dict[int, PutOutcome] = {}
+        # Blocks of which some frames were sent: a stream that follows asks where to go on with them.
+        self._begun: set[int] = set()
+        self._sent_bytes = 0
+        # Of the stream that runs now: its blocks, credit, and from where on the service wants a block.
+        self._asked: list[int] = []
+        self._credit = 0
+        self._resumes: dict[int, int] = {}
+        self._news = asyncio.Event()
 
-    async def run(self, call: Any, start: pb.PutStart) -> None:
-        """Serve `call` to its end. Raises grpc.RpcError."""
+    async def run(self, stream: Callable[[], Any], start: pb.PutStart, again: Callable[[], Awaitable[int]]) -> None:
+        """Send what is not answered; where a stream breaks that had moved something, the next one goes on from there.
+
+        `stream` opens a call, `again` waits for the attachment to go on with (0: none). Raises the service's errors.
+        """
+        while True:
+            moved = self._sent_bytes, len(self._outcomes)
+            call = stream()
+            try:
+                await self._attempt(call, start)
+                return
+            except (grpc.RpcError, UnavailableError) as error:
+                failure = from_rpc_error(error) if isinstance(error, grpc.RpcError) else error
+                if str(failure) == _BROKEN_WRITE:
+                    failure = UnavailableError("the connection to the cache service broke during a Put")
+                if not isinstance(failure, UnavailableError) or moved == (self._sent_bytes, len(self._outcomes)):
+                    raise failure from error
+                if not (attachment := await again()):
+                    raise failure from error
+                start.attachment = attachment
+            finally:
+                call.cancel()
+
+    def outcomes(self, unanswered: PutRefusal) -> list[PutOutcome]:
+        """One outcome a block; those that were not answered are refused as `unanswered`."""
+        refused = PutOutcome(PutStatus.REFUSED, unanswered)
+        return [self._outcomes.get(index, refused) for index in range(len(self._blocks))]
+
+    async def _attempt(self, call: Any, start: pb.PutStart) -> None:
+        self._asked = [index for index in range(len(self._blocks)) if index not in self._outcomes]
+        self._credit, self._resumes = 0, {}
         receiving = asyncio.create_task(self._receive(call))
         try:
             await call.write(pb.PutRequest(start=start).SerializeToString())
-            for index, block in enumerate(self._blocks):
-                if not await self._send(call, receiving, index, block):
+            for number, index in enumerate(self._asked):
+                if not await self._send(call, receiving, number, index):
                     break
             else:
                 await call.done_writing()
@@ -48,37 +90,50 @@ class PutCall:
         finally:
             receiving.cancel()
 
-    def outcomes(self, unanswered: PutRefusal) -> list[PutOutcome]:
-        """One outcome a block; those that were not answered are refused as `unanswered`."""
-        refused = PutOutcome(PutStatus.REFUSED, unanswered)
-        return [self._outcomes.get(index, refused) for index in range(len(self._blocks))]
-
-    async def _send(self, call: Any, receiving: asyncio.Task[None], index: int, block: PutBlock) -> bool:
+    async def _send(self, call: Any, receiving: asyncio.Task[None], number: int, index: int) -> bool:
         """Send one block, or as much of it as the service wants; False when the call is over."""
+        block, resume = self._blocks[index], index in self._begun
         payload = memoryview(block.payload).cast("B")
-        header = pb.PutBlock(index=index, hash=block.hash, parent=block.parent, checksum=xxh3_128_digest(payload))
+        header = pb.PutBlock(
+            index=number, hash=block.hash, parent=block.parent, checksum=xxh3_128_digest(payload), resume=resume
+        )
         await call.write(pb.PutRequest(block=header).SerializeToString())
-        for offset in range(0, len(payload), self._frame_bytes):
+        if resume and not await self._until(receiving, index, lambda: number in self._resumes):
+            return False
+        for offset in range(self._resumes.get(number, 0), len(payload), self._frame_bytes):
             size = min(self._frame_bytes, len(payload) - offset)
-            while self._credit < size and index not in self._outcomes:
-                if receiving.done():
-                    return False
-                self._news.clear()
-                await self._news.wait()
+            if not await self._until(receiving, index, lambda wanted=size: self._credit >= wanted):
+                return False
             if index in self._outcomes:
-                return True
+                break
             self._credit -= size
-            await call.write(encode_put_frame(index, offset, [payload[offset : offset + size]]))
+            self._begun.add(index)
+            self._sent_bytes += size
+            await call.write(encode_put_frame(number, offset, [payload[offset : offset + size]]))
+        return True
+
+    async def _until(self, receiving: asyncio.Task[None], index: int, met: Callable[[], bool]) -> bool:
+        """Wait for the service to say something, or what became of the block; False when the call is over."""
+        while not met() and index not in self._outcomes:
+            if receiving.done():
+                return False
+            self._news.clear()
+            await self._news.wait()
         return True
 
     async def _receive(self, call: Any) -> None:
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
                 response = pb.PutResponse.FromString(message)
-                if response.WhichOneof("message") == "credit":
+                kind = response.WhichOneof("message")
+                if kind == "credit":
                     self._credit += response.credit.bytes
+                elif kind == "resume":
+                    self._resumes[response.resume.index] = response.resume.received
+                elif response.result.index < len(self._asked):
+                    self._outcomes[self._asked[response.result.index]] = _outcome(response.result)
                 else:
-                    self._outcomes[response.result.index] = _outcome(response.result)
+                    raise DataCorruptError(f"an answer for block {response.result.index}, which was not announced")
                 self._news.set()
         finally:
             self._news.set()

@@ -1,9 +1,10 @@
-"""Reads over streams: the first layer of all blocks first, and a broken stream goes on at the byte where it broke."""
+"""Streams that break go on at the byte where they broke, reads and writes; reads bring the first layer of all first."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -14,13 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from katydid.kvcache.v1 import kvcache_pb2 as pb
-from katydid_cache import BlockLayout, CacheClient, PutBlock, PutOutcome, PutStatus, Span
+from katydid_cache import BlockLayout, CacheClient, Durability, PutBlock, PutOutcome, PutRefusal, PutStatus, Span
 from katydid_cache.get_call import GetCall
+from katydid_cache.put_call import PutCall, put_start
 from katydid_cache.records import BlockMissReason
-from katydid_cache.wire import Frame, decode_get_response
+from katydid_cache.wire import Frame, decode_get_response, decode_put_request
+from katydid_kvcache.changes import Write
 from katydid_kvcache.get_stream import GetStream
+from katydid_kvcache.put_stream import PutStream
 
-from tests.kvcache.inside import key, opened, payload, put
+from tests.kvcache.inside import get, key, opened, payload, put
 from tests.kvcache.running import LAYOUT, MIB, ServiceProcess, chain, run
 
 LARGE = BlockLayout(layers=4, kv_heads=8, head_dim=256, dtype="float32")
@@ -140,8 +144,9 @@ def test_any_read_cut_anywhere_is_whole_in_the_end(
 
 
 @asynccontextmanager
-async def cutting_proxy(address: str, limits: list[int]) -> AsyncIterator[tuple[str, list[int]]]:
-    """A way to `address` whose connections end after so many bytes down, one limit each, then none; and the bytes."""
+async def cutting_proxy(address: str, limits: list[int], *, up: bool = False) -> AsyncIterator[tuple[str, list[int]]]:
+    """A way to `address` whose connections end after so many bytes down (or `up`), one limit each, then none; and the
+    bytes."""
     host, _, port = address.rpartition(":")
     carried: list[int] = []
 
@@ -157,10 +162,14 @@ async def cutting_proxy(address: str, limits: list[int]) -> AsyncIterator[tuple[
         writer.close()
 
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        up, down = await asyncio.open_connection(host, int(port))
+        from_service, to_service = await asyncio.open_connection(host, int(port))
+        number = len(carried)
         carried.append(0)
         with suppress(asyncio.CancelledError):
-            await asyncio.gather(carry(reader, down, None), carry(up, writer, len(carried) - 1))
+            await asyncio.gather(
+                carry(reader, to_service, number if up else None),
+                carry(from_service, writer, None if up else number),
+            )
 
     server = await asyncio.start_server(connect, "127.0.0.1", 0)
     try:
@@ -189,3 +198,159 @@ def test_a_cut_connection_is_resumed_in_mid_object(tmp_path: Path) -> None:
 
     with ServiceProcess(memory_bytes=64 * MIB, slab_bytes=32 * MIB) as service:
         run(lambda: scenario(service))
+
+
+class PutWire:
+    """A call whose other side is a PutStream in this process; breaks after `frames` frames have arrived there.
+
+    `seen` has the payload bytes that arrived, by block.
+    """
+
+    def __init__(self, cache: Any, frames: int) -> None:
+        self._to_service: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._to_client: asyncio.Queue[Any] = asyncio.Queue()
+        self._frames = frames
+        self.seen: Counter[bytes] = Counter()
+        self._serving = asyncio.create_task(self._serve(cache))
+
+    async def write(self, message: bytes) -> None:
+        await self._to_service.put(message)
+
+    async def done_writing(self) -> None:
+        await self._to_service.put(None)
+
+    async def read(self) -> Any:
+        message = await self._to_client.get()
+        if isinstance(message, Exception):
+            raise message
+        return message
+
+    def cancel(self) -> None:
+        self._serving.cancel()
+
+    async def _messages(self) -> AsyncIterator[bytes]:
+        announced = b""
+        while (message := await self._to_service.get()) is not None:
+            request = decode_put_request(message)
+            if isinstance(request, Frame):
+                if self._frames == 0:
+                    raise asyncio.CancelledError  # what a handler sees of a connection that broke
+                self._frames -= 1
+                self.seen[announced] += len(request.data)
+            elif request.WhichOneof("message") == "block":
+                announced = request.block.hash
+            yield message
+
+    async def _serve(self, cache: Any) -> None:
+        try:
+            await PutStream(cache, self._messages(), self._to_client.put).run()
+            await self._to_client.put(grpc.aio.EOF)
+        except asyncio.CancelledError:
+            await self._to_client.put(_broken())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    names=st.lists(st.integers(0, 7), min_size=1, max_size=6, unique=True),
+    present=st.integers(0, 3),
+    heads=st.sampled_from([Span(), Span(0, 1), Span(1, 1)]),
+    cuts=st.lists(st.integers(1, 6), max_size=4),
+    frame=st.sampled_from([3000, 8192, 20_000, 1 << 20]),
+)
+def test_any_write_cut_anywhere_is_whole_in_the_end(
+    names: list[int], present: int, heads: Span, cuts: list[int], frame: int
+) -> None:
+    """No payload byte that has arrived is taken twice."""
+
+    async def scenario() -> None:
+        async with opened() as (cache, space):
+            for name in range(present):
+                put(cache, space, name)
+            attachment = cache.attachments.join(space, arena=False)
+            runs = LAYOUT.runs(heads)
+            payloads = [b"".join(payload(name)[run.start : run.stop] for run in runs) for name in names]
+            blocks = [PutBlock(key(name), b"", content) for name, content in zip(names, payloads, strict=True)]
+            wires: list[PutWire] = []
+            left = iter([*cuts, 10_000])
+
+            def stream() -> PutWire:
+                wires.append(PutWire(cache, next(left)))
+                return wires[-1]
+
+            async def again() -> int:
+                return attachment.id
+
+            putting = PutCall(blocks, frame)
+            start = put_start(attachment.id, Durability.MEMORY, heads, b"", None, False, None)
+            await asyncio.wait_for(putting.run(stream, start, again), 10)
+            for name, outcome in zip(names, putting.outcomes(PutRefusal.STORE_UNAVAILABLE), strict=True):
+                # A block whose answer was lost with its connection is there when it is announced again.
+                assert outcome.status is PutStatus.PRESENT or name >= present
+                assert outcome.status in (PutStatus.STORED, PutStatus.PRESENT)
+                mask = space.mask(heads)
+                got = await get(cache, space, name, mask)
+                assert isinstance(got, bytes)
+                assert all(got[run.start : run.stop] == payload(name)[run.start : run.stop] for run in runs)
+            for name, content in zip(names, payloads, strict=True):
+                assert name < present or sum(wire.seen[key(name)] for wire in wires) == len(content)
+            assert not cache.half_writes
+            await asyncio.sleep(0)
+            assert all(block.pins == 0 for block in space.blocks.values())
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.e2e
+def test_a_write_over_a_cut_connection_goes_on_in_mid_object(tmp_path: Path) -> None:
+    async def scenario(service: ServiceProcess) -> None:
+        content = random.Random(3).randbytes(LARGE.block_bytes)
+        blocks = [PutBlock(bytes([number]) * 32, b"", content) for number in range(3)]
+        cut = (7 << 20) + (1 << 19)  # half a frame before the end of the second block
+        async with cutting_proxy(service.address, [cut], up=True) as (address, carried), CacheClient(address) as cache:
+            await cache.attach(b"l" * 32, LARGE)
+            outcomes = await cache.put(blocks)
+            assert {outcome.status for outcome in outcomes} <= {PutStatus.STORED, PutStatus.PRESENT}
+            into = [memoryview(bytearray(LARGE.block_bytes)) for _ in blocks]
+            assert (await cache.get(0, chain(blocks), into=into)).prefix == 3
+            assert all(buffer == content for buffer in into)
+            assert len(carried) == 2
+            # What the service had of the block in mid-flight was not sent again: at most a frame's worth was.
+            assert sum(carried) < 3 * LARGE.block_bytes + (2 << 20)
+
+    with ServiceProcess(memory_bytes=64 * MIB, slab_bytes=32 * MIB) as service:
+        run(lambda: scenario(service))
+
+
+def test_half_a_write_is_kept_for_a_moment_and_yields_to_whoever_begins_anew() -> None:
+    async def scenario() -> None:
+        async with opened(memory_bytes=4 * MIB) as (cache, space):
+
+            def begin(name: int) -> Write:
+                begun = cache.begin_write(space, key(name), b"", Span(0, 2))
+                assert isinstance(begun, Write)
+                return begun
+
+            cache.half_writes.keep(begin(1), b"c" * 16, 100)
+            assert cache.half_writes.take(space, key(1), Span(0, 2), b"d" * 16) is None, "other bytes"
+            assert cache.half_writes.take(space, key(1), Span(0, 1), b"c" * 16) is None, "other heads"
+            begin(1)
+            assert not cache.half_writes, "whoever begins the block anew has its slot"
+            for name in range(2, 70):
+                cache.half_writes.keep(begin(name), b"c" * 16, 100)
+            assert len(cache.half_writes) == 64
+            assert key(2) not in space.blocks, "the oldest is given up when there are too many"
+            half = cache.half_writes.take(space, key(69), Span(0, 2), b"c" * 16)
+            assert half is not None
+            assert half.received == 100
+            cache.store.abort_write(half.write)
+            async with asyncio.timeout(10):
+                while cache.half_writes:
+                    await asyncio.sleep(0.05)
+            assert [*space.blocks] == [key(1)]
+            for name in range(200, 264):
+                cache.half_writes.keep(begin(name), b"c" * 16, 100)
+            for name in range(300, 364):
+                begin(name)
+            assert not cache.half_writes, "nor do they keep others out"
+
+    asyncio.run(scenario())

@@ -27,6 +27,7 @@ from katydid_kvcache.disk.restoring import restore, without_collections
 from katydid_kvcache.disk.slot_header import HEADER_BYTES
 from katydid_kvcache.disk.tier import DiskTier
 from katydid_kvcache.events import EventHub
+from katydid_kvcache.half_writes import HalfWrites
 from katydid_kvcache.leases import LeaseTable
 from katydid_kvcache.memory import MemoryTier
 from katydid_kvcache.pins import OperatorPins
@@ -151,6 +152,7 @@ class Cache:
         self.aftermath = Aftermath(self.store, self._sink, self.tenants)
         self.leases: LeaseTable[Block] = LeaseTable()
         self.reservations = Reservations()
+        self.half_writes = HalfWrites(self.store.abort_write)
         self.pins = OperatorPins(self.store)
         self.prefetching = Prefetching(self.store, self.reader, self.speeds)
         self._prefault = threading.Thread(target=self.arena.prefault, name="prefault", daemon=True)
@@ -194,6 +196,7 @@ class Cache:
         """Write down what is on its way to disk and give everything back."""
         self.aftermath.close()
         self.prefetching.close()
+        self.half_writes.close()
         if self.shared is not None:
             await self.shared.close()
         if self._disk is not None:
@@ -264,7 +267,11 @@ class Cache:
         session: SessionTerms | None = None,
     ) -> Write | Refusal:
         """`Store.begin_write` for a tenant and a session; a block that is there lives on as long as the session."""
+        self.half_writes.yield_to_another(namespace, name)
         begun = self.store.begin_write(namespace, name, parent, heads, tenant)
+        if isinstance(begun, Refusal) and begun.refusal is PutRefusal.NO_ROOM and self.half_writes:
+            self.half_writes.close()
+            begun = self.store.begin_write(namespace, name, parent, heads, tenant)
         if isinstance(begun, Refusal):
             if begun.present is not None and begun.present.expires_at:
                 self.store.extend(begun.present, self._lifetimes.use(session))

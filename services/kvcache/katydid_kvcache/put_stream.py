@@ -24,6 +24,8 @@ from katydid_kvcache.store import Write
 __all__ = ["PutStream"]
 
 _PENDING_LIMIT = 64
+# A connection that breaks may look like a client that closes its side for a moment.
+_BREAK_S = 0.05
 _PRESENT = PutOutcome(PutStatus.PRESENT)
 
 Send = Callable[[bytes], Awaitable[None]]
@@ -74,7 +76,8 @@ class PutStream:
         """Serve until the client has closed its side and every block is answered.
 
         Raises InvalidRequestError for a stream that breaks the protocol, DeadlineExceededError when the client stalls.
-        Blocks that are not finished by then are given up.
+        Blocks that are not finished by then are given up, but for one whose connection broke: its first part is kept
+        for a moment.
         """
         try:
             terms = self._open(await self._next())
@@ -88,16 +91,27 @@ class PutStream:
                     raise InvalidRequestError(
                         "PutStart was sent already", field="message", allowed="block or frame after the first message"
                     )
+            if self._unfinished() is not None:
+                await asyncio.sleep(_BREAK_S)
             await self._give_up_current()
             if self._pending:
                 await asyncio.gather(*self._pending)
             self._cache.aftermath.of_write(terms.namespace, self._last)
+        except asyncio.CancelledError:
+            if (current := self._unfinished()) is not None and current.received:
+                write, current.write = current.write, None
+                self._cache.half_writes.keep(write, current.checksum, current.received)
+            raise
         finally:
             for answering, reaching in self._pending.items():
                 answering.cancel()
                 reaching.cancel()
             if self._current is not None and self._current.write is not None:
                 self._cache.store.abort_write(self._current.write)
+
+    def _unfinished(self) -> _Incoming | None:
+        """The block of which more frames are to come."""
+        return self._current if self._current is not None and self._current.write is not None else None
 
     def _open(self, message: Frame | pb.PutRequest | None) -> _Terms:
         if not isinstance(message, pb.PutRequest) or message.WhichOneof("message") != "start":
@@ -141,6 +155,8 @@ class PutStream:
         checksum = requests.exact_bytes(block.checksum, (CHECKSUM_BYTES,), "checksum")
         name, parent_name = self._cache.names(terms.asker, [block_hash, parent])
         self._last = name
+        if block.resume and await self._go_on(terms, block.index, name, checksum):
+            return
         while True:
             begun = self._cache.begin_write(
                 terms.namespace, name, parent_name, terms.heads, terms.asker.tenant, terms.keep.session
@@ -151,6 +167,8 @@ class PutStream:
             await asyncio.wait(self._pending, return_when=asyncio.FIRST_COMPLETED)
         self._current = _Incoming(block.index, checksum, begun if isinstance(begun, Write) else None)
         if isinstance(begun, Write):
+            if block.resume:
+                await self._send(pb.PutResponse(resume=pb.PutResume(index=block.index, received=0)))
             return
         if begun.present is not None and terms.hold_s:
             self._cache.hold(begun.present, terms.hold_s)
@@ -160,6 +178,15 @@ class PutStream:
             await self._later(block.index, self._cache.writer.reach_disk(begun.present, _PRESENT))
         else:
             await self._answer(block.index, _PRESENT)
+
+    async def _go_on(self, terms: _Terms, index: int, name: bytes, checksum: bytes) -> bool:
+        """Go on with a block of which another stream brought the first part; False when it is not there."""
+        half = self._cache.half_writes.take(terms.namespace, name, terms.heads, checksum)
+        if half is None:
+            return False
+        self._current = _Incoming(index, checksum, half.write, half.received)
+        await self._send(pb.PutResponse(resume=pb.PutResume(index=index, received=half.received)))
+        return True
 
     async def _take(self, terms: _Terms, frame: Frame) -> None:
         current, size = self._current, len(frame.data)
