@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 from google.protobuf import descriptor_pb2 as pb
-from katydid_gateway.http import app, chat, completions, messages, responses, tokenization
+from katydid_gateway.http import app, messages_schema, responses_schema, schema, tokenization
 from katydid_runtime import errors
 
 __all__ = ["ENDPOINTS", "page", "routes"]
@@ -54,12 +54,14 @@ class Endpoint:
 
 ENDPOINTS = (
     Endpoint(
-        "/v1/chat/completions", "OpenAI's Chat Completions, streamed or whole", chat.ChatCompletionBody, method="POST"
+        "/v1/chat/completions", "OpenAI's Chat Completions, streamed or whole", schema.ChatCompletionBody, method="POST"
     ),
-    Endpoint("/v1/completions", "OpenAI's Completions", completions.CompletionBody, method="POST"),
-    Endpoint("/v1/responses", "OpenAI's Responses, none of which is kept", responses.ResponsesBody, method="POST"),
-    Endpoint("/v1/messages", "Anthropic's Messages", messages.MessagesBody, method="POST"),
-    Endpoint("/v1/messages/count_tokens", "how long a conversation is", messages.CountTokensBody, method="POST"),
+    Endpoint("/v1/completions", "OpenAI's Completions", schema.CompletionBody, method="POST"),
+    Endpoint(
+        "/v1/responses", "OpenAI's Responses, none of which is kept", responses_schema.ResponsesBody, method="POST"
+    ),
+    Endpoint("/v1/messages", "Anthropic's Messages", messages_schema.MessagesBody, method="POST"),
+    Endpoint("/v1/messages/count_tokens", "how long a conversation is", messages_schema.CountTokensBody, method="POST"),
     Endpoint("/tokenize", "token ids of text or of a conversation", tokenization.TokenizeBody, method="POST"),
     Endpoint("/detokenize", "text of token ids", tokenization.DetokenizeBody, method="POST"),
     Endpoint("/v1/models", "the model that is served, with its context length"),
@@ -102,10 +104,11 @@ def _plain(path: str) -> str:
 def _fields(body: type[msgspec.Struct]) -> str:
     """Fields with their types, first those that have to be there."""
     hints = typing.get_type_hints(body)
-    required, optional = [], []
+    required: list[str] = []
+    optional: list[str] = []
     for field in msgspec.structs.fields(body):
-        told = f"`{field.encode_name}` {_type(hints[field.name])}"
-        (required if field.required else optional).append(told)
+        named = f"`{field.encode_name}` {_type(hints[field.name])}"
+        (required if field.required else optional).append(named)
     told = [f"Needed: {', '.join(required)}."] if required else []
     told += [f"Optional: {', '.join(optional)}."] if optional else []
     return "\n\n".join(textwrap.fill(text, 140, break_long_words=False, break_on_hyphens=False) for text in told)
