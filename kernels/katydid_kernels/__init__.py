@@ -3,6 +3,7 @@ torch reference beside it that defines the result.
 """
 
 from katydid_kernels.advance import Sampled, StepInputs, advance, advance_reference
+from katydid_kernels.block_sparse_prefill import block_sparse_prefill, block_sparse_prefill_reference
 from katydid_kernels.decode_attention import DecodeScratch, decode_attention, decode_attention_reference, decode_ctas
 from katydid_kernels.decode_plan import decode_plan
 from katydid_kernels.fused_moe import fused_moe, fused_moe_reference
@@ -53,6 +54,14 @@ from katydid_kernels.sample import (
     sample_reference,
     seen_tokens,
 )
+from katydid_kernels.stem_select import (
+    SparsePlan,
+    StemRule,
+    kept_blocks,
+    sparse_plan,
+    stem_select,
+    stem_select_reference,
+)
 from katydid_kernels.swiglu import swiglu, swiglu_reference
 from katydid_kernels.verify_draft import verify_draft, verify_draft_reference
 from katydid_kernels.w4a8.packing import Int4Weight, dequantize_int4, pack_int4, quantize_int4, unpack_int4
@@ -70,6 +79,8 @@ __all__ = [
     "RouterWeight",
     "Sampled",
     "SamplingBatch",
+    "SparsePlan",
+    "StemRule",
     "StepInputs",
     "add_rms_norm",
     "add_rms_norm_quantize",
@@ -78,6 +89,8 @@ __all__ = [
     "add_rms_norm_route",
     "advance",
     "advance_reference",
+    "block_sparse_prefill",
+    "block_sparse_prefill_reference",
     "decode_attention",
     "decode_attention_reference",
     "decode_ctas",
@@ -87,6 +100,7 @@ __all__ = [
     "fused_moe_reference",
     "fused_moe_w4a8",
     "fused_moe_w4a8_reference",
+    "kept_blocks",
     "kv_pack",
     "kv_pack_reference",
     "kv_unpack",
@@ -125,6 +139,9 @@ __all__ = [
     "sample_reference",
     "seen_tokens",
     "segment_scale",
+    "sparse_plan",
+    "stem_select",
+    "stem_select_reference",
     "swiglu",
     "swiglu_quantize",
     "swiglu_quantize_reference",

@@ -1,0 +1,99 @@
+"""Where the tiles of the Hopper kernel come from: the plan says which queries, their list which blocks of keys."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+__all__ = ["load_listed", "sparse_item"]
+
+
+@gluon.jit
+def sparse_item(records_ptr, turn, items, heads, together, most):
+    """This CTA's `turn`-th tile, dealt back and forth over the sorted plan, once for every `together` heads: row, head,
+    first query and end, position, context length, number of blocks, and where their list begins.
+    """
+    ctas = gl.num_programs(0)
+    cta = gl.program_id(0)
+    place = turn * ctas + gl.where(turn % 2 == 0, cta, ctas - 1 - cta)
+    valid = place < items * heads
+    batch = place // (items * together)
+    within = place - batch * items * together
+    head = batch * together + within % together
+    record = records_ptr + (within // together) * 8
+    row = gl.load(record, mask=valid, other=0)
+    q_first = gl.load(record + 1, mask=valid, other=0)
+    q_end = gl.load(record + 2, mask=valid, other=0)
+    position = gl.load(record + 3, mask=valid, other=0)
+    length = gl.load(record + 4, mask=valid, other=0)
+    count = gl.load(record + 5, mask=valid, other=0)
+    listed = (gl.load(record + 6, mask=valid, other=0).to(gl.int64) * heads + head) * most
+    return valid, row, head, q_first, q_end, position, length, count, listed
+
+
+@gluon.jit
+def load_listed(
+    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, records_ptr, blocks_ptr, table_ptr, table_stride, items,
+    heads, kv_heads, together, most, STAGES: gl.constexpr, D: gl.constexpr, PERMUTE: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: a block of keys is two pages, each by its own TMA box."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
+    bits: gl.constexpr = k_desc.dtype.primitive_bitwidth
+    DB: gl.constexpr = min(D, 1024 // bits)
+    KB: gl.constexpr = D // DB
+    turn = 0
+    i = 0
+    valid, row, head, q_first, _q_end, _position, length, count, listed = sparse_item(
+        records_ptr, turn, items, heads, together, most
+    )
+    while valid:
+        table = table_ptr + row.to(gl.int64) * table_stride
+        final_page = gl.maximum((length + 63) // 64 - 1, 0)
+        kv_head = head // (heads // kv_heads)
+        mbarrier.wait(q_empty, (turn & 1) ^ 1)
+        mbarrier.expect(q_full, 128 * D * bits // 8)
+        for w in gl.static_range(2):
+            for c in gl.static_range(KB):
+                tma.async_copy_global_to_shared(
+                    q_desc, [q_first + 64 * w, head * D + c * DB], q_full, q_smem.index(w).slice(c * 64, 64)
+                )
+        # The next block's number is on its way while this one's pages are waited for.
+        block = gl.load(blocks_ptr + listed)
+        for entry in range(count):
+            following = gl.load(blocks_ptr + listed + gl.minimum(entry + 1, count - 1))
+            stage = i % STAGES
+            phase = ((i // STAGES) & 1) ^ 1
+            first = gl.load(table + gl.minimum(block * 2, final_page))
+            second = gl.load(table + gl.minimum(block * 2 + 1, final_page))
+            mbarrier.wait(k_empty.index(stage), phase)
+            mbarrier.expect(k_full.index(stage), 128 * D * bits // 8)
+            for p in gl.static_range(2):
+                page = first if p == 0 else second
+                for c in gl.static_range(KB):
+                    target = k_smem.index(stage).slice((c * 2 + p) * 64, 64)
+                    if PERMUTE:
+                        tma.async_copy_global_to_shared(
+                            k_desc,
+                            [(page * kv_heads + kv_head) * 4, 0, 0, 0, c * DB],
+                            k_full.index(stage),
+                            target._reinterpret(k_desc.dtype, [4, 2, 4, 2, DB], k_desc.layout),
+                        )
+                    else:
+                        tma.async_copy_global_to_shared(
+                            k_desc, [(page * kv_heads + kv_head) * 64, c * DB], k_full.index(stage), target
+                        )
+            mbarrier.wait(v_empty.index(stage), phase)
+            mbarrier.expect(v_full.index(stage), 128 * D * bits // 8)
+            for p in gl.static_range(2):
+                page = first if p == 0 else second
+                tma.async_copy_global_to_shared(
+                    v_desc, [(page * kv_heads + kv_head) * D, 0], v_full.index(stage),
+                    v_smem.index(stage).slice(p * D, D),
+                )  # fmt: skip
+            block = following
+            i += 1
+        turn += 1
+        valid, row, head, q_first, _q_end, _position, length, count, listed = sparse_item(
+            records_ptr, turn, items, heads, together, most
+        )
