@@ -1,4 +1,4 @@
-"""Pulls blocks from other instances into the arena: over bulk lanes in worker processes, or over streams without them.
+"""Pulls blocks from other instances into the arena, in worker processes: over bulk lanes, or streams without them.
 
 The instances know nothing of each other until a client that may write asks for a pull and names the source, which must
 be one of those the service is told it may pull from. A pull is a client of the source like any other, and a writer here
@@ -20,11 +20,10 @@ from katydid_cache.lane_reads import dialled_host
 from katydid_cache.layout import Span
 from katydid_runtime.errors import KatydidError, PermissionDeniedError, UnavailableError
 from katydid_runtime.tls import Tls
-from xxhash import xxh3_128_digest
 
 from katydid_kvcache.blocks import Namespace
 from katydid_kvcache.cache import Cache
-from katydid_kvcache.lanes.receiver import Order
+from katydid_kvcache.lanes.orders import Credentials, LaneOrder, StreamOrder
 from katydid_kvcache.lanes.workers import LaneWorkers
 from katydid_kvcache.store import Write
 
@@ -54,7 +53,7 @@ class Puller:
     def __init__(self, cache: Cache, sources: Instances, lanes: int, *, tls: Tls | None, token: str | None) -> None:
         self._cache = cache
         self._sources = sources
-        self._workers = LaneWorkers(cache.arena, lanes)
+        self._workers = LaneWorkers(cache.arena, lanes, Credentials(tls, token))
         # Two a lane: one is on its way while the next has its slots taken and is prepared by the source.
         self._turns = asyncio.Semaphore(2 * lanes)
         self._attaching: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -159,38 +158,50 @@ class Puller:
         open_writes = dict(enumerate(writes))
         try:
             if writes:
-                wanted = b"".join(asked)
                 timeout_s = max(0.01, deadline - time.monotonic())
-                fill = self._over_lane if client.lane_port else self._over_stream
-                for place, checksum in (await fill(client, source, wanted, writes, timeout_s)).items():
-                    self._cache.writer.finish_checked(open_writes.pop(place), checksum)
-                    pulled.pulled += 1
+                if client.lane_port:
+                    order, sent = await self._lane_order(client, source, asked, writes, timeout_s)
+                else:
+                    order, sent = (
+                        self._stream_order(namespace, source, asker, asked, writes, timeout_s),
+                        range(len(asked)),
+                    )
+                arrived = await self._workers.run(order) if sent else []
+                for place, checksum in zip(sent, arrived, strict=True):
+                    if checksum is not None:
+                        self._cache.writer.finish_checked(open_writes.pop(place), checksum)
+                        pulled.pulled += 1
         finally:
             for write in open_writes.values():
                 self._cache.writer.abort(write)
 
-    async def _over_lane(
-        self, client: CacheClient, source: str, wanted: bytes, writes: Sequence[Write], timeout_s: float
-    ) -> dict[int, bytes]:
-        """Checksum by place of the writes whose blocks have arrived right."""
-        offer = await client.pulls.open_lane(wanted, timeout_s=timeout_s)
+    async def _lane_order(
+        self, client: CacheClient, source: str, asked: Sequence[bytes], writes: Sequence[Write], timeout_s: float
+    ) -> tuple[LaneOrder, Sequence[int]]:
+        """What is to be received over a lane, and the places in `writes` of the blocks that the source sends."""
+        offer = await client.pulls.open_lane(b"".join(asked), timeout_s=timeout_s)
         sent = [place for place in range(len(writes)) if place not in offer.misses]
-        if not sent:
-            return {}
-        places = []
-        for place, checksum in zip(sent, offer.checksums, strict=True):
-            slot = writes[place].block.memory
-            assert slot is not None
-            places.append((self._cache.memory.slots.position(slot), checksum))
         host = dialled_host(source)
         assert host is not None
         size = writes[0].block.namespace.layout.block_bytes
-        intact = await self._workers.run(Order(host, client.lane_port, offer.token, _STALL_S, size, places))
-        return {place: checksum for place, checksum, good in zip(sent, offer.checksums, intact, strict=True) if good}
+        places = [
+            (self._offset(writes[place]), checksum) for place, checksum in zip(sent, offer.checksums, strict=True)
+        ]
+        return LaneOrder(host, client.lane_port, offer.token, _STALL_S, size, places), sent
 
-    async def _over_stream(
-        self, client: CacheClient, _source: str, wanted: bytes, writes: Sequence[Write], timeout_s: float
-    ) -> dict[int, bytes]:
-        views = [self._cache.memory.view(write.block) for write in writes]
-        got = await client.get(0, wanted, into=views, timeout_s=timeout_s)
-        return {place: xxh3_128_digest(views[place]) for place, found in enumerate(got.found) if found}
+    def _stream_order(
+        self,
+        namespace: Namespace,
+        source: str,
+        asker: Asker,
+        asked: Sequence[bytes],
+        writes: Sequence[Write],
+        timeout_s: float,
+    ) -> StreamOrder:
+        places = [(self._offset(write), block_hash) for write, block_hash in zip(writes, asked, strict=True)]
+        return StreamOrder(source, namespace.identity, namespace.layout, asker.tenant, asker.session, timeout_s, places)
+
+    def _offset(self, write: Write) -> int:
+        slot = write.block.memory
+        assert slot is not None
+        return self._cache.memory.slots.position(slot)

@@ -1,76 +1,56 @@
-"""A worker process that receives blocks over bulk lanes straight into the arena.
+"""A process that receives blocks straight into the arena: over bulk lanes, or by stream where there are none.
 
-It is given the arena's descriptor and size, and a socket for orders, one at a time: where to connect, which token to
-show, where each block belongs and what its checksum must be. It answers with a byte a block: 1 arrived right, 0 did
-not. A lane stays open for the next order to the same address. It ends when its socket does.
+It is given the arena's descriptor and size, and a socket for what `orders` describes. Lanes and connections stay open
+for the next order to the same address. It ends when its socket does.
 """
 
 from __future__ import annotations
 
 import socket
-import struct
 import sys
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
 
+from katydid_cache.allocation import keep_buffers_mapped
 from katydid_cache.arena import ArenaMapping
-from katydid_cache.lane import CHECKSUM_BYTES, TOKEN_BYTES, Lane, receive
+from katydid_cache.lane import Lane, receive
 
-__all__ = ["ORDER_BYTES", "Order", "main"]
+from katydid_kvcache.lanes.orders import ARRIVED_NOT, MESSAGE_BYTES, Credentials, LaneOrder, unpack_order
+from katydid_kvcache.lanes.stream_reads import StreamReads
 
-ORDER_BYTES = 1 << 17
-"""An order is at most so long, as a message of its socket."""
-
-_HEAD = struct.Struct(f"<QdHH{TOKEN_BYTES}s")
-_PLACE = struct.Struct(f"<Q{CHECKSUM_BYTES}s")
+__all__ = ["main"]
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """Blocks of `block_bytes` to fetch for `token` at `host`:`port`, each to an arena offset with its checksum."""
+class LaneReads:
+    """Blocking reads over lanes into `memory`; `read` gives what an order's answer says."""
 
-    host: str
-    port: int
-    token: bytes
-    stall_s: float
-    block_bytes: int
-    places: Sequence[tuple[int, bytes]]
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._lanes: dict[tuple[str, int], Lane] = {}
 
-    def pack(self) -> bytes:
-        host = self.host.encode()
-        head = _HEAD.pack(self.block_bytes, self.stall_s, self.port, len(host), self.token)
-        return b"".join((head, host, *(_PLACE.pack(*place) for place in self.places)))
-
-    @classmethod
-    def unpack(cls, message: bytes) -> Order:
-        block_bytes, stall_s, port, host_bytes, token = _HEAD.unpack_from(message)
-        at = _HEAD.size + host_bytes
-        host = message[_HEAD.size : at].decode()
-        return cls(host, port, token, stall_s, block_bytes, list(_PLACE.iter_unpack(message[at:])))
+    def read(self, order: LaneOrder) -> list[bytes]:
+        where, intact = (order.host, order.port), list[bool]()
+        buffers = [self._memory[offset : offset + order.block_bytes] for offset, _ in order.places]
+        checksums = [checksum for _, checksum in order.places]
+        try:
+            lane = self._lanes.pop(where, None)
+            self._lanes[where] = receive(lane, where, order.stall_s, order.token, buffers, checksums, intact)
+        except OSError as error:
+            print(f"lane to {order.host}:{order.port} broke: {error}", file=sys.stderr, flush=True)
+        intact += [False] * (len(checksums) - len(intact))
+        return [checksum if good else ARRIVED_NOT for checksum, good in zip(checksums, intact, strict=True)]
 
 
 def main(arena: int, size: int, orders: socket.socket) -> None:
     """Serve until the other end of `orders` is closed."""
+    keep_buffers_mapped()
+    credentials = Credentials.unpack(orders.recv(MESSAGE_BYTES))
     mapping = ArenaMapping(arena, size)
     # A page that is first touched while it is received into takes as long as the copy.
     threading.Thread(target=mapping.prefault, name="prefault", daemon=True).start()
-    lanes: dict[tuple[str, int], Lane] = {}
-    while message := orders.recv(ORDER_BYTES):
-        order = Order.unpack(message)
-        intact: list[bool] = []
-        try:
-            _fetch(order, mapping.view, lanes, intact)
-        except OSError as error:
-            print(f"lane to {order.host}:{order.port} broke: {error}", file=sys.stderr, flush=True)
-        orders.send(bytes(intact) + bytes(len(order.places) - len(intact)))
-
-
-def _fetch(order: Order, memory: memoryview, lanes: dict[tuple[str, int], Lane], intact: list[bool]) -> None:
-    where = order.host, order.port
-    buffers = [memory[offset : offset + order.block_bytes] for offset, _ in order.places]
-    checksums = [checksum for _, checksum in order.places]
-    lanes[where] = receive(lanes.pop(where, None), where, order.stall_s, order.token, buffers, checksums, intact)
+    lanes, streams = LaneReads(mapping.view), StreamReads(mapping.view, credentials)
+    while message := orders.recv(MESSAGE_BYTES):
+        order = unpack_order(message)
+        orders.send(b"".join(lanes.read(order) if isinstance(order, LaneOrder) else streams.read(order)))
 
 
 if __name__ == "__main__":

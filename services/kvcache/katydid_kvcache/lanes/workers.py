@@ -1,4 +1,4 @@
-"""The worker processes of a pull: started when first needed, given one order at a time, replaced when they die."""
+"""The receiver processes of pulls: started when first needed, given one order at a time, replaced when they die."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 from katydid_kvcache.arena import Arena
-from katydid_kvcache.lanes.receiver import ORDER_BYTES, Order
+from katydid_kvcache.lanes.orders import ARRIVED_NOT, MESSAGE_BYTES, Credentials, LaneOrder, StreamOrder
 
 __all__ = ["LaneWorkers"]
 
@@ -20,9 +20,11 @@ logger = logging.getLogger(__name__)
 class _Worker:
     """One process and the socket to it."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, credentials: Credentials) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
+            # Over the socket, not the command line, which everybody may read.
+            self.socket.sendall(credentials.pack())
             self.socket.setblocking(False)
             words = [str(arena.fd), str(arena.bytes), str(theirs.fileno())]
             self.process = subprocess.Popen(
@@ -42,38 +44,49 @@ class _Worker:
 class LaneWorkers:
     """At most `count` receiver processes over `arena`. Belongs to one event loop."""
 
-    def __init__(self, arena: Arena, count: int) -> None:
+    def __init__(self, arena: Arena, count: int, credentials: Credentials) -> None:
         self.count = count
         self._arena = arena
+        self._credentials = credentials
         self._idle: list[_Worker] = []
         self._busy: set[_Worker] = set()
         self._places = asyncio.Semaphore(count)
 
-    async def run(self, order: Order) -> list[bool]:
-        """Which blocks of the order arrived right; none when its worker died.
+    async def run(self, order: LaneOrder | StreamOrder) -> list[bytes | None]:
+        """Checksum of each block of the order that arrived and is right; none when its worker died.
 
         When this is cancelled the worker is killed first, so that the blocks' slots may be given to others.
         """
         async with self._places:
-            worker = self._idle.pop() if self._idle else _Worker(self._arena)
+            worker = self._idle_one() or _Worker(self._arena, self._credentials)
             self._busy.add(worker)
             try:
                 loop = asyncio.get_running_loop()
                 await loop.sock_sendall(worker.socket, order.pack())
-                flags = await loop.sock_recv(worker.socket, ORDER_BYTES)
-                if len(flags) != len(order.places):
-                    raise ConnectionError(f"it answered {len(flags)} bytes for {len(order.places)} blocks")
+                answer = await loop.sock_recv(worker.socket, MESSAGE_BYTES)
+                if len(answer) != len(ARRIVED_NOT) * len(order.places):
+                    raise ConnectionError(f"it answered {len(answer)} bytes for {len(order.places)} blocks")
             except BaseException as error:
                 worker.end()
                 if not isinstance(error, OSError):
                     raise
                 logger.error("a lane worker is gone: %s", error, extra={"worker": worker.process.pid})
-                return [False] * len(order.places)
+                return [None] * len(order.places)
             else:
                 self._idle.append(worker)
-                return [bool(flag) for flag in flags]
+                checksums = (answer[at : at + len(ARRIVED_NOT)] for at in range(0, len(answer), len(ARRIVED_NOT)))
+                return [None if checksum == ARRIVED_NOT else checksum for checksum in checksums]
             finally:
                 self._busy.discard(worker)
+
+    def _idle_one(self) -> _Worker | None:
+        """A worker that has nothing to do; those that died meanwhile are cleared away."""
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.process.poll() is None:
+                return worker
+            worker.end()
+        return None
 
     def stop(self) -> None:
         """End all workers."""
