@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.engine.engine_process import Answer, engine, session
+from tests.engine.engine_process import Answer, Service, engine, session
 from tests.engine.test_engine_process import prompt, run
 from tests.tiny_model import write_tiny_model
 
@@ -27,6 +28,32 @@ async def answers(address: str, dp_rank: int = 0) -> list[Answer]:
         again = client.submit(prompt(130), logprobs=2, prompt_logprobs=1, **fields)
         await asyncio.gather(*(answer.done.wait() for answer in (*rest, again)))
         return [first, *rest, again]
+
+
+async def lose_a_rank(service: Service, rank: int, how: signal.Signals) -> None:
+    """While requests wait, compute and decode: each ends with a typed error within ten seconds, and the engine too."""
+    async with session(service.address) as client:
+        fields = {"max_tokens": 3000, "ignore_eos": True}
+        open_ones = [client.submit(prompt(100 * length, length), **fields) for length in (1, 2, 9, 10)]
+        while not open_ones[0].output:
+            await asyncio.sleep(0.01)
+        os.kill(rank, how)
+        started = time.monotonic()
+        await asyncio.gather(*(answer.done.wait() for answer in open_ones))
+        assert time.monotonic() - started < 10
+        assert {answer.end.error.reason for answer in open_ones} <= {"ENGINE_LOST", "UNAVAILABLE"}
+    assert await asyncio.to_thread(service.process.wait, 20) not in (0, 2)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("plan", ["tp2", "tp2,sp,ep2", "dp2,ep2", "pp2"])
+def test_a_lost_rank_ends_every_request(plan: str, rank: int, how: signal.Signals, tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "tiny", "hy_v3")
+    with engine(model, tmp_path, "--kv-pages", "256", "--plan", plan, "--rank-timeout-s", "5") as service:
+        assert service.address  # it has started
+        run(lose_a_rank(service, service.children()[rank], how))
 
 
 def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
@@ -56,7 +83,7 @@ def test_data_parallel_ranks_are_apart(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "tiny", "hy_v3")
     with (
         engine(model, tmp_path, "--kv-pages", "64") as one,
-        engine(model, tmp_path, "--kv-pages", "64", "--plan", "dp2,ep2") as service,
+        engine(model, tmp_path, "--kv-pages", "64", "--plan", "dp2,ep2", "--rank-timeout-s", "4") as service,
     ):
         single: list[Answer] = []
         shared: list[list[Answer]] = []
@@ -83,3 +110,4 @@ def test_data_parallel_ranks_are_apart(tmp_path: Path) -> None:
         run(both_at_once())
         for found in shared:
             assert [answer.tokens for answer in found] == [answer.tokens for answer in single]
+        run(lose_a_rank(service, service.children()[1], signal.SIGSTOP))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from katydid_runtime.errors import EngineLostError
 from torch import Tensor
 
 __all__ = ["Collectives", "Pending", "ShapeOnly", "SingleRank", "TorchCollectives"]
@@ -102,9 +104,19 @@ class SingleRank:
         return _Here(x)
 
 
+@contextlib.contextmanager
+def _ranks_answer() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise EngineLostError(f"a rank of the group is gone or silent: {error}") from error
+
+
 class TorchCollectives:
-    """A ``torch.distributed`` group: gloo on CPU, NCCL on GPUs. A group that loses a rank raises RuntimeError at the
-    latest after the timeout it was made with."""
+    """A ``torch.distributed`` group: gloo on CPU, NCCL on GPUs.
+
+    Every method raises EngineLostError when another rank is gone, or silent for as long as the group was made to wait.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -112,18 +124,21 @@ class TorchCollectives:
         self.size = dist.get_world_size(group)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        dist.all_reduce(x, group=self._group)
+        with _ranks_answer():
+            dist.all_reduce(x, group=self._group)
         return x
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self._group)
+        with _ranks_answer():
+            dist.all_gather(parts, x.contiguous(), group=self._group)
         return torch.cat(parts, dim=dim)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         parts = list(x.contiguous().chunk(self.size))
         out = torch.empty_like(parts[0])
-        dist.reduce_scatter(out, parts, group=self._group)
+        with _ranks_answer():
+            dist.reduce_scatter(out, parts, group=self._group)
         return out
 
     def all_to_all(
@@ -135,14 +150,15 @@ class TorchCollectives:
     ) -> Pending:
         rows = x.shape[0] if receive is None else sum(receive)
         out = x.new_empty((rows, *x.shape[1:])) if out is None else out
-        work = dist.all_to_all_single(
-            out,
-            x.contiguous(),
-            None if receive is None else list(receive),
-            None if send is None else list(send),
-            group=self._group,
-            async_op=True,
-        )
+        with _ranks_answer():
+            work = dist.all_to_all_single(
+                out,
+                x.contiguous(),
+                None if receive is None else list(receive),
+                None if send is None else list(send),
+                group=self._group,
+                async_op=True,
+            )
         assert work is not None
         return _Sent(work, out)
 
@@ -156,7 +172,8 @@ class _Sent:
         return bool(self._work.is_completed())
 
     def wait(self) -> Tensor:
-        self._work.wait()
+        with _ranks_answer():
+            self._work.wait()
         return self._rows
 
 

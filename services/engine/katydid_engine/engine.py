@@ -263,6 +263,7 @@ class Engine:
             stalled = self.stalled
             for rank, group in enumerate(self.groups):
                 self._metrics.silence.labels(str(rank)).set(group.silence_s)
+                group.check_voice(self._settings.rank_timeout_s)
             healthy = not stalled and self.face.failure is None and not self.face.draining
             if healthy != server.serving:
                 await server.set_serving(healthy)
@@ -299,10 +300,18 @@ async def _started(settings: EngineSettings, telemetry: Telemetry, metrics: Engi
     async with contextlib.AsyncExitStack() as stack:
         rendezvous = stack.enter_context(tempfile.TemporaryDirectory(prefix="katydid-"))
 
+        groups: list[WorkerGroup] = []
+
+        async def stop() -> None:
+            # All at once: ranks that compute together cannot go on without each other.
+            await asyncio.gather(*(group.stop() for group in groups))
+
+        stack.push_async_callback(stop)
+
         async def start(dp_rank: int) -> Worker:
             staging = _new_staging(settings, model) if settings.kvcache_address is not None else None
             group = WorkerGroup(_worker_config(settings, model, dp_rank, staging, rendezvous))
-            stack.push_async_callback(group.stop)
+            groups.append(group)
             return Worker(group, await group.start(), staging)
 
         cache = _open_cache(settings)
@@ -356,6 +365,8 @@ async def _read_model(settings: EngineSettings) -> ModelFacts:
     scheme = scheme_to_apply(settings.quantization, config.quantization)
     # What the checkpoint itself says of its quantisation is part of config.json.
     compute = dtype if scheme is Scheme.NONE else f"{dtype} {scheme.value}"
+    if settings.parallel_plan.fp8_transfers:
+        compute += " fp8 transfers"
     identity = await asyncio.to_thread(model_identity, settings.model, kv_dtype=pages, compute_dtype=compute)
     settings.parallel_plan.check_model(
         num_heads=config.num_heads,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from katydid_runtime.block_hash import BLOCK_TOKENS
-from katydid_runtime.errors import SettingsError
+from katydid_runtime.errors import EngineLostError, SettingsError
 
 from katydid_engine.block_pool import BlockPool
 from katydid_engine.channel import BlockingChannel
@@ -37,6 +38,7 @@ __all__ = ["work"]
 
 _FOLLOW_POLL_S = 1.0
 _LOAD_TIMEOUT_S = 1800.0
+_FAREWELL_S = 0.5
 _IDLE_ROUND = b""
 
 
@@ -89,10 +91,16 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
     if config.member == 0:
         loop = _lead(config, channel, runner, model, grammars, lockstep, ready)
         channel.send(ready)
-        loop.run()
+        turn = loop.run
     else:
         channel.send(ready)
-        _follow(config, channel, runner, lockstep)
+        turn = functools.partial(_follow, config, channel, runner, lockstep)
+    try:
+        turn()
+    except EngineLostError:
+        # Ranks that were told to stop leave one after the other.
+        if not any(isinstance(message, Stop) for message in channel.receive(_FAREWELL_S)):
+            raise
 
 
 def _lead(

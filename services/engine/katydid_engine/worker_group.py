@@ -1,6 +1,7 @@
 """The worker processes of one data-parallel rank, seen from the face: start, messages, death, stop.
 
 A worker that dies closes its socket, which the face sees at once; one that hangs falls silent, which ``stalled`` shows.
+A silent first rank of several ends its group; other ranks' silence ends it through the ranks that wait for them.
 There is no restart: a group that lost a rank has lost its pages, so the engine ends and is started anew as a whole.
 """
 
@@ -106,6 +107,11 @@ class WorkerGroup:
     def silence_s(self) -> float:
         """How long rank 0's loop has been silent."""
         return time.monotonic() - self._heard_at
+
+    def check_voice(self, timeout_s: float) -> None:
+        """A group of several ranks has failed when its first one is silent for so long: the others wait for it."""
+        if self._config.plan.world_size > 1 and self.stalled(timeout_s):
+            self._fail(EngineLostError(f"worker {self._config.dp_rank}.0 has been silent for {timeout_s} s"))
 
     async def stop(self) -> None:
         """Ends all ranks, by force where they do not listen."""
