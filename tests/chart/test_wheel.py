@@ -1,7 +1,7 @@
 """What the images run, without the images: a built wheel in an environment of its own for each service.
 
-Each is told what compose.yaml tells it, at addresses of this machine; then it goes through the conversation of
-`helm test`.
+Each is told what compose.yaml and the chart's CPU demo tell it, at addresses of this machine; then they go through the
+conversation of `helm test`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.chart.rendered import pods
 from tests.chart.test_images import composed, instructions
 
 pytestmark = pytest.mark.chart
@@ -117,28 +118,45 @@ def free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def test_the_composed_services_hold_a_conversation(environments: dict[str, Path], tmp_path: Path) -> None:
-    ports = dict(zip((8000, 8001, 8002, 8100, 8101, 8201), free_ports(6), strict=True))
+def of_compose() -> dict[str, dict[str, str]]:
+    services = composed("compose.yaml")["services"]
+    return {name: {key: str(value) for key, value in services[name]["environment"].items()} for name in services}
+
+
+def of_chart() -> dict[str, dict[str, str]]:
+    return {pod.component.partition("-")[0]: pod.environment for pod in pods("cpu-demo") if pod.component != "test"}
+
+
+@pytest.mark.parametrize("told", [of_compose, of_chart])
+def test_the_services_hold_a_conversation(
+    environments: dict[str, Path], tmp_path: Path, told: Callable[[], dict[str, dict[str, str]]]
+) -> None:
+    everything = told()
+    names = ("kvcache", "engine", "gateway")
+    used = sorted({int(port) for each in everything.values() for port in re.findall(r":(\d{4})\b", str(each))})
+    ports = dict(zip(used, free_ports(len(used)), strict=True))
 
     def here(value: str) -> str:
         value = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value)
         value = value.replace("/run/katydid", str(tmp_path)).replace("/var/lib/katydid", str(tmp_path / "blocks"))
         value = value.replace("/opt/katydid/models", str(ROOT / "models"))
-        value = value.replace("engine:", "127.0.0.1:").replace("0.0.0.0:", "127.0.0.1:")
         for port, free in ports.items():
-            value = re.sub(rf":{port}\b", f":{free}", value)
+            value = re.sub(rf"(?<![\w.-])[\w.-]+:{port}\b", f"127.0.0.1:{free}", value)
         return value
 
-    services = composed("compose.yaml")["services"]
-    ready = {"kvcache": 8201, "engine": 8101, "gateway": 8002}
+    def probed(name: str) -> str:
+        """Where the service's /readyz is."""
+        address = everything[name].get(f"KATYDID_{name.upper()}_PROBE_LISTEN")
+        return f"http://{here(address or everything[name][f'KATYDID_{name.upper()}_HTTP_LISTEN'])}/readyz"
+
     with ExitStack() as running:
-        for name in ("kvcache", "engine", "gateway"):
-            environment = {key: here(str(value)) for key, value in services[name]["environment"].items()}
-            url = f"http://127.0.0.1:{ports[ready[name]]}/readyz"
-            running.enter_context(service(environments[name], name, environment, url))
+        for name in names:
+            environment = {key: here(value) for key, value in everything[name].items()}
+            running.enter_context(service(environments[name], name, environment, probed(name)))
+        gateway = here(everything["gateway"]["KATYDID_GATEWAY_HTTP_LISTEN"])
         done = subprocess.run(
             [str(environments["gateway"]), str(CONVERSATION)],
-            env={"GATEWAY_URL": f"http://127.0.0.1:{ports[8000]}"},
+            env={"GATEWAY_URL": f"http://{gateway}"},
             capture_output=True,
             text=True,
             timeout=120,
