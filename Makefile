@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install check test soak demo clients console metrics bench chart protos clean
+.PHONY: install check test soak demo clients console metrics bench chart protos pages clean
 
 install: $(STAMP)
 
@@ -61,6 +61,12 @@ chart: install ## the Helm chart, the images' recipes and what they run: fetches
 
 protos: install ## compiles the protos in place
 	$(BIN)/python scripts/protos.py
+
+pages: install ## writes what docs and chart take from the code: settings, API, metrics
+	$(BIN)/python scripts/settings_page.py
+	$(BIN)/python scripts/api_page.py
+	$(BIN)/python scripts/metrics_page.py
+	$(BIN)/python -m tools.chart.values_schema
 
 clean:
 	rm -rf $(VENV) .run .mypy_cache .ruff_cache .pytest_cache

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from tests.chart.rendered import CONFIGURATIONS, find, kinds, manifests
-from tools.chart.render import lint
+from tools.chart.render import PRESETS, lint
 from tools.chart.validate import complaints
 
 pytestmark = pytest.mark.chart
 
 
-def test_helm_finds_nothing_to_criticise() -> None:
-    assert "0 chart(s) failed" in lint()
+@pytest.mark.parametrize("preset", [None, *PRESETS])
+def test_helm_finds_nothing_to_criticise(preset: str | None) -> None:
+    assert "0 chart(s) failed" in lint(preset)
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)

@@ -28,15 +28,15 @@ class RefusedError(Exception):
     """Helm's own words on values that it does not take."""
 
 
-def lint() -> str:
+def lint(preset: str | None = None) -> str:
     """What `helm lint --strict` says. Raises RefusedError."""
-    return _run("lint", "--strict", str(CHART))
+    return _run("lint", "--strict", str(CHART), *_file(preset))
 
 
 def render(preset: str | None = None, values: Mapping[str, Any] | None = None) -> list[Manifest]:
     """All objects, in the order of the output. Raises RefusedError."""
     with tempfile.TemporaryDirectory() as folder:
-        options: Sequence[str] = () if preset is None else ("-f", str(CHART / "presets" / f"{preset}.yaml"))
+        options: Sequence[str] = _file(preset)
         if values is not None:
             path = Path(folder, "values.json")
             path.write_text(json.dumps(values))
@@ -45,6 +45,10 @@ def render(preset: str | None = None, values: Mapping[str, Any] | None = None) -
             *("template", RELEASE, str(CHART), "--namespace", NAMESPACE, "--kube-version", KUBERNETES), *options
         )
     return [document for document in yaml.safe_load_all(text) if document]
+
+
+def _file(preset: str | None) -> Sequence[str]:
+    return () if preset is None else ("-f", str(CHART / "presets" / f"{preset}.yaml"))
 
 
 def _run(*words: str) -> str:
