@@ -15,6 +15,7 @@ from katydid_runtime.errors import (
     NotFoundError,
     SettingsError,
     UnauthenticatedError,
+    UnavailableError,
 )
 from typer.exceptions import Abort, TyperException
 
@@ -41,6 +42,10 @@ def run(argv: Sequence[str]) -> int:
         return _fail(error.format_message(), error.exit_code)
     except UnauthenticatedError as error:
         return _fail(f"{error}; {_how_to_show_a_key(argv)}", 1)
+    except UnavailableError as error:
+        # Whatever else is not available says itself what to do about it.
+        hint = f"; {_where_to_look(argv)}" if str(error).startswith("the connection to ") else ""
+        return _fail(f"{error}{hint}", 1)
     except KatydidError as error:
         return _fail(str(error), 2 if isinstance(error, _ASKED_WRONGLY) else 1)
     except (Abort, KeyboardInterrupt):
@@ -52,6 +57,12 @@ def _how_to_show_a_key(argv: Sequence[str]) -> str:
     if argv[0] == "cache":
         return "--token or KATYDID_CACHE_TOKEN shows the service a token"
     return "--api-key or KATYDID_API_KEY shows the gateway a key"
+
+
+def _where_to_look(argv: Sequence[str]) -> str:
+    if argv[0] == "cache":
+        return "is a service running there (katydid serve-kvcache)? --address names another"
+    return "is a fleet running there (katydid up)? --address names another"
 
 
 def _fail(message: str, code: int) -> int:

@@ -56,6 +56,7 @@ class CacheAdmin:
     """Talks to the AdminService at `address`. Every call raises errors of `katydid_runtime.errors`."""
 
     def __init__(self, address: str, *, tls: Tls | None = None, token: str | None = None) -> None:
+        self._address = address
         self._channel = open_channel(address, tls, CHANNEL, interceptors(token))
         self._stub: Any = pb_grpc.AdminServiceStub(self._channel)
 
@@ -121,4 +122,4 @@ class CacheAdmin:
         try:
             return await method(request, timeout=timeout_s)
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+            raise from_rpc_error(error, self._address) from error

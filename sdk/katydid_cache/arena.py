@@ -1,14 +1,15 @@
-"""The service's shared memory, mapped into this process: received once an attachment, over a Unix socket."""
+"""The service's shared memory, mapped into this process: received once an attachment, over a Unix socket.
+
+Whoever computes on a GPU maps it in its own process and registers it there (`katydid_kernels.register_memory`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
-import logging
 import mmap
 import os
 import socket
-import sys
 import weakref
 
 from katydid.kvcache.v1 import kvcache_pb2 as pb
@@ -19,10 +20,6 @@ __all__ = ["ArenaMapping"]
 _TIMEOUT_S = 5.0
 _POPULATE_WRITE = 23  # madvise, since Linux 5.14
 _PREFAULT_BYTES = 16 * 1024 * 1024
-# cudaHostRegisterPortable | cudaHostRegisterMapped: for every context, and under the address it has here.
-_REGISTER_FLAGS = 0x1 | 0x2
-
-logger = logging.getLogger(__name__)
 
 
 class ArenaMapping:
@@ -68,23 +65,6 @@ class ArenaMapping:
             raise UnavailableError(f"the memory of the cache service can't be mapped: {error}") from error
         finally:
             os.close(descriptor)
-
-    def register_with_cuda(self) -> bool:
-        """Let the GPU of this process read and write the memory where it is (cudaHostRegister, once a mapping).
-
-        False, and nothing done, in a process that has not imported torch or sees no GPU, and where CUDA refuses.
-        """
-        torch = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_available():
-            return False
-        runtime = torch.cuda.cudart()
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        code = int(runtime.cudaHostRegister(address, self.bytes, _REGISTER_FLAGS))
-        if code:
-            logger.warning("the GPU cannot reach the cache's memory", extra={"cuda_error": code, "bytes": self.bytes})
-            return False
-        weakref.finalize(self, runtime.cudaHostUnregister, address)
-        return True
 
 
 def _receive(path: str, token: bytes) -> tuple[int, socket.socket]:

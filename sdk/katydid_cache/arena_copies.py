@@ -26,9 +26,10 @@ from katydid_cache.arena import ArenaMapping
 from katydid_cache.arena_slots import ArenaSlots
 from katydid_cache.in_place import GIVEN_UP, InPlace, Reservation
 from katydid_cache.layout import BlockLayout, Span
+from katydid_cache.put_call import PutTerms
 from katydid_cache.records import Buffer, Durability, PutBlock, PutOutcome, Tier, TierRun
 
-__all__ = ["ArenaCopies", "PutTerms"]
+__all__ = ["ArenaCopies"]
 
 _GROUP_BLOCKS = 8
 # Enough to keep the copying thread busy; and to fill the service's disk queue where blocks are to reach the disk.
@@ -38,19 +39,6 @@ _PIECE_BYTES = 1024 * 1024
 _LEASES = 256
 
 Bytes = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True)
-class PutTerms:
-    """What holds for all blocks of one put; see `CacheClient.put`."""
-
-    durability: Durability
-    heads: Span
-    tenant: bytes
-    ttl_s: float | None
-    sliding: bool
-    hold_s: float | None
-    deadline: float
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 from katydid.kvcache.v1 import kvcache_pb2 as pb
@@ -19,19 +19,14 @@ from katydid.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from katydid_runtime.bearer import headers, interceptors
 from katydid_runtime.channel import CHANNEL_OPTIONS, open_channel
 from katydid_runtime.duration import to_duration, to_seconds
-from katydid_runtime.errors import (
-    ConflictError,
-    DeadlineExceededError,
-    InvalidRequestError,
-    KatydidError,
-    UnavailableError,
-)
+from katydid_runtime.errors import ConflictError, UnavailableError
 from katydid_runtime.rpc_errors import from_rpc_error
 from katydid_runtime.tls import Tls
 from katydid_runtime.trace_context import TraceContext
 
+from katydid_cache.answering import Answering
 from katydid_cache.arena import ArenaMapping
-from katydid_cache.arena_copies import ArenaCopies, PutTerms
+from katydid_cache.arena_copies import ArenaCopies
 from katydid_cache.arena_slots import ArenaSlots
 from katydid_cache.asking import signed
 from katydid_cache.attachment import Attachment, attach_request
@@ -41,7 +36,7 @@ from katydid_cache.lane_reads import LaneReads, dialled_host
 from katydid_cache.layout import BlockLayout, Span
 from katydid_cache.local_calls import LocalCalls, NearCalls
 from katydid_cache.pulls import Pulls
-from katydid_cache.put_call import PutCall, check_payloads, put_start
+from katydid_cache.put_call import PutCall, PutTerms, check_payloads, put_start
 from katydid_cache.records import (
     BlockMissReason,
     CacheStats,
@@ -74,8 +69,6 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["KvCacheService"].full_name
 _RESUME_S = 1.0
 _UNDECIDED = PutOutcome(PutStatus.REFUSED, PutRefusal.STORE_UNAVAILABLE)
 
-T = TypeVar("T")
-
 
 class CacheClient:
     """Talks to the cache service at `address` (`host:port` or `unix:/path`); belongs to one event loop.
@@ -98,6 +91,8 @@ class CacheClient:
         self._name = name
         self._degrade = degrade
         self._token = token
+        answering = Answering(address, lambda: self._attachment, degrade=degrade)
+        self._answer, self._call = answering.answer, answering.call
         self._channel = open_channel(address, tls, CHANNEL, interceptors(token))
         self._stub: Any = pb_grpc.KvCacheServiceStub(self._channel)
         # Without serialisers: frames are encoded by hand.
@@ -258,8 +253,8 @@ class CacheClient:
         """
         layout = self._known_layout()
         check_payloads(blocks, layout.payload_bytes(heads))
+        terms = PutTerms(durability, heads, tenant, ttl_s, sliding, hold_s, time.monotonic() + timeout_s)
         if self.arena is not None:
-            terms = PutTerms(durability, heads, tenant, ttl_s, sliding, hold_s, time.monotonic() + timeout_s)
             outcomes = await self._copies.put(self.in_place, layout, blocks, terms)
             # A block that is there already may not be on disk yet: a stream waits for that without sending it.
             waiting = [index for index, outcome in enumerate(outcomes) if outcome.status is PutStatus.PRESENT]
@@ -270,14 +265,12 @@ class CacheClient:
             outcomes, waiting = [_UNDECIDED] * len(blocks), [*range(len(blocks))]
         sending = PutCall(blocks, self._attachment.frame_bytes if self._attachment else 0)
 
-        deadline = time.monotonic() + timeout_s
-
         def stream() -> Any:
-            timeout = max(0.0, deadline - time.monotonic())
+            timeout = max(0.0, terms.deadline - time.monotonic())
             return self._put_call(timeout=timeout, metadata=headers(self._token, trace))
 
         async def call(attachment: int) -> list[PutOutcome]:
-            start = put_start(attachment, durability, heads, tenant, ttl_s, sliding, hold_s)
+            start = put_start(attachment, terms)
             await sending.run(stream, start, self._attached_again)
             return sending.outcomes(PutRefusal.STORE_UNAVAILABLE)
 
@@ -331,7 +324,7 @@ class CacheClient:
         try:
             response = await self._stub.Stats(pb.StatsRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+            raise from_rpc_error(error, self._address) from error
         return cache_stats(response)
 
     async def watch(self, identity: bytes) -> AsyncIterator[WatchEvent]:
@@ -367,38 +360,6 @@ class CacheClient:
         if self._layout is None:
             raise ConflictError("attach first: the layout of a block is not known")
         return self._layout
-
-    async def _answer(self, call: Callable[[int], Awaitable[T]], missed: Callable[[], T]) -> T:
-        """What `call` returns; with `degrade`, what `missed` returns where the service is the reason of failure."""
-        try:
-            return await self._call(call)
-        except InvalidRequestError:
-            raise
-        except KatydidError:
-            if not self._degrade:
-                raise
-            return missed()
-
-    async def _call(self, call: Callable[[int], Awaitable[T]]) -> T:
-        attachment = self._attachment
-        if attachment is None:
-            raise ConflictError("attach first: this client has joined no namespace")
-        try:
-            result = await call(attachment.require())
-        except asyncio.CancelledError as error:
-            # A closed channel cancels its calls, which must not look as if the caller's own task had been cancelled.
-            if (task := asyncio.current_task()) is None or task.cancelling():
-                raise
-            raise UnavailableError("the client was closed during the call") from error
-        except (grpc.RpcError, KatydidError) as error:
-            failure = from_rpc_error(error) if isinstance(error, grpc.RpcError) else error
-            if isinstance(failure, DeadlineExceededError):
-                attachment.timed_out()
-            if isinstance(failure, ConflictError) and failure.field == "attachment":
-                failure = UnavailableError(f"the cache service at {self._address} is not attached")
-            raise failure from error
-        attachment.succeeded()
-        return result
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Unpack
 
 from katydid_runtime.block_hash import HASH_BYTES, RUN_BLOCKS, split_hashes
 from katydid_runtime.errors import ConflictError
@@ -33,11 +34,11 @@ from katydid_cache.members import Member, Members
 from katydid_cache.placement import pick, rank, run_starts
 from katydid_cache.records import (
     BlockMissReason,
-    Durability,
     GetResult,
     LookupResult,
     PrefetchResult,
     PutBlock,
+    PutOptions,
     PutOutcome,
     PutRefusal,
     PutStatus,
@@ -207,12 +208,8 @@ class CacheFleet:
         self,
         blocks: Sequence[PutBlock],
         *,
-        durability: Durability = Durability.MEMORY,
-        tenant: bytes = b"",
-        ttl_s: float | None = None,
-        hold_s: float | None = None,
         timeout_s: float = 30.0,
-        trace: TraceContext | None = None,
+        **options: Unpack[PutOptions],
     ) -> list[PutOutcome]:
         """Write whole blocks, each at the home of its run (`PutBlock.run`; without one a block is its own run)."""
         size = self._block_bytes
@@ -236,12 +233,8 @@ class CacheFleet:
             with member.carrying(total):
                 return await member.client.put(
                     [blocks[place] for place in places],
-                    durability=durability,
-                    tenant=tenant,
-                    ttl_s=ttl_s,
-                    hold_s=hold_s,
                     timeout_s=min(timeout_s, 4 * _CALL_S + total / _LEAST_BYTES_PER_S),
-                    trace=trace,
+                    **options,
                 )
 
         written = await asyncio.gather(*(write(name, places) for name, places in parts.items()))

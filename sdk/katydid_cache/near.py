@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
+from typing import Unpack
 
 from katydid_runtime.block_hash import HASH_BYTES, split_hashes
 from katydid_runtime.trace_context import TraceContext
@@ -26,11 +27,11 @@ from katydid_cache.layout import BlockLayout
 from katydid_cache.members import Member
 from katydid_cache.placement import rank
 from katydid_cache.records import (
-    Durability,
     GetResult,
     LookupResult,
     PrefetchResult,
     PutBlock,
+    PutOptions,
     PutOutcome,
     PutStatus,
     Tier,
@@ -149,23 +150,11 @@ class NearCache:
         self,
         blocks: Sequence[PutBlock],
         *,
-        durability: Durability = Durability.MEMORY,
-        tenant: bytes = b"",
-        ttl_s: float | None = None,
-        hold_s: float | None = None,
         timeout_s: float = 30.0,
-        trace: TraceContext | None = None,
+        **options: Unpack[PutOptions],
     ) -> list[PutOutcome]:
         """Write blocks to the near instance, and offer those stored to the homes of their runs."""
-        outcomes = await self._near.put(
-            blocks,
-            durability=durability,
-            tenant=tenant,
-            ttl_s=ttl_s,
-            hold_s=hold_s,
-            timeout_s=timeout_s,
-            trace=trace,
-        )
+        outcomes = await self._near.put(blocks, timeout_s=timeout_s, **options)
         runs: dict[bytes, list[PutBlock]] = {}
         for block, outcome in zip(blocks, outcomes, strict=True):
             if outcome.status is PutStatus.STORED:
@@ -173,7 +162,7 @@ class NearCache:
                 runs.setdefault(block.run or block.hash, []).append(block._replace(payload=b""))
         for run, stored in runs.items():
             if not self._offers.full():
-                self._offers.put_nowait((copy_context(), tenant, run, stored))
+                self._offers.put_nowait((copy_context(), options.get("tenant", b""), run, stored))
         return outcomes
 
     async def prefetch(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -21,10 +23,23 @@ from katydid_cache.layout import Span
 from katydid_cache.records import Durability, PutBlock, PutOutcome, PutRefusal, PutStatus
 from katydid_cache.wire import encode_put_frame
 
-__all__ = ["PutCall", "check_payloads", "put_start"]
+__all__ = ["PutCall", "PutTerms", "check_payloads", "put_start"]
 
 _BROKEN_WRITE = "Internal error from Core"
 """What the gRPC library says of a call that ended under its write, before it knows how it ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class PutTerms:
+    """What holds for all blocks of one put; see `CacheClient.put`. `deadline` is on the monotonic clock."""
+
+    durability: Durability
+    heads: Span
+    tenant: bytes
+    ttl_s: float | None
+    sliding: bool
+    hold_s: float | None
+    deadline: float
 
 
 class PutCall:
@@ -102,7 +117,7 @@ class PutCall:
             return False
         for offset in range(self._resumes.get(number, 0), len(payload), self._frame_bytes):
             size = min(self._frame_bytes, len(payload) - offset)
-            if not await self._until(receiving, index, lambda wanted=size: self._credit >= wanted):
+            if not await self._until(receiving, index, partial(self._may_send, size)):
                 return False
             if index in self._outcomes:
                 break
@@ -111,6 +126,9 @@ class PutCall:
             self._sent_bytes += size
             await call.write(encode_put_frame(number, offset, [payload[offset : offset + size]]))
         return True
+
+    def _may_send(self, size: int) -> bool:
+        return self._credit >= size
 
     async def _until(self, receiving: asyncio.Task[None], index: int, met: Callable[[], bool]) -> bool:
         """Wait for the service to say something, or what became of the block; False when the call is over."""
@@ -151,27 +169,19 @@ def check_payloads(blocks: Sequence[PutBlock], size: int) -> None:
             )
 
 
-def put_start(
-    attachment: int,
-    durability: Durability,
-    heads: Span,
-    tenant: bytes,
-    ttl_s: float | None,
-    sliding: bool,
-    hold_s: float | None,
-) -> pb.PutStart:
-    """The first message of a Put; see `CacheClient.put`."""
+def put_start(attachment: int, terms: PutTerms) -> pb.PutStart:
+    """The first message of a Put."""
     start = pb.PutStart(
         attachment=attachment,
-        tenant=tenant,
-        durability=pb.Durability.ValueType(durability),
-        heads=pb.HeadRange(first=heads.first, count=heads.count),
+        tenant=terms.tenant,
+        durability=pb.Durability.ValueType(terms.durability),
+        heads=pb.HeadRange(first=terms.heads.first, count=terms.heads.count),
     )
-    if ttl_s is not None:
-        start.ttl.CopyFrom(to_duration(ttl_s))
-        start.sliding = sliding
-    if hold_s is not None:
-        start.hold.CopyFrom(to_duration(hold_s))
+    if terms.ttl_s is not None:
+        start.ttl.CopyFrom(to_duration(terms.ttl_s))
+        start.sliding = terms.sliding
+    if terms.hold_s is not None:
+        start.hold.CopyFrom(to_duration(terms.hold_s))
     return signed(start)
 
 

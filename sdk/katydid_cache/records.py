@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypedDict
+
+from katydid_runtime.trace_context import TraceContext
 
 from katydid_cache.arena_slots import ArenaSlots
 
@@ -20,6 +22,7 @@ __all__ = [
     "LookupResult",
     "PrefetchResult",
     "PutBlock",
+    "PutOptions",
     "PutOutcome",
     "PutRefusal",
     "PutStatus",
@@ -153,6 +156,16 @@ class PutBlock(NamedTuple):
     parent: bytes
     payload: Buffer
     run: bytes = b""
+
+
+class PutOptions(TypedDict, total=False):
+    """How whole blocks are written wherever they belong; the names and meanings are those of `CacheClient.put`."""
+
+    durability: Durability
+    tenant: bytes
+    ttl_s: float | None
+    hold_s: float | None
+    trace: TraceContext | None
 
 
 class PutOutcome(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid_cache import BlockLayout, CacheClient, Durability, PutBlock, PutOutcome, PutRefusal, PutStatus, Span
 from katydid_cache.get_call import GetCall
-from katydid_cache.put_call import PutCall, put_start
+from katydid_cache.put_call import PutCall, PutTerms, put_start
 from katydid_cache.records import BlockMissReason
 from katydid_cache.wire import Frame, decode_get_response, decode_put_request
 from katydid_kvcache.changes import Write
@@ -281,7 +282,8 @@ def test_any_write_cut_anywhere_is_whole_in_the_end(
                 return attachment.id
 
             putting = PutCall(blocks, frame)
-            start = put_start(attachment.id, Durability.MEMORY, heads, b"", None, False, None)
+            terms = PutTerms(Durability.MEMORY, heads, b"", None, False, None, math.inf)
+            start = put_start(attachment.id, terms)
             await asyncio.wait_for(putting.run(stream, start, again), 10)
             for name, outcome in zip(names, putting.outcomes(PutRefusal.STORE_UNAVAILABLE), strict=True):
                 # A block whose answer was lost with its connection is there when it is announced again.

@@ -26,6 +26,7 @@ from katydid_cli.cache.figures import (
     TOP_HEAD,
     WHAT_IF_HEAD,
     bytes_text,
+    counted,
     jsonable,
     speed_rows,
     tenant_rows,
@@ -282,8 +283,9 @@ async def _admin(target: Target) -> AsyncIterator[CacheAdmin]:
 
 def _print_stats(name: str, stats: CacheStats) -> None:
     print(
-        f"{name}: {stats.attachments} clients, {stats.leases} leases, {stats.reservations} reservations, "
-        f"{stats.quarantined} slots in quarantine, {stats.pulled} blocks pulled"
+        f"{name}: {counted(stats.attachments, 'client')}, {counted(stats.leases, 'lease')}, "
+        f"{counted(stats.reservations, 'reservation')}, {counted(stats.quarantined, 'slot')} in quarantine, "
+        f"{counted(stats.pulled, 'block')} pulled"
     )
     _print_table(TIERS_HEAD, tier_rows(stats))
     for head, rows in (

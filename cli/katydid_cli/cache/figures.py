@@ -16,6 +16,7 @@ __all__ = [
     "TOP_HEAD",
     "WHAT_IF_HEAD",
     "bytes_text",
+    "counted",
     "jsonable",
     "speed_rows",
     "tenant_rows",
@@ -56,6 +57,11 @@ def bytes_text(size: float) -> str:
         size /= 1024
         unit += 1
     return f"{size:.0f} {_UNITS[unit]}" if unit == 0 or size >= 100 else f"{size:.1f} {_UNITS[unit]}"
+
+
+def counted(number: int, what: str) -> str:
+    """1 as "1 block", 2 as "2 blocks"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def tier_rows(stats: CacheStats) -> list[tuple[str, ...]]:

@@ -10,12 +10,24 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from pathlib import Path
 
-__all__ = ["Arena"]
+__all__ = ["Arena", "host_memory_bytes"]
 
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 _PREFAULT_BYTES = 16 * 1024 * 1024
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def host_memory_bytes() -> int:
+    """Memory that this process can have at most: the host's, or its container's limit."""
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = _CGROUP_LIMIT.read_text().strip()
+    except OSError:
+        return installed
+    return min(installed, int(limit)) if limit.isdigit() else installed
 
 
 class Arena:

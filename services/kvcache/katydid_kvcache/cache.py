@@ -18,18 +18,15 @@ from katydid_cache.records import PutRefusal, Tier, TierRun
 from katydid_runtime.errors import NotFoundError
 
 from katydid_kvcache.aftermath import Aftermath
-from katydid_kvcache.arena import Arena
+from katydid_kvcache.arena import host_memory_bytes
 from katydid_kvcache.attachments import Attachment, Attachments
 from katydid_kvcache.blocks import Block, Namespace
 from katydid_kvcache.disk.catalog import Row
-from katydid_kvcache.disk.recovery import GENERATION_BITS, DiskFolder, lock_folder, open_folder
+from katydid_kvcache.disk.recovery import DiskFolder, lock_folder, open_folder
 from katydid_kvcache.disk.restoring import restore, without_collections
-from katydid_kvcache.disk.slot_header import HEADER_BYTES
-from katydid_kvcache.disk.tier import DiskTier
 from katydid_kvcache.events import EventHub
 from katydid_kvcache.half_writes import HalfWrites
 from katydid_kvcache.leases import LeaseTable
-from katydid_kvcache.memory import MemoryTier
 from katydid_kvcache.pins import OperatorPins
 from katydid_kvcache.policy.lifetimes import Lifetime, Lifetimes, SessionTerms
 from katydid_kvcache.policy.policy_file import CachePolicy
@@ -42,11 +39,10 @@ from katydid_kvcache.scrubbing import Scrubber
 from katydid_kvcache.settings import KvCacheSettings
 from katydid_kvcache.shared.backend import Backend, open_backend
 from katydid_kvcache.shared.manifest import Entry
-from katydid_kvcache.shared.tier import SharedTier
-from katydid_kvcache.slabs import SlabAllocator
-from katydid_kvcache.store import Change, Refusal, Store, Write
+from katydid_kvcache.store import Change, Refusal, Write
 from katydid_kvcache.tenants import Tenants
 from katydid_kvcache.tier_runs import tier_runs
+from katydid_kvcache.tiers import make_tiers
 from katydid_kvcache.traffic import Traffic
 from katydid_kvcache.writing import Writer
 
@@ -90,54 +86,20 @@ class Cache:
         self.speeds = ReadSpeeds()
         self.traffic = Traffic()
         self._lock = lock
-        memory_slabs = settings.memory_bytes // settings.slab_bytes
-        memory_slots: SlabAllocator[Block] = SlabAllocator(memory_slabs, settings.slab_bytes)
-        self.arena = Arena(memory_slabs, settings.slab_bytes)
-        disk_slots: SlabAllocator[Block] | None = None
-        self._disk: DiskTier | None = None
-        if folder is not None:
-            disk_slots = SlabAllocator(
-                settings.disk_bytes // settings.slab_bytes,
-                settings.slab_bytes,
-                first_generation=folder.boot << GENERATION_BITS,
-            )
-            self._disk = DiskTier(
-                folder.segments,
-                folder.catalog,
-                known=folder.namespaces,
-                threads=settings.disk_threads,
-                sync=settings.disk_sync,
-                loop=asyncio.get_running_loop(),
-                speeds=self.speeds,
-            )
-        self.store = Store(
-            memory_slots,
-            disk_slots,
-            disk_header_bytes=HEADER_BYTES,
-            shared_blocks=settings.shared_index_blocks if backend is not None else 0,
-            memory_policy=policy.memory,
-            disk_policy=policy.disk,
+        tiers = make_tiers(
+            settings,
+            policy,
+            folder,
+            backend,
+            self.speeds,
+            namespaces=self.attachments.namespaces,
             changed=self._changed,
             renewed=self._renewed,
-            now=time.time,
         )
-        self._lifetimes = Lifetimes(policy.blocks or Lifetime(settings.block_ttl_s), policy.sessions, time.time)
+        self.store, self.arena, self.memory = tiers.store, tiers.arena, tiers.memory
+        self.shared, self._disk = tiers.shared, tiers.disk
         self.events = EventHub(self.store, self.boot_epoch)
-        self.memory = MemoryTier(self.arena, memory_slots)
-        self.shared: SharedTier | None = None
-        if backend is not None:
-            self.shared = SharedTier(
-                backend,
-                self.store,
-                self.memory,
-                self.speeds,
-                policy.shared,
-                self.attachments.namespaces,
-                pack_bytes=settings.shared_pack_bytes,
-                queue_bytes=settings.shared_queue_bytes,
-                timeout_s=settings.shared_timeout_s,
-                refresh_s=settings.shared_refresh_s,
-            )
+        self._lifetimes = Lifetimes(policy.blocks or Lifetime(settings.block_ttl_s), policy.sessions, time.time)
         self.reader = Reader(self.store, self.memory, self._disk, self.shared, self._sink)
         self.scrubber = Scrubber(self.store, self.memory, self.reader)
         self.writer = Writer(
@@ -167,6 +129,12 @@ class Cache:
         """
         policy = settings.policy()
         settings = settings.with_sizes_of(policy)
+        if settings.memory_bytes > (most := host_memory_bytes()):
+            logger.warning(
+                "memory_bytes is %d, and this host has %d: the kernel will end the service when it fills",
+                settings.memory_bytes,
+                most,
+            )
         lock, folder, backend = None, None, None
         if settings.shared_url is not None:
             backend = open_backend(settings.shared_url.get_secret_value(), timeout_s=settings.shared_timeout_s)

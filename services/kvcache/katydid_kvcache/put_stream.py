@@ -91,14 +91,14 @@ class PutStream:
                     raise InvalidRequestError(
                         "PutStart was sent already", field="message", allowed="block or frame after the first message"
                     )
-            if self._unfinished() is not None:
+            if self._current is not None and self._current.write is not None:
                 await asyncio.sleep(_BREAK_S)
             await self._give_up_current()
             if self._pending:
                 await asyncio.gather(*self._pending)
             self._cache.aftermath.of_write(terms.namespace, self._last)
         except asyncio.CancelledError:
-            if (current := self._unfinished()) is not None and current.received:
+            if (current := self._current) is not None and current.write is not None and current.received:
                 write, current.write = current.write, None
                 self._cache.half_writes.keep(write, current.checksum, current.received)
             raise
@@ -108,10 +108,6 @@ class PutStream:
                 reaching.cancel()
             if self._current is not None and self._current.write is not None:
                 self._cache.store.abort_write(self._current.write)
-
-    def _unfinished(self) -> _Incoming | None:
-        """The block of which more frames are to come."""
-        return self._current if self._current is not None and self._current.write is not None else None
 
     def _open(self, message: Frame | pb.PutRequest | None) -> _Terms:
         if not isinstance(message, pb.PutRequest) or message.WhichOneof("message") != "start":

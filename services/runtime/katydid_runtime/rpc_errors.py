@@ -32,6 +32,8 @@ __all__ = ["DOMAIN", "error_interceptor", "from_rpc_error", "from_status", "inte
 DOMAIN = "katydid"
 
 _DETAILS_KEY = "grpc-status-details-bin"
+# What gRPC puts, after a list of addresses, before the one thing that a reader can use.
+_CORE_PREFIX = "Failed to connect to remote host: "
 
 _WITHOUT_DETAILS: dict[grpc.StatusCode, type[KatydidError]] = {
     grpc.StatusCode.CANCELLED: errors.RequestAbortedError,
@@ -132,7 +134,7 @@ def from_rpc_error(error: grpc.RpcError, peer: str | None = None) -> KatydidErro
                 break
     message = call.details() or ""
     if peer is not None and call.code() is grpc.StatusCode.UNAVAILABLE:
-        message = f"the connection to {peer} failed: {message}"
+        message = f"the connection to {peer} failed: {message.rpartition(_CORE_PREFIX)[2]}"
     return _by_code(call.code(), message)
 
 

@@ -159,13 +159,12 @@ class Puller:
         try:
             if writes:
                 timeout_s = max(0.01, deadline - time.monotonic())
+                order: LaneOrder | StreamOrder
+                sent: Sequence[int] = range(len(asked))
                 if client.lane_port:
                     order, sent = await self._lane_order(client, source, asked, writes, timeout_s)
                 else:
-                    order, sent = (
-                        self._stream_order(namespace, source, asker, asked, writes, timeout_s),
-                        range(len(asked)),
-                    )
+                    order = self._stream_order(namespace, source, asker, asked, writes, timeout_s)
                 arrived = await self._workers.run(order) if sent else []
                 for place, checksum in zip(sent, arrived, strict=True):
                     if checksum is not None:
