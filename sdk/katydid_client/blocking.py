@@ -85,6 +85,7 @@ class Katydid:
         messages: Iterable[MessageLike] = (),
         model: str = "",
         without_engine: str = "",
+        with_another: bool = False,
         prompt_cache_key: str = "",
     ) -> RouteExplanation:
         return self._run(
@@ -93,6 +94,7 @@ class Katydid:
                 messages=messages,
                 model=model,
                 without_engine=without_engine,
+                with_another=with_another,
                 prompt_cache_key=prompt_cache_key,
             )
         )

@@ -139,15 +139,18 @@ class AsyncKatydid:
         messages: Iterable[MessageLike] = (),
         model: str = "",
         without_engine: str = "",
+        with_another: bool = False,
         prompt_cache_key: str = "",
     ) -> RouteExplanation:
-        """Where a prompt or conversation would be sent now, and why, without sending it."""
+        """Where a prompt or conversation would be sent now, and why, without sending it; without an engine, or with one
+        more that is idle and empty, to see what that would change."""
         request = pb.ExplainRouteRequest(
             model=model,
             prompt=wire.prompt(prompt),
             messages=wire.chat_messages(messages),
             options=wire.request_options({"prompt_cache_key": prompt_cache_key}),
             without_engine=without_engine,
+            with_another=with_another,
         )
         return wire.route(await self._unary("ExplainRoute", request))
 

@@ -254,7 +254,10 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class RouteCandidate:
-    """An engine rank, with the terms that add up to its predicted time to first token."""
+    """An engine rank, with the terms that add up to its predicted time to first token.
+
+    Where it computes prompts alone, `partner` is the engine that would go on after another `hand_off_s`.
+    """
 
     engine: str
     dp_rank: int
@@ -266,6 +269,9 @@ class RouteCandidate:
     cached_blocks: int
     home: bool
     excluded: str
+    pressure_s: float = 0.0
+    partner: str = ""
+    hand_off_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

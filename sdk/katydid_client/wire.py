@@ -139,6 +139,9 @@ def route(response: pb.ExplainRouteResponse) -> RouteExplanation:
             cached_blocks=candidate.cached_blocks,
             home=candidate.home,
             excluded=candidate.excluded,
+            pressure_s=to_seconds(candidate.pressure),
+            partner=candidate.partner,
+            hand_off_s=to_seconds(candidate.hand_off),
         )
         for candidate in response.candidates
     )

@@ -126,7 +126,10 @@ def test_a_route_is_explained_without_being_taken(chatml: Path) -> None:
         assert [candidate.home for candidate in cold.candidates].count(True) == 1
         for candidate in cold.candidates:
             terms = (
-                candidate.queue.ToNanoseconds() + candidate.fetch.ToNanoseconds() + candidate.prefill.ToNanoseconds()
+                candidate.queue.ToNanoseconds()
+                + candidate.fetch.ToNanoseconds()
+                + candidate.prefill.ToNanoseconds()
+                + candidate.pressure.ToNanoseconds()
             )
             assert candidate.predicted_ttft.ToNanoseconds() == pytest.approx(terms, abs=3)
         await collect(built.stub.Generate(pb.GenerateRequest(prompt=prompt, sampling=pb.SamplingOptions(max_tokens=1))))
@@ -138,6 +141,10 @@ def test_a_route_is_explained_without_being_taken(chatml: Path) -> None:
         without = await built.stub.ExplainRoute(explain)
         assert without.candidates[0].engine != warm.candidates[0].engine
         assert without.candidates[-1].excluded == "left out"
+        explain.with_another = True
+        more = await built.stub.ExplainRoute(explain)
+        assert [candidate.device_blocks for candidate in more.candidates if candidate.engine == "one more"] == [0]
+        assert "one more" not in built.gateway.fleet.connections
         explain.without_engine = "nobody"
         assert (await failure(built.stub.ExplainRoute(explain))).field == "without_engine"
         assert sum(len(engine.submitted) for engine in built.engines) == 1

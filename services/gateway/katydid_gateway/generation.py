@@ -159,9 +159,9 @@ class Generator:
         return self.text.vocabulary.decode(unpack_ids(ids), skip_special=False)
 
     async def explain(
-        self, model: str, prompt: Prompt, affinity: str, tenant: str, without: str
+        self, model: str, prompt: Prompt, affinity: str, tenant: str, *, without: str, another: bool
     ) -> tuple[RoutedPrompt, Decision]:
-        """Where the prompt would go now, without sending it; `without` leaves an engine out."""
+        """Where the prompt would go now, without sending it; `without` leaves an engine out, `another` imagines one."""
         if without and without not in self.fleet.connections:
             raise InvalidRequestError(
                 f"there is no engine {without!r}",
@@ -171,7 +171,8 @@ class Generator:
             )
         encoded = await self.encode(model, prompt)
         routed = self._hashes.routed(encoded, affinity, self._hashes.salt(tenant), bypass=False)
-        return routed, self.fleet.router.decide(routed, time.monotonic(), {without} if without else ())
+        left_out = {without} if without else ()
+        return routed, self.fleet.router.decide(routed, time.monotonic(), left_out, another=another)
 
     async def _tokenise(self, request: GenerationRequest, clock: RequestClock) -> EncodedPrompt:
         check_model(request.model, self.fleet.limits)

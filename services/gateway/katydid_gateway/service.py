@@ -66,7 +66,12 @@ class InferenceServicer(InferenceServiceServicer):
         caller, _ = self._caller(request, context)
         prompt: Prompt = wire.conversation_from(request) if request.messages else wire.prompt_from(request.prompt)
         routed, decision = await self._generator.explain(
-            request.model, prompt, request.options.prompt_cache_key, caller.tenant, request.without_engine
+            request.model,
+            prompt,
+            request.options.prompt_cache_key,
+            caller.tenant,
+            without=request.without_engine,
+            another=request.with_another,
         )
         return wire.explanation(routed, decision)
 

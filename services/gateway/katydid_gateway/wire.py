@@ -183,6 +183,9 @@ def explanation(prompt: RoutedPrompt, decision: Decision) -> pb.ExplainRouteResp
                 cached_blocks=prediction.cached_blocks,
                 home=candidate.home == 0 and not candidate.excluded,
                 excluded=candidate.excluded,
+                pressure=to_duration(prediction.pressure_s),
+                partner=candidate.partner.engine if candidate.partner is not None else "",
+                hand_off=to_duration(candidate.hand_off_s),
             )
         )
     return pb.ExplainRouteResponse(
