@@ -15,6 +15,7 @@ from rich.table import Table
 
 __all__ = ["PlanOptions", "parse_slo", "parse_tokens", "plan"]
 
+_WIDTH = 100
 _TOKENS = re.compile(r"(\d+)([KM]?)")
 _SLO = re.compile(r"(ttft|tpot)=(\d+(?:\.\d+)?)")
 
@@ -108,6 +109,7 @@ def _record(predictions: list[Any], choice: Any, known: Any) -> dict[str, Any]:
 
 def _print(predictions: list[Any], choice: Any, known: Any, target: Any) -> None:
     console = Console(soft_wrap=True)
+    console.width = max(console.width, _WIDTH)
     table = Table(box=None, pad_edge=False)
     for column in ("plan", "GPUs", "weights", "KV tokens", "TTFT s", "of it sent", "requests", "TPOT ms", "tok/GPU/s"):
         table.add_column(column, no_wrap=True, justify="left" if column == "plan" else "right")

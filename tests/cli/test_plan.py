@@ -24,7 +24,7 @@ def test_a_record_and_a_table_say_the_same(tmp_path: Path, capsys: pytest.Captur
     pool.write_text("gpus: {min: 8, max: 8}\n")
     plan(PlanOptions("hy3", pool, "32K", "ttft=4,tpot=0.05", "96GB", as_json=True))
     record = json.loads(capsys.readouterr().out)
-    assert [one["plan"] for one in record["candidates"]][0] == "tp8"
+    assert next(one["plan"] for one in record["candidates"]) == "tp8"
     assert record["choice"]["decode"]["role"] == "decode"
     plan(PlanOptions("hy3", pool, "32K", "ttft=4,tpot=0.05", "96GB", as_json=False))
     printed = capsys.readouterr().out
