@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict, deque
+from collections import defaultdict
 
 from katydid_engine.block_pool import BlockPool
 from katydid_engine.ledger import Outcome
@@ -19,10 +19,9 @@ STREAMS = [[(7 * i * i + 11 * i + s) % VOCAB for i in range(400)] for s in range
 
 
 class Rig:
-    """A scheduler, its runner, and a face that keeps what it is told. With ``ahead`` a step is planned while the one
-    before is in flight."""
+    """A scheduler, its runner, and a face that keeps what it is told."""
 
-    def __init__(self, *, num_pages: int = 12, slots: int = 0, ahead: bool = False, **config: object) -> None:
+    def __init__(self, *, num_pages: int = 12, slots: int = 0, **config: object) -> None:
         values = {"max_model_tokens": 300, "max_batch_tokens": 96, "max_sequences": 4, "eos_token_ids": EOS}
         self.config = SchedulerConfig(**(values | config))  # type: ignore[arg-type]
         self.now = 0.0
@@ -35,8 +34,6 @@ class Rig:
         self.outcomes: list[Outcome] = []
         self.prompt_targets: dict[int, list[float]] = defaultdict(list)
         self.steps: list[StepPlan] = []
-        self.ahead = ahead
-        self.in_flight: deque[StepPlan] = deque()
 
     def submit(self, prompt: list[int], **fields: object) -> Request:
         sampling = fields.pop("sampling", None) or Sampling(seed=5, max_tokens=4)
@@ -51,17 +48,14 @@ class Rig:
         plan = self.scheduler.schedule()
         if plan is not None:
             self.steps.append(plan)
-            self.in_flight.append(plan)
-            assert plan.num_prefill_tokens + plan.num_decodes * plan.decode_q_len <= self.config.max_batch_tokens
+            assert sum(len(run.tokens) for run in plan.runs) <= self.config.max_batch_tokens
             assert len(plan.runs) <= self.config.max_sequences
-        if callable(between):
-            between()
-        done = None
-        if len(self.in_flight) > (plan is not None and self.ahead):
-            done = self.in_flight.popleft()
-            self.scheduler.commit(done, self.runner.run(done))
+            output = self.runner.run(plan)
+            if callable(between):
+                between()
+            self.scheduler.commit(plan, output)
         self.collect()
-        return plan is not None or done is not None
+        return plan is not None
 
     def collect(self) -> Outcome:
         outcome = self.scheduler.take_outcome()

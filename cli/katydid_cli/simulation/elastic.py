@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from katydid_gateway.scaling.signals import role_loads
 
@@ -61,6 +61,7 @@ class _Member:
     engine: EngineModel
     asked_at: float
     ready_at: float
+    jobs: list[Job] = field(default_factory=list)
     up: bool = False
     draining: bool = False
 
@@ -134,6 +135,7 @@ def replay_elastic(name: str, rule: Rule, arrivals: Iterable[Arrival], options: 
     """Run arrivals to their end, beginning with the least number of engines, up."""
     fleet, wishes = _Fleet(options), _Wishes()
     tally = _Tally(options)
+    silent: list[Job] = []
     most, now, next_report, next_look = options.least, 0.0, 0.0, 0.0
     fleet.resize(options.least, 0.0, 0.0)
     fleet.changes = 0
@@ -142,7 +144,8 @@ def replay_elastic(name: str, rule: Rule, arrivals: Iterable[Arrival], options: 
             now = next_report
             next_report += REPORT_S
             fleet.advance(now)
-            tally.hear(fleet)
+            silent = _tell(fleet.router, silent, now)
+            tally.settle()
             fleet.router.report(now)
             if now >= next_look:
                 next_look += LOOK_S
@@ -151,37 +154,46 @@ def replay_elastic(name: str, rule: Rule, arrivals: Iterable[Arrival], options: 
                 fleet.resize(wishes.settle(wanted, seen.asked, now), now, options.start_s)
                 most = max(most, len(fleet.members))
         fleet.advance(arrival.at)
-        tally.hear(fleet)
+        silent = _tell(fleet.router, silent, arrival.at)
         chosen = fleet.router.choose(arrival, arrival.at)
-        next(member for member in fleet.members if member.engine.name == chosen).engine.submit(Job(arrival))
+        job = Job(arrival)
+        next(member for member in fleet.members if member.engine.name == chosen).engine.submit(job)
+        tally.open.append(job)
+        silent.append(job)
     for member in fleet.members:
         member.engine.drain()
-    tally.hear(fleet)
     for member in list(fleet.members):
         fleet.dismiss(member, max(now, member.engine.now) if member.draining else now)
+    tally.settle()
     return tally.outcome(name, fleet, most, now)
+
+
+def _tell(router: KatydidRouter, silent: list[Job], now: float) -> list[Job]:
+    """Tell of first tokens that have come; returns the jobs yet without one."""
+    begun = [job for job in silent if job.first_token_at is not None and job.first_token_at <= now]
+    if not begun:
+        return silent
+    for job in begun:
+        router.first_token(job.arrival, "")
+    done = set(map(id, begun))
+    return [job for job in silent if id(job) not in done]
 
 
 class _Tally:
     """What became of requests; one that has ended leaves its times and not its prompt."""
 
     def __init__(self, options: ElasticOptions) -> None:
-        self._open: list[Job] = []
+        self.open: list[Job] = []
         self._options = options
         self._ttfts: list[float] = []
         self._early = self._fluent = self._both = 0
 
-    def hear(self, fleet: _Fleet) -> None:
-        """Tell the router of first tokens that have come, and count the requests that have ended."""
-        for member in fleet.members:
-            begun, member.engine.begun = member.engine.begun, []
-            for job in begun:
-                fleet.router.first_token(job.arrival, member.engine.name)
-            self._open += begun
-        ended = [job for job in self._open if job.ended_at is not None]
+    def settle(self) -> None:
+        """Count those that have ended."""
+        ended = [job for job in self.open if job.ended_at is not None]
         if not ended:
             return
-        self._open = [job for job in self._open if job.ended_at is None]
+        self.open = [job for job in self.open if job.ended_at is None]
         for job in ended:
             ttft = (job.first_token_at or 0.0) - job.arrival.at
             early, fluent = ttft <= self._options.ttft_s, _tpot(job) <= self._options.tpot_s

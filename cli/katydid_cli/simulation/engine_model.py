@@ -97,8 +97,6 @@ class EngineModel:
         self.busy_s = 0.0
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
-        self.begun: list[Job] = []
-        """Jobs that got their first token, for whoever empties it."""
         self._on_blocks = on_blocks
 
     @property
@@ -179,7 +177,6 @@ class EngineModel:
 
     def _begin(self, job: Job) -> None:
         job.first_token_at = self.now
-        self.begun.append(job)
         stored, removed = self.cache.put(job.arrival.chain)
         if stored or removed:
             self._on_blocks(self.name, stored, removed)

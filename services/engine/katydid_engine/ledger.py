@@ -56,10 +56,10 @@ class Ledger:
         handle = sequence.request.handle
         self._tokens.append(ChoiceTokens(handle, sequence.choice, array("I"), prompt_logprobs=logprobs))
 
-    def new_tokens(self, sequence: Sequence, tokens: array[int], logprobs: Logprobs | None, now: float) -> None:
-        """A sequence has got new tokens."""
+    def token(self, sequence: Sequence, token: int, logprobs: Logprobs | None, now: float) -> None:
+        """A sequence has got a new token."""
         live, handle = sequence.live, sequence.request.handle
-        self._tokens.append(ChoiceTokens(handle, sequence.choice, tokens, logprobs))
+        self._tokens.append(ChoiceTokens(handle, sequence.choice, array("I", (token,)), logprobs))
         if not live.has_first_token:
             live.enter(Phase.DECODE, now)
             live.has_first_token = True
@@ -85,8 +85,6 @@ class Ledger:
                     sequence.num_new_output,
                     live.cached,
                     live.preemptions,
-                    drafted=sequence.num_drafted,
-                    accepted=sequence.num_accepted,
                     stop_token=sequence.tokens[-1] if reason is FinishReason.STOP else None,
                     error=error,
                     message=message,

@@ -176,7 +176,7 @@ class FirstToken:
 class ChoiceEnd:
     """A choice ended. ``error`` names a class of ``katydid_runtime.errors`` when ``reason`` is ERROR.
 
-    ``drafted`` tokens were proposed for it, of which ``accepted`` were its own. ``intervals`` are the request's phases since its FirstToken, in the last choice to end (``last``).
+    ``intervals`` are the request's phases since its FirstToken, in the last choice to end (``last``).
     """
 
     handle: int
@@ -186,8 +186,6 @@ class ChoiceEnd:
     output_tokens: int
     cached: CachedTokens
     preemptions: int
-    drafted: int = 0
-    accepted: int = 0
     stop_token: int | None = None
     error: str = ""
     message: str = ""

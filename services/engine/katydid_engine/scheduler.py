@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -48,7 +47,6 @@ class SchedulerConfig:
         eos_token_ids: tokens that end every output but those with ``ignore_eos``.
         watermark_pages: pages that an admission leaves free for running sequences to grow into.
         max_bypass: how often a sequence that does not fit is passed by ones behind it.
-        drafts: tokens drafted behind every sampled one.
         queue_delay_s: a fault for tests: nobody is admitted before this time after arrival.
 
     Raises:
@@ -62,7 +60,6 @@ class SchedulerConfig:
     watermark_pages: int = 0
     max_bypass: int = 64
     queue_delay_s: float = 0.0
-    drafts: int = 0
 
     def __post_init__(self) -> None:
         if self.max_batch_tokens < self.max_sequences:
@@ -96,9 +93,9 @@ class Scheduler:
         self._ids = itertools.count(1)
         self._arrivals = itertools.count(1)
         self._step = 0
-        self._flights: deque[_Flight] = deque()
-        # Drafts that the last step with runs was told to make.
-        self._drafts = 0
+        self._in_flight: StepPlan | None = None
+        self._unpacking: tuple[Arrival, ...] = ()
+        self._packing: tuple[KvStore, ...] = ()
 
     @property
     def num_requests(self) -> int:
@@ -106,8 +103,8 @@ class Scheduler:
 
     def load(self) -> Load:
         waiting, running, loading = self._queues.waiting, self._queues.running, self.kv.sequences()
-        uncached = sum(max(1, sequence.num_unscheduled - sequence.likely_cached) for sequence in waiting)
-        uncached += sum(sequence.num_unscheduled for sequence in (*loading, *running) if not sequence.decodes)
+        uncached = sum(max(1, sequence.num_uncomputed - sequence.likely_cached) for sequence in waiting)
+        uncached += sum(sequence.num_uncomputed for sequence in (*loading, *running) if not sequence.decodes)
         return Load(
             running=len(running) + len(loading),
             waiting=len(waiting),
@@ -140,89 +137,71 @@ class Scheduler:
     def kv_arrived(self, message: KvArrived) -> None:
         self.kv.arrive(message.ticket, message.slots, message.last, message.checksums)
 
-    @property
-    def num_in_flight(self) -> int:
-        """Steps that were planned and not committed."""
-        return len(self._flights)
-
     def schedule(self) -> StepPlan | None:
-        """The next step; None when there is nothing to compute or move now. Plans are committed in their order; a plan
-        made while others are in flight continues what these will have sampled."""
+        """The next step; None when there is nothing to compute or move now. Every plan must be committed."""
+        if self._in_flight is not None:
+            raise IntegrityError(f"step {self._in_flight.number} is not committed yet")
         now = self._clock()
         for handle in self._ledger.expired(now):
             self._end_request(handle, FinishReason.ERROR, "DEADLINE_EXCEEDED", "the request's deadline passed")
         packs = self.kv.take_packs(self._pool.hash_of)
-        unpacking = self.kv.take_arrivals()
-        decodes, q_len, short = self._schedule_decodes()
-        if not short:
+        self._unpacking = self.kv.take_arrivals()
+        decodes, preempted = self._schedule_decodes()
+        if not preempted:
             self._admit(now)
             decodes = [sequence for sequence in decodes if sequence.state is State.RUNNING]
-        q_len = q_len if decodes else 1
-        prefills = self._schedule_prefills(self._config.max_batch_tokens - len(decodes) * q_len)
+        scheduled = [(sequence, 1) for sequence in decodes]
+        scheduled += self._schedule_prefills(self._config.max_batch_tokens - len(decodes))
         copies = self._queues.take_copies()
-        if not (decodes or prefills or packs or copies or unpacking):
+        if not (scheduled or packs or copies or self._unpacking):
             return None
+        self._packing = tuple(store for _, store in packs)
+        self._queues.in_flight = True
         self._step += 1
-        self._queues.step_planned(self._step)
-        sequences = [*decodes, *(sequence for sequence, _ in prefills)]
-        samples = tuple(
-            SampleRow(index, sequence.choice + fork)
-            for index, sequence in enumerate(sequences)
-            if index < len(decodes) or prefills[index - len(decodes)][1] == sequence.num_unscheduled
-            for fork in range(sequence.num_slots)
-        )
-        plan = StepPlan(
+        self._in_flight = StepPlan(
             number=self._step,
             ends=self._queues.take_ended_ids(),
-            starts=tuple(_start(sequence) for sequence in sequences if self._queues.start(sequence)),
+            starts=tuple(_start(sequence) for sequence, _ in scheduled if self._queues.start(sequence)),
             packs=tuple(transfer for transfer, _ in packs),
             copies=copies,
-            unpacks=tuple(transfer for arrival in unpacking for transfer in arrival.transfers),
-            runs=(*map(_decode, decodes), *(_prefill(sequence, count) for sequence, count in prefills)),
+            unpacks=tuple(transfer for arrival in self._unpacking for transfer in arrival.transfers),
+            runs=tuple(_run(sequence, count) for sequence, count in scheduled),
             num_decodes=len(decodes),
-            decode_q_len=q_len,
-            samples=samples,
-            drafts=self._choose_drafts(len(samples)),
+            samples=tuple(
+                SampleRow(index, sequence.choice + fork)
+                for index, (sequence, count) in enumerate(scheduled)
+                if count == sequence.num_uncomputed
+                for fork in range(sequence.num_slots)
+            ),
         )
-        stays = tuple(sequence.stay for sequence in sequences)
-        flight = _Flight(plan, tuple(sequences), stays, tuple(store for _, store in packs), unpacking)
-        self._flights.append(flight)
-        if plan.runs:
-            self._drafts = plan.drafts
-        for sequence in decodes:
-            sequence.num_scheduled = sequence.num_tokens
-            sequence.num_coming += q_len
-        for sequence, count in prefills:
-            sequence.num_scheduled += count
-            sequence.num_coming += sequence.num_unscheduled == 0
-        return plan
+        return self._in_flight
 
     def commit(self, plan: StepPlan, output: StepOutput) -> None:
         """Takes over a step's results: moved and finished blocks, tokens, ends."""
-        if not self._flights or plan is not self._flights[0].plan:
-            raise IntegrityError(f"step {plan.number} is not the next to be committed")
-        flight = self._flights.popleft()
+        if plan is not self._in_flight:
+            raise IntegrityError(f"step {plan.number} is not the one in flight")
         now = self._clock()
-        self._queues.step_done(plan.number)
-        for store, checksum in zip(flight.packing, output.packed, strict=True):
+        self._in_flight = None
+        self._queues.step_done()
+        for store, checksum in zip(self._packing, output.packed, strict=True):
             self.kv.packed(store, checksum)
         sums = iter(output.unpacked)
-        for arrival in flight.unpacking:
+        for arrival in self._unpacking:
             self._commit_arrival(arrival, tuple(itertools.islice(sums, len(arrival.transfers))), now)
         for index, run in enumerate(plan.runs):
-            if (sequence := flight.sequence(index)) is None:
+            if (sequence := self._queues.started(run.sequence)) is None:
                 continue
             if index in output.broken:
                 self._end_broken(sequence)
             elif index in output.misfits:
                 self._end(sequence, FinishReason.ERROR, "INVALID_REQUEST", output.misfits[index])
-            elif index >= plan.num_decodes:
-                self._commit_prefill(sequence, run, output.prompt_logprobs.get(index))
+            else:
+                self._commit_run(sequence, run, output.prompt_logprobs.get(index))
         # All choices fork before the first of them can end and take its pages along.
-        sampled = [self._choice(flight.sequence(row.run), row.choice) for row in plan.samples]
-        for index, sequence in enumerate(sampled):
+        sampled = [self._choice(plan.runs[row.run].sequence, row.choice) for row in plan.samples]
+        for row, (sequence, token) in enumerate(zip(sampled, output.tokens, strict=True)):
             if sequence is not None:
-                self._commit_tokens(sequence, flight, index, output, now)
+                self._commit_token(sequence, token, output.logprobs.get(row), now, row in output.complete)
 
     def take_outcome(self) -> Outcome:
         """What happened since the last call, for the face."""
@@ -242,34 +221,18 @@ class Scheduler:
         if live != sorted(sequence.id for sequence in (*self._queues.waiting, *self._queues.holders())):
             raise IntegrityError("a live choice is in no queue, or in two")
 
-    def _schedule_decodes(self) -> tuple[list[Sequence], int, bool]:
-        """Every sequence that decodes, each with pages for what it may compute; how many tokens each computes; and
-        whether there were too few pages."""
-        due = [
-            sequence
-            for sequence in self._queues.running
-            if sequence.decodes and sequence.may_go_on(self._config.max_model_tokens)
-        ]
-        q_len = min(1 + self._drafts, self._config.max_batch_tokens // max(1, len(due)))
+    def _schedule_decodes(self) -> tuple[list[Sequence], bool]:
+        """Every sequence that decodes, each with a page for its next token; and whether any was preempted for that."""
         decodes: list[Sequence] = []
-        short = False
-        for sequence in due:
-            while sequence.state is State.RUNNING and not self._queues.grow(
-                sequence, sequence.most_tokens(q_len, self._config.max_model_tokens)
-            ):
-                short = True
-                if self._queues.pages_return:
-                    break  # it waits for the steps in flight; to preempt for it would take more than it needs
+        preempted = False
+        for sequence in [sequence for sequence in self._queues.running if sequence.decodes]:
+            while sequence.state is State.RUNNING and not self._queues.grow(sequence):
                 # The victim is this sequence or one behind it, which is not in ``decodes`` yet.
                 self._preempt(self._queues.last_holder())
-            else:
-                if sequence.state is State.RUNNING:
-                    decodes.append(sequence)
-        return decodes, q_len, short
-
-    def _choose_drafts(self, rows: int) -> int:
-        """How many drafts this step makes, for the next to verify."""
-        return self._config.drafts if rows else 0
+                preempted = True
+            if sequence.state is State.RUNNING:
+                decodes.append(sequence)
+        return decodes, preempted
 
     def _schedule_prefills(self, budget: int) -> list[tuple[Sequence, int]]:
         """Chunks for the sequences that prefill: half of what is left for each in order, then the rest in order."""
@@ -277,10 +240,10 @@ class Scheduler:
         least = max(1, min(BLOCK_TOKENS, budget // 2))
         chunks = {}
         for sequence in prefills:
-            chunks[sequence.id] = min(sequence.num_unscheduled, max(budget // 2, least), budget)
+            chunks[sequence.id] = min(sequence.num_uncomputed, max(budget // 2, least), budget)
             budget -= chunks[sequence.id]
         for sequence in prefills:
-            more = min(sequence.num_unscheduled - chunks[sequence.id], budget)
+            more = min(sequence.num_uncomputed - chunks[sequence.id], budget)
             chunks[sequence.id] += more
             budget -= more
         return [(sequence, chunks[sequence.id]) for sequence in prefills if chunks[sequence.id]]
@@ -299,8 +262,6 @@ class Scheduler:
                 if gained is None:
                     passed.append(sequence)
                     continue
-                if gained < 0:
-                    break
                 places += gained
             places -= sequence.num_slots
             for other in passed:
@@ -313,14 +274,11 @@ class Scheduler:
         return 0 if alone else self._config.watermark_pages + sequence.num_slots - 1
 
     def _preempt_for(self, sequence: Sequence, places: int) -> int | None:
-        """Admits a sequence in place of ones of lower priority, if that suffices; returns the places they left, or -1
-        when their pages come with the end of the steps in flight: nobody else may have them."""
+        """Admits a sequence in place of ones of lower priority, if that suffices; returns the places they left."""
         lower = [other for other in self._queues.holders() if other.request.priority < sequence.request.priority]
         gained = sum(other.num_slots for other in lower)
         pages = self._pool.num_available + sum(self._pool.count_sole(other.pages) for other in lower)
         needed = pages_for(sequence.num_tokens) + self._spare_pages(sequence)
-        if self._queues.pages_return and lower:
-            return -1
         if not lower or places + gained < sequence.num_slots or pages < needed:
             return None
         gained = 0
@@ -329,8 +287,6 @@ class Scheduler:
             self._preempt(victim)
             if places + gained >= sequence.num_slots and self._queues.take_pages(sequence, self._spare_pages(sequence)):
                 return gained
-        if self._queues.pages_return:
-            return -1
         raise IntegrityError("preemption freed fewer pages than counted")
 
     def _load(self, sequence: Sequence, now: float) -> None:
@@ -347,7 +303,7 @@ class Scheduler:
 
     def _compute(self, sequence: Sequence) -> None:
         """All that the caches hold is in the pages: what is left is computed, the last token in any case."""
-        sequence.num_computed = sequence.num_scheduled = min(sequence.num_computed, sequence.num_tokens - 1)
+        sequence.num_computed = min(sequence.num_computed, sequence.num_tokens - 1)
         sequence.live.enter(Phase.PREFILL, self._clock())
         self._queues.run(sequence)
 
@@ -378,7 +334,7 @@ class Scheduler:
         if not self.kv.unpacked(arrival, sums):
             return
         ticket, sequence = arrival.ticket, arrival.ticket.sequence
-        sequence.num_computed = sequence.num_scheduled = ticket.loaded_tokens
+        sequence.num_computed = ticket.loaded_tokens
         self._queues.publish(sequence, computed=False)
         if not sequence.live.has_first_token:
             sequence.live.cached = ticket.cached(_reusable(sequence))
@@ -387,14 +343,16 @@ class Scheduler:
         elif (tier := ticket.next_tier) is not None:
             sequence.live.enter(Phase.FETCH, now, tier, ticket.fetch_span_id)
 
-    def _commit_prefill(self, sequence: Sequence, run: Run, prompt_logprobs: Logprobs | None) -> None:
+    def _commit_run(self, sequence: Sequence, run: Run, prompt_logprobs: Logprobs | None) -> None:
         sequence.num_computed = run.start + len(run.tokens)
         if prompt_logprobs is not None:
             self._ledger.prompt_logprobs(sequence, prompt_logprobs)
-        self._publish(sequence)
+        if not sequence.request.bypass_cache:
+            self._queues.publish(sequence, computed=True)
 
-    def _choice(self, sequence: Sequence | None, choice: int) -> Sequence | None:
+    def _choice(self, sequence_id: int, choice: int) -> Sequence | None:
         """The sequence that gets a sampled token: the one computed, or a new fork of it; None when it has left."""
+        sequence = self._queues.started(sequence_id)
         if sequence is None or choice == sequence.choice:
             return sequence
         twin = sequence.fork(next(self._ids), choice)
@@ -402,55 +360,14 @@ class Scheduler:
         self._queues.fork(sequence, twin)
         return twin
 
-    def _commit_tokens(self, sequence: Sequence, flight: _Flight, row: int, output: StepOutput, now: float) -> None:
-        plan, tokens = flight.plan, output.tokens[row]
-        decoded = plan.samples[row].run < plan.num_decodes
-        reason = None
-        new = array("I")
-        for token in tokens:
-            sequence.tokens.append(token)
-            new.append(token)
-            complete = len(new) == len(tokens) and row in output.complete
-            reason = sequence.finish_reason(self._config.eos_token_ids, self._config.max_model_tokens, complete)
-            if reason is not None:
-                break
-        if plan.samples[row].choice == flight.sequences[plan.samples[row].run].choice:
-            sequence.num_coming -= plan.decode_q_len if decoded else 1
-            sequence.num_drafted += output.drafted[row]
-            sequence.num_accepted += len(new) - 1
-        if decoded:
-            # The newest token before, and the drafts that were accepted.
-            sequence.num_computed += len(new)
-        if not sequence.num_coming:
-            sequence.num_scheduled = sequence.num_computed
-        else:
-            sequence.num_scheduled = sequence.num_tokens
-        if decoded:
-            self._publish(sequence)
-        logprobs = output.logprobs.get(row)
-        self._ledger.new_tokens(sequence, new, None if logprobs is None else logprobs.first(len(new)), now)
+    def _commit_token(
+        self, sequence: Sequence, token: int, logprobs: Logprobs | None, now: float, complete: bool
+    ) -> None:
+        sequence.tokens.append(token)
+        self._ledger.token(sequence, token, logprobs, now)
+        reason = sequence.finish_reason(self._config.eos_token_ids, self._config.max_model_tokens, complete)
         if reason is not None:
             self._end(sequence, reason)
-
-    def _publish(self, sequence: Sequence) -> None:
-        if not sequence.request.bypass_cache:
-            self._queues.publish(sequence, computed=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A step between its plan and its commit: the sequence of each run, and how often it had left its pages then."""
-
-    plan: StepPlan
-    sequences: tuple[Sequence, ...]
-    stays: tuple[int, ...]
-    packing: tuple[KvStore, ...]
-    unpacking: tuple[Arrival, ...]
-
-    def sequence(self, run: int) -> Sequence | None:
-        """The sequence of a run; None when it has left since."""
-        sequence = self.sequences[run]
-        return sequence if sequence.stay == self.stays[run] else None
 
 
 def _reusable(sequence: Sequence) -> int:
@@ -462,24 +379,9 @@ def _start(sequence: Sequence) -> Start:
     return Start(sequence.id, sequence.request.sampling, sequence.num_prompt, sequence.tokens[:])
 
 
-def _decode(sequence: Sequence) -> Run:
-    """The newest token of a sequence, which may still be coming."""
-    start = sequence.num_tokens + sequence.num_coming - 1
-    ahead = sequence.num_coming > 0
-    table_from, sequence.pages_sent = sequence.pages_sent, len(sequence.pages)
-    return Run(
-        sequence=sequence.id,
-        start=start,
-        tokens=array("I", (0,)) if ahead else sequence.tokens[-1:],
-        table_from=table_from,
-        pages=array("I", sequence.pages[table_from:]),
-        ahead=ahead,
-    )
-
-
-def _prefill(sequence: Sequence, count: int) -> Run:
+def _run(sequence: Sequence, count: int) -> Run:
     """The next ``count`` tokens of a sequence, and its block table as far as the runner does not know it."""
-    start, end = sequence.num_scheduled, sequence.num_scheduled + count
+    start, end = sequence.num_computed, sequence.num_computed + count
     table_from, sequence.pages_sent = sequence.pages_sent, len(sequence.pages)
     first_target, targets = start + 1, array("I")
     if sequence.wants_prompt_logprobs:
@@ -492,7 +394,6 @@ def _prefill(sequence: Sequence, count: int) -> Run:
         table_from=table_from,
         pages=array("I", sequence.pages[table_from:]),
         writes=end > sequence.num_published * BLOCK_TOKENS,
-        next_token=sequence.tokens[end] if end < sequence.num_tokens else -1,
         prompt_top=sequence.request.sampling.prompt_logprobs or 0,
         prompt_row=first_target - 1 - start,
         prompt_targets=targets,
