@@ -35,6 +35,7 @@ class _Running:
     cached: int
     sent: int = 0
     ready_at: float = 0.0
+    hashing_s: float = 0.0
 
 
 class _Session:
@@ -195,6 +196,7 @@ class MockEngine(EngineServiceServicer):
                         session.frames.popleft()
 
     def _submit(self, session: _Session, message: pb.SubmitRequest) -> None:
+        received = time.monotonic()
         self.submitted.append(message)
         if self.options.deaf:
             return
@@ -220,7 +222,12 @@ class MockEngine(EngineServiceServicer):
         delay = options.queue_s + options.lookup_s + options.fetch_s + options.prefill_s + options.handover_s
         now = time.monotonic()
         session.running[message.request] = _Running(
-            message, now, outputs, min(cached * BLOCK_TOKENS, len(prompt) - 1), ready_at=now + delay
+            message,
+            received,
+            outputs,
+            min(cached * BLOCK_TOKENS, len(prompt) - 1),
+            ready_at=now + delay,
+            hashing_s=now - received,
         )
 
     def _cache(self, rank: int, hashes: list[bytes]) -> int:
@@ -309,7 +316,7 @@ class MockEngine(EngineServiceServicer):
         sampled = TraceContext.parse(running.message.traceparent)
         summary = pb.TraceSummary()
         phases = {
-            "engine.queue": options.queue_s,
+            "engine.queue": options.queue_s + running.hashing_s,
             "kvcache.lookup": options.lookup_s,
             "kvcache.fetch": options.fetch_s,
             "engine.prefill": options.prefill_s,

@@ -6,9 +6,10 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from katydid_gateway.access.scopes import ORDINARY, Identity, Scope
 from katydid_gateway.api_keys import ApiKeys, load_api_keys
 from katydid_gateway.flow.budgets import TenantTerms
-from katydid_runtime.errors import SettingsError, UnauthenticatedError
+from katydid_runtime.errors import SettingsError
 
 
 def written(path: Path, text: str) -> str:
@@ -16,20 +17,24 @@ def written(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_tenants_by_key(tmp_path: Path) -> None:
-    lines = ["# team keys", "", *(f"{name}  {sha256(key).hexdigest().upper()} # {name}" for name, key in
-                                  (("a", b"k1"), ("b", b"k2")))]  # fmt: skip
-    keys = load_api_keys(written(tmp_path / "keys", "\n".join(lines)))
-    assert keys.tenant("Bearer k1") == "a"
-    assert keys.tenant("bearer k2 ") == "b"
-    for wrong in ("", "Bearer", "Bearer ", "Bearer k3", "Basic k1", "k1", f"Bearer {sha256(b'k1').hexdigest()}"):
-        with pytest.raises(UnauthenticatedError):
-            keys.tenant(wrong)
+def lines(*keys: tuple[str, bytes, str]) -> str:
+    return "\n".join(f"{name}  {sha256(key).hexdigest().upper()} {rest} # {name}" for name, key, rest in keys)
 
 
-def test_without_a_file_everyone_may_call() -> None:
-    assert load_api_keys(None).tenant("") == ""
-    assert ApiKeys().tenant("Bearer whatever") == ""
+def test_tenants_and_scopes_by_key(tmp_path: Path) -> None:
+    text = lines(("a", b"k1", ""), ("b", b"k2", "scopes=metrics,admin weight=2"))
+    keys = load_api_keys(written(tmp_path / "keys", f"# team keys\n\n{text}"))
+    assert keys.known
+    assert keys.identity("k1") == Identity("a", ORDINARY)
+    assert keys.identity("k2") == Identity("b", frozenset({Scope.METRICS, Scope.ADMIN}))
+    assert keys.terms("b") == TenantTerms(2.0)
+    assert keys.identity("k3") is None
+    assert keys.identity(sha256(b"k1").hexdigest()) is None
+
+
+def test_without_a_file_there_are_no_keys() -> None:
+    assert not load_api_keys(None).known
+    assert ApiKeys().identity("whatever") is None
 
 
 @pytest.mark.parametrize(
@@ -44,6 +49,8 @@ def test_without_a_file_everyone_may_call() -> None:
         f"a {'0' * 64} weight=0",
         f"a {'0' * 64} tokens_per_minute=1.5",
         f"a {'0' * 64} colour=1",
+        f"a {'0' * 64} concurrency=0",
+        f"a {'0' * 64} scopes=everything",
     ],
 )
 def test_files_that_hold_no_keys_stop_the_start(tmp_path: Path, text: str) -> None:
@@ -57,7 +64,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_terms_of_a_tenant(tmp_path: Path) -> None:
-    line = f"a {'0' * 64} weight=2.5 tokens_per_minute=1000 # the large one"
+    line = f"a {'0' * 64} weight=2.5 tokens_per_minute=1000 concurrency=3 # the large one"
     keys = load_api_keys(written(tmp_path / "keys", line))
-    assert keys.terms("a") == TenantTerms(2.5, 1000)
+    assert keys.terms("a") == TenantTerms(2.5, 1000, 3)
     assert keys.terms("b") == ApiKeys().terms("a") == TenantTerms()

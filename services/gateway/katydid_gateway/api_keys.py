@@ -1,9 +1,9 @@
 """API keys, kept as SHA-256 digests: who may call, as which tenant, and on what terms.
 
-A file has one key a line, `NAME DIGEST [weight=N] [tokens_per_minute=N]`, the digest in hex; `#` begins a comment.
-Terms of a tenant with several keys are those of its last line. The file is read again when it changes; one that cannot
-be used is logged, and the keys stay as they were. Keys are long random strings, so a plain digest is enough; looking
-the digest up takes the same time whatever the key.
+A file has one key a line, `NAME DIGEST [weight=N] [tokens_per_minute=N] [concurrency=N] [scopes=A,B]`, the digest in
+hex; `#` begins a comment. Terms of a tenant with several keys are those of its last line; scopes are each key's own.
+The file is read again when it changes; one that cannot be used is logged, and the keys stay as they were. Keys are long
+random strings, so a plain digest is enough; looking the digest up takes the same time whatever the key.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
-from katydid_runtime.errors import SettingsError, UnauthenticatedError
+from katydid_runtime.errors import SettingsError
 
+from katydid_gateway.access.scopes import ORDINARY, Identity, Scope, scopes_of
 from katydid_gateway.flow.budgets import TenantTerms
 
 __all__ = ["ApiKeys", "KeyFile", "load_api_keys"]
@@ -30,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KeyFile:
-    """What a file says: tenant names by key digest, and terms by tenant name."""
+    """What a file says: who has a key, by its digest, and terms by tenant name."""
 
-    tenants: Mapping[bytes, str]
+    keys: Mapping[bytes, Identity]
     terms: Mapping[str, TenantTerms] = field(default_factory=dict)
 
 
 class ApiKeys:
-    """Keys of a file; without any, every caller is the tenant ""."""
+    """Keys of a file, or none."""
 
     def __init__(self, content: KeyFile | None = None, path: Path | None = None) -> None:
         self._content = content
@@ -45,18 +46,17 @@ class ApiKeys:
         self._stamp = _stamp(path)
         self._looked_at = time.monotonic()
 
-    def tenant(self, authorization: str) -> str:
-        """Whose key `Bearer <key>` is. Raises UnauthenticatedError."""
+    @property
+    def known(self) -> bool:
+        """Whether there are any."""
+        return self._content is not None
+
+    def identity(self, key: str) -> Identity | None:
+        """Whose key it is; None for one that is not known."""
         if self._content is None:
-            return ""
+            return None
         self._refresh()
-        scheme, _, key = authorization.partition(" ")
-        if not key or scheme.lower() != "bearer":
-            raise UnauthenticatedError("an API key is needed: Authorization: Bearer <key>", field="authorization")
-        tenant = self._content.tenants.get(sha256(key.strip().encode()).digest())
-        if tenant is None:
-            raise UnauthenticatedError("the API key is not known here", field="authorization")
-        return tenant
+        return self._content.keys.get(sha256(key.encode()).digest())
 
     def terms(self, tenant: str) -> TenantTerms:
         """What the tenant was given; the same for all that nothing was said of."""
@@ -76,7 +76,7 @@ class ApiKeys:
         except SettingsError as error:
             logger.error("API keys stay as they were: %s", error.message)
         else:
-            logger.info("API keys were read again", extra={"keys": len(self._content.tenants)})
+            logger.info("API keys were read again", extra={"keys": len(self._content.keys)})
 
 
 _ORDINARY = TenantTerms()
@@ -100,7 +100,7 @@ def _read(path: Path) -> KeyFile:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise _unusable(path, f"cannot read API keys from {path}: {error}") from error
-    tenants: dict[bytes, str] = {}
+    keys: dict[bytes, Identity] = {}
     terms: dict[str, TenantTerms] = {}
     for number, line in enumerate(lines, 1):
         content = line.partition("#")[0].strip()
@@ -109,16 +109,26 @@ def _read(path: Path) -> KeyFile:
         match = _LINE.fullmatch(content)
         if match is None:
             raise _unusable(path, f"{path} line {number} is no key; a line is NAME SHA256-IN-HEX [weight=N] ...")
-        tenants[bytes.fromhex(match[2])] = match[1]
-        if match[3].strip():
-            terms[match[1]] = _terms(path, number, match[3].split())
-    if not tenants:
+        words = match[3].split()
+        scoped = [word for word in words if word.startswith("scopes=")]
+        keys[bytes.fromhex(match[2])] = Identity(match[1], _scopes(path, number, scoped[-1]) if scoped else ORDINARY)
+        if rest := [word for word in words if word not in scoped]:
+            terms[match[1]] = _terms(path, number, rest)
+    if not keys:
         raise _unusable(path, f"{path} holds no key")
-    return KeyFile(tenants, terms)
+    return KeyFile(keys, terms)
+
+
+def _scopes(path: Path, number: int, word: str) -> frozenset[Scope]:
+    try:
+        return scopes_of(word.removeprefix("scopes=").split(","))
+    except ValueError as error:
+        raise _unusable(path, f"{path} line {number}: {error}; allowed: {', '.join(Scope)}") from None
 
 
 def _terms(path: Path, number: int, words: list[str]) -> TenantTerms:
-    weight, tokens = 1.0, None
+    weight = 1.0
+    tokens = concurrency = None
     for word in words:
         name, _, text = word.partition("=")
         try:
@@ -129,10 +139,12 @@ def _terms(path: Path, number: int, words: list[str]) -> TenantTerms:
             weight = value
         elif name == "tokens_per_minute" and value >= 1 and value.is_integer():
             tokens = int(value)
+        elif name == "concurrency" and value >= 1 and value.is_integer():
+            concurrency = int(value)
         else:
-            allowed = "weight=N with N > 0, tokens_per_minute=N with a whole N >= 1"
+            allowed = "weight=N with N > 0, tokens_per_minute=N and concurrency=N with a whole N >= 1, scopes=A,B"
             raise _unusable(path, f"{path} line {number}: {word!r} is no term; allowed: {allowed}")
-    return TenantTerms(weight, tokens)
+    return TenantTerms(weight, tokens, concurrency)
 
 
 def _unusable(path: Path, message: str) -> SettingsError:

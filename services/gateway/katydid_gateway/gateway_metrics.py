@@ -29,7 +29,7 @@ class GatewayMetrics:
         self.registry = metrics.registry
         self.render = metrics.render
         self.finished = metrics.counter("finished_requests", "Requests ended, by api and outcome", ("api", "outcome"))
-        self.in_flight = metrics.gauge("in_flight_requests", "Requests being answered now")
+        self.in_flight = metrics.gauge("in_flight_requests", "Requests being answered now", add_up=True)
         self.ttft = metrics.histogram("ttft_seconds", "Receipt of a request to its first output", bounds=TTFT_SECONDS)
         self.tpot = metrics.histogram("tpot_seconds", "Mean time per output token after the first", bounds=TPOT_SECONDS)
         self.phase = metrics.histogram(
@@ -54,7 +54,9 @@ class GatewayMetrics:
         )
         self.routed = metrics.counter("routed_requests", "Requests sent, by engine", ("engine",))
         self.failed = metrics.counter("failed_requests", "Requests an engine failed or refused", ("engine",))
-        self.queued = metrics.gauge("queued_requests", "Requests that wait here for an engine, by class", ("priority",))
+        self.queued = metrics.gauge(
+            "queued_requests", "Requests that wait here for an engine, by class", ("priority",), add_up=True
+        )
         self.shed = metrics.counter("shed_requests", "Requests refused before any work, by reason", ("reason",))
         self.resumed = metrics.counter(
             "resumed_choices", "Choices that went on elsewhere in mid-answer, by the engine that was lost", ("engine",)

@@ -25,8 +25,8 @@ from katydid_runtime.errors import (
 )
 from katydid_runtime.telemetry import Telemetry
 
+from katydid_gateway.access.door import Door
 from katydid_gateway.answer import Answer
-from katydid_gateway.api_keys import ApiKeys
 from katydid_gateway.capture import Capture
 from katydid_gateway.dispatch import Dispatcher
 from katydid_gateway.engines.fleet import Fleet
@@ -55,7 +55,7 @@ class Generator:
         settings: GatewaySettings,
         text: ModelText,
         fleet: Fleet,
-        keys: ApiKeys,
+        door: Door,
         telemetry: Telemetry,
         metrics: GatewayMetrics,
         capture: Capture | None = None,
@@ -75,7 +75,7 @@ class Generator:
         self._dispatcher = Dispatcher(fleet, metrics)
         self.flow = FlowControl(
             fleet.router,
-            keys.terms,
+            door.terms,
             metrics,
             engine_queue_s=settings.engine_queue_s,
             max_queued=settings.max_queued,
@@ -85,6 +85,11 @@ class Generator:
         self.recent = RecentRequests()
         self._in_flight = 0
         self._answers: set[Answer] = set()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests being answered now."""
+        return self._in_flight
 
     @asynccontextmanager
     async def answer(self, request: GenerationRequest, caller: Caller, api: str) -> AsyncIterator[Answer]:

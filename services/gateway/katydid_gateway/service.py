@@ -16,8 +16,9 @@ from katydid_runtime.errors import PayloadTooLargeError
 from katydid_runtime.trace_context import TraceContext
 
 from katydid_gateway import wire
+from katydid_gateway.access.door import Door
+from katydid_gateway.access.scopes import Scope
 from katydid_gateway.answer import SLOW_CLIENT_GRACE_S, Answer
-from katydid_gateway.api_keys import ApiKeys
 from katydid_gateway.generation import Generator
 from katydid_gateway.requests import Caller, Delta, GenerationRequest, Prompt, TextPrompt
 
@@ -33,9 +34,9 @@ class InferenceServicer(InferenceServiceServicer):
     The last event of a Generate or Chat has usage and timing and nothing else.
     """
 
-    def __init__(self, generator: Generator, keys: ApiKeys, max_message_bytes: int) -> None:
+    def __init__(self, generator: Generator, door: Door, max_message_bytes: int) -> None:
         self._generator = generator
-        self._keys = keys
+        self._door = door
         self._max_message_bytes = max_message_bytes
 
     def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
@@ -45,17 +46,17 @@ class InferenceServicer(InferenceServiceServicer):
         return self._answer(request, context, "grpc_chat", lambda: wire.conversation_from(request), wire.chat_event)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        self._caller(request, context)
+        await self._caller(request, context, Scope.TOKENIZE)
         prompt: Prompt = wire.conversation_from(request) if request.messages else TextPrompt(request.text)
         encoded = await self._generator.encode(request.model, prompt)
         return pb.TokenizeResponse(token_ids=encoded.ids, tokens=encoded.tokens, prompt=encoded.text)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        self._caller(request, context)
+        await self._caller(request, context, Scope.TOKENIZE)
         return pb.DetokenizeResponse(text=self._generator.decode(request.model, request.token_ids))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
-        self._caller(request, context)
+        await self._caller(request, context, None)
         limits = self._generator.fleet.limits
         model = pb.Model(
             id=limits.model, max_model_tokens=limits.max_model_tokens, engines=self._generator.fleet.healthy
@@ -63,7 +64,7 @@ class InferenceServicer(InferenceServiceServicer):
         return pb.ListModelsResponse(models=[model])
 
     async def ExplainRoute(self, request: pb.ExplainRouteRequest, context: Context) -> pb.ExplainRouteResponse:
-        caller, _ = self._caller(request, context)
+        caller, _ = await self._caller(request, context, Scope.EXPLAIN)
         prompt: Prompt = wire.conversation_from(request) if request.messages else wire.prompt_from(request.prompt)
         routed, decision = await self._generator.explain(
             request.model,
@@ -83,33 +84,31 @@ class InferenceServicer(InferenceServiceServicer):
         prompt: Callable[[], Prompt],
         event: Callable[[str, Delta], Event],
     ) -> AsyncIterator[Event]:
-        caller, request_id = self._caller(request, context)
+        caller, request_id = await self._caller(request, context, Scope.INFERENCE)
         asked = GenerationRequest(
             prompt(),
             request.model,
             wire.sampling_from(request.sampling),
             wire.options_from(request.options, request_id),
         )
-        async with self._generator.answer(asked, caller, api) as answer:
-            _watch_writer(answer)
-            async for batch in answer.batches():
-                for delta in batch:
-                    if not delta.empty:
-                        yield event(answer.request_id, delta)
-            last = event(answer.request_id, Delta(0))
-            usage, timing = wire.usage_and_timing(answer.result)
-            last.usage.CopyFrom(usage)
-            last.timing.CopyFrom(timing)
-            if isinstance(last, pb.GenerateResponse):
-                last.prompt_logprobs.extend(map(wire.logprob_message, answer.prompt_logprobs))
-            yield last
+        with self._door.place(caller.tenant):
+            async with self._generator.answer(asked, caller, api) as answer:
+                _watch_writer(answer)
+                async for batch in answer.batches():
+                    for delta in batch:
+                        if not delta.empty:
+                            yield event(answer.request_id, delta)
+                yield _account(event(answer.request_id, Delta(0)), answer)
 
-    def _caller(self, request: Message, context: Context) -> tuple[Caller, str]:
-        """Who calls, under which request id. Raises UnauthenticatedError, PayloadTooLargeError."""
+    async def _caller(self, request: Message, context: Context, needed: Scope | None) -> tuple[Caller, str]:
+        """Who calls, under which request id.
+
+        Raises UnauthenticatedError, PermissionDeniedError, PayloadTooLargeError.
+        """
         received_ns = time.time_ns()
         metadata = [(key, value) for key, value in context.invocation_metadata() or () if isinstance(value, str)]
         known = dict(metadata)
-        tenant = self._keys.tenant(known.get("authorization", ""))
+        tenant = await self._door.tenant(known.get("authorization", ""), needed)
         size = request.ByteSize()
         if size > self._max_message_bytes:
             raise PayloadTooLargeError(
@@ -117,6 +116,16 @@ class InferenceServicer(InferenceServiceServicer):
             )
         caller = Caller(received_ns, tenant, TraceContext.from_headers(metadata), context.time_remaining())
         return caller, known.get("x-request-id") or f"req-{uuid.uuid4().hex}"
+
+
+def _account(last: Event, answer: Answer) -> Event:
+    """The last event, with what the request used and where its time went."""
+    usage, timing = wire.usage_and_timing(answer.result)
+    last.usage.CopyFrom(usage)
+    last.timing.CopyFrom(timing)
+    if isinstance(last, pb.GenerateResponse):
+        last.prompt_logprobs.extend(map(wire.logprob_message, answer.prompt_logprobs))
+    return last
 
 
 def _watch_writer(answer: Answer) -> None:

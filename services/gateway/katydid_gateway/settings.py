@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from katydid_runtime.fault_delays import delays_at
-from katydid_runtime.settings import CommaSeparated, DialingSettings
+from katydid_runtime.settings import CommaSeparated
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_settings import NoDecode, SettingsConfigDict
+
+from katydid_gateway.access_settings import AccessSettings
 
 __all__ = ["EngineAddress", "GatewaySettings"]
 
@@ -35,7 +37,7 @@ def _engine(item: str) -> EngineAddress:
     return EngineAddress(name, address) if separator else EngineAddress(item, item)
 
 
-class GatewaySettings(DialingSettings):
+class GatewaySettings(AccessSettings):
     """Serves the OpenAI HTTP API and katydid.gateway.v1 in front of a fleet of engines."""
 
     model_config = SettingsConfigDict(env_prefix="KATYDID_GATEWAY_")
@@ -60,11 +62,6 @@ class GatewaySettings(DialingSettings):
     )
     index_bytes: int = Field(
         256 * 2**20, ge=2**20, description="memory for what is known of engines' and cache instances' blocks"
-    )
-    api_keys_file: str | None = Field(
-        None,
-        description="file of API keys, read again when it changes, a line each: "
-        "NAME SHA256-OF-KEY-IN-HEX [weight=N] [tokens_per_minute=N]",
     )
     cache_salt_secret: SecretStr | None = Field(None, description="HMAC key that separates tenants' cached blocks")
     public_blocks: int = Field(0, ge=0, description="leading 64-token blocks that tenants share despite the secret")
@@ -100,6 +97,18 @@ class GatewaySettings(DialingSettings):
     fault_delays: Annotated[
         dict[str, float], NoDecode, BeforeValidator(delays_at("tokenise", "route", "transport"))
     ] = Field({}, description="for tests: delays, point:milliseconds,... at tokenise, route, transport")
+
+    def of_one_process(self) -> Self:
+        """The same for one of several processes: what is given to the gateway as a whole is divided."""
+        divided = (
+            "max_requests",
+            "max_queued",
+            "token_cache_bytes",
+            "chain_cache_bytes",
+            "index_bytes",
+            "capture_bytes",
+        )
+        return self.model_copy(update={name: -(-getattr(self, name) // self.processes) for name in divided})
 
     def engine_addresses(self) -> tuple[EngineAddress, ...]:
         """The fleet in the order given."""

@@ -33,11 +33,13 @@ class Exposition:
         self._ready = ready
         self._server: asyncio.Server | None = None
 
-    async def start(self, address: str) -> str:
+    async def start(self, address: str, *, reuse_port: bool = False) -> str:
         """Listen on `host:port` and return it with the port really bound. Raises AddressInUseError, SettingsError."""
         host, port = split_address(address)
         try:
-            self._server = await asyncio.start_server(self._handle, host, port, limit=_HEADER_LIMIT)
+            self._server = await asyncio.start_server(
+                self._handle, host, port, limit=_HEADER_LIMIT, reuse_port=reuse_port or None
+            )
         except OSError as error:
             raise AddressInUseError(
                 f"cannot listen on http address {address}: {error.strerror}", field="http_listen", value=address

@@ -6,14 +6,16 @@ histogram instead of being interpolated between two buckets.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 __all__ = [
+    "SHARED_METRICS",
     "STEP_SECONDS",
     "TEXT_TYPE",
     "TOKENS",
@@ -37,6 +39,8 @@ UNITS = (
     "clients", "leases", "engines", "caches", "lanes", "replicas",
 )  # fmt: skip
 
+SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
+"""The variable of the folder in which several processes of one service keep their metrics, which each shows as one."""
 TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _NAME = re.compile(rf"[a-z][a-z0-9_]*_(?:{'|'.join(UNITS)})")
@@ -63,10 +67,12 @@ class Metrics:
 
         return Counter(self._full(name), help_text, labels, registry=self.registry)
 
-    def gauge(self, name: str, help_text: str, labels: Sequence[str] = ()) -> Gauge:
+    def gauge(self, name: str, help_text: str, labels: Sequence[str] = (), *, add_up: bool = False) -> Gauge:
+        """Of several processes of one service the largest is shown, or with `add_up` the sum."""
         from prometheus_client import Gauge
 
-        return Gauge(self._full(name), help_text, labels, registry=self.registry)
+        mode: Literal["livesum", "livemax"] = "livesum" if add_up else "livemax"
+        return Gauge(self._full(name), help_text, labels, registry=self.registry, multiprocess_mode=mode)
 
     def histogram(self, name: str, help_text: str, labels: Sequence[str] = (), *, bounds: Sequence[float]) -> Histogram:
         from prometheus_client import Histogram
@@ -76,10 +82,16 @@ class Metrics:
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """Everything registered, and its content type: OpenMetrics, which has exemplars, for a scraper whose Accept
         header names it; else Prometheus' own text."""
+        from prometheus_client import CollectorRegistry
         from prometheus_client.exposition import choose_encoder
+        from prometheus_client.multiprocess import MultiProcessCollector
 
         encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        registry = self.registry
+        if folder := os.environ.get(SHARED_METRICS):
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry, folder)  # type: ignore[no-untyped-call]
+        return encode(registry), content_type
 
     def _full(self, name: str) -> str:
         if not _NAME.fullmatch(name):

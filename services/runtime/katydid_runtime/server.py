@@ -29,7 +29,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from katydid_runtime import log
-from katydid_runtime.channel import CHANNEL_OPTIONS
+from katydid_runtime.channel import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from katydid_runtime.errors import AddressInUseError, DrainingError, KatydidError, SettingsError
 from katydid_runtime.exposition import split_address
 from katydid_runtime.interceptors import AroundInterceptor, Context
@@ -41,8 +41,6 @@ __all__ = ["Admit", "RpcServer"]
 _SERVER_OPTIONS = (
     *CHANNEL_OPTIONS,
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    # Without this a second process binds the same port and silently takes half of the connections.
-    ("grpc.so_reuseport", 0),
 )
 
 _REFUSAL_S = 0.1
@@ -59,7 +57,8 @@ class RpcServer:
 
     `services` are the full names for health and reflection; `long_lived` the full methods ("/pkg.Service/Method") a
     drain does not wait for; `tls` is for TCP addresses, see `katydid_runtime.tls`; `admit` is called with method and
-    metadata of every RPC and raises for one that is not to be. Register servicers on `grpc` before `start`.
+    metadata of every RPC and raises for one that is not to be; `reuse_port` lets several processes listen on one port;
+    messages above `max_message_bytes` are refused before they are parsed. Register servicers on `grpc` before `start`.
     """
 
     def __init__(
@@ -71,8 +70,11 @@ class RpcServer:
         drain_timeout_s: float = 30.0,
         tls: ServerTls | None = None,
         admit: Admit | None = None,
+        reuse_port: bool = False,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self.address = listen
+        self._reuse_port = reuse_port
         self._services = tuple(services)
         self._long_lived = frozenset(long_lived)
         self._drain_timeout_s = drain_timeout_s
@@ -90,7 +92,12 @@ class RpcServer:
                 error_interceptor(),
                 AroundInterceptor(self._count, lambda method: not method.startswith(_INFRASTRUCTURE)),
             ),
-            options=_SERVER_OPTIONS,
+            options=(
+                *_SERVER_OPTIONS,
+                ("grpc.max_receive_message_length", max_message_bytes),
+                # Else a second process binds the same port and silently takes half of the connections.
+                ("grpc.so_reuseport", int(reuse_port)),
+            ),
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         reflection.enable_server_reflection(
@@ -210,7 +217,8 @@ class RpcServer:
         else:
             host, port = split_address(address)
             where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            _refuse_taken_port(host, port, address)
+            if not self._reuse_port:
+                _refuse_taken_port(host, port, address)
         try:
             if self._credentials is None or address.startswith("unix:"):
                 bound = self.grpc.add_insecure_port(where)

@@ -1,11 +1,17 @@
 """TLS both ways: what a server shows and asks for, and what a client trusts and shows.
 
-It is spoken on TCP alone: a Unix socket is plain text behind the permissions of its file. Files are read at start.
+It is spoken on TCP alone: a Unix socket is plain text behind the permissions of its file. A server's files are read
+again when they change, for the connections from then on; files that do not fit together are logged, and those before
+stay in use. A client's are read at start.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import ssl
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +19,11 @@ import grpc
 
 from katydid_runtime.errors import SettingsError
 
-__all__ = ["ServerTls", "Tls", "client_tls", "server_tls"]
+__all__ = ["CertificateWatch", "ServerTls", "Tls", "client_tls", "server_tls"]
+
+_LOOK_S = 1.0
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +47,64 @@ class ServerTls:
     client_ca_file: str | None = None
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Raises SettingsError when a file can't be read."""
+        """Credentials that follow the files. Raises SettingsError when one can't be read."""
+        watch = CertificateWatch(self)
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            return self._configuration() if watch.changed() else None
+
+        return grpc.dynamic_ssl_server_credentials(
+            self._configuration(),
+            fetch,  # type: ignore[arg-type]  # None says that nothing has changed
+            require_client_authentication=self.client_ca_file is not None,
+        )
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
         pair = _read("tls_key_file", self.key_file), _read("tls_cert_file", self.cert_file)
         roots = None if self.client_ca_file is None else _read("tls_client_ca_file", self.client_ca_file)
-        return grpc.ssl_server_credentials([pair], roots, require_client_auth=roots is not None)
+        return grpc.ssl_server_certificate_configuration([pair], roots)
+
+
+class CertificateWatch:
+    """Tells when a server's files have become others that fit together; may be asked from any thread, at any rate."""
+
+    def __init__(self, tls: ServerTls) -> None:
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._seen = self._stamps()
+        self._looked_at = time.monotonic()
+
+    def changed(self) -> bool:
+        """True once for every change. Looks once a second."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._looked_at < _LOOK_S:
+                return False
+            self._looked_at = now
+            stamps = self._stamps()
+            if stamps == self._seen:
+                return False
+            self._seen = stamps
+        tls = self._tls
+        try:
+            server_tls(tls.cert_file, tls.key_file, tls.client_ca_file)
+        except SettingsError as error:
+            logger.error("certificates stay as they were: %s", error.message)
+            return False
+        logger.info("certificates were read again", extra={"tls_cert_file": tls.cert_file})
+        return True
+
+    def _stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
+        files = (self._tls.cert_file, self._tls.key_file, self._tls.client_ca_file)
+        return tuple(None if path is None else _stamp(path) for path in files)
+
+
+def _stamp(path: str) -> tuple[int, int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ino, status.st_size
 
 
 def server_tls(cert_file: str | None, key_file: str | None, client_ca_file: str | None) -> ServerTls | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Mapping
 from functools import reduce
 
 from katydid.engine.v1 import engine_pb2 as pb
@@ -17,7 +16,7 @@ from katydid_gateway.engines.engine_session import EngineSession
 from katydid_gateway.engines.parity import Parity
 from katydid_gateway.gateway_metrics import GatewayMetrics
 from katydid_gateway.routing.router import Router
-from katydid_gateway.settings import GatewaySettings
+from katydid_gateway.settings import EngineAddress, GatewaySettings
 from katydid_gateway.validation import ModelLimits
 
 __all__ = ["Fleet"]
@@ -36,10 +35,11 @@ class Fleet:
         self._identity = b""
         self._limits: ModelLimits | None = None
         self._cache_task: asyncio.Task[None] | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         client = f"gateway-{socket.gethostname()}-{os.getpid()}"
-        self.connections: Mapping[str, EngineConnection] = {
-            where.name: EngineConnection(
+
+        def connection(where: EngineAddress) -> EngineConnection:
+            return EngineConnection(
                 where,
                 router,
                 metrics,
@@ -49,8 +49,11 @@ class Fleet:
                 admit=self._admit,
                 transport_delay_s=settings.fault_delays.get("transport", 0.0),
             )
-            for where in settings.engine_addresses()
-        }
+
+        self._connection = connection
+        self.connections: dict[str, EngineConnection] = {}
+        for where in settings.engine_addresses():
+            self.connections[where.name] = connection(where)
 
     @property
     def ready(self) -> bool:
@@ -76,16 +79,31 @@ class Fleet:
 
     def session(self, engine: str) -> EngineSession:
         """Raises UnavailableError when the engine is not connected."""
-        session = self.connections[engine].session
+        connection = self.connections.get(engine)
+        session = None if connection is None else connection.session
         if session is None:
             raise UnavailableError(f"engine {engine} is not connected")
         return session
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(connection.run()) for connection in self.connections.values()]
+        for name, connection in self.connections.items():
+            self._tasks[name] = asyncio.create_task(connection.run())
+
+    def add(self, where: EngineAddress) -> None:
+        """One more engine, under a name that none has."""
+        self.connections[where.name] = self._connection(where)
+        self._tasks[where.name] = asyncio.create_task(self.connections[where.name].run())
+
+    async def remove(self, name: str) -> None:
+        """Leave an engine: its requests are told that it is lost."""
+        task = self._tasks.pop(name)
+        del self.connections[name]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        del self.router.engines[name]
 
     async def stop(self) -> None:
-        tasks = [*self._tasks, *([self._cache_task] if self._cache_task is not None else [])]
+        tasks = [*self._tasks.values(), *([self._cache_task] if self._cache_task is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -15,10 +15,11 @@ __all__ = ["Budgets", "Reservation", "TenantTerms"]
 
 @dataclass(frozen=True, slots=True)
 class TenantTerms:
-    """What a tenant was given: its share of busy engines, and tokens a minute (None: any number)."""
+    """What a tenant was given: its share of busy engines, tokens a minute and requests at a time (None: any number)."""
 
     weight: float = 1.0
     tokens_per_minute: int | None = None
+    concurrency: int | None = None
 
 
 @dataclass(eq=False, slots=True)

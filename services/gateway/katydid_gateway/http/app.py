@@ -18,7 +18,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from katydid_gateway.api_keys import ApiKeys
+from katydid_gateway.access.door import Door
+from katydid_gateway.access.scopes import Scope as Allowed
 from katydid_gateway.engines.fleet import Fleet
 from katydid_gateway.gateway_metrics import GatewayMetrics
 from katydid_gateway.generation import Generator
@@ -45,9 +46,17 @@ class _Work(Protocol):
 class _Post:
     """An endpoint as an ASGI application: everything around `work.handle`."""
 
-    def __init__(self, work: _Work, keys: ApiKeys, max_body_bytes: int, errors: ErrorWords = OPENAI_ERRORS) -> None:
+    def __init__(
+        self,
+        work: _Work,
+        door: Door,
+        max_body_bytes: int,
+        errors: ErrorWords = OPENAI_ERRORS,
+        needed: Allowed = Allowed.INFERENCE,
+    ) -> None:
         self._work = work
-        self._keys = keys
+        self._door = door
+        self._needed = needed
         self._max_body_bytes = max_body_bytes
         self._errors = errors
 
@@ -56,10 +65,11 @@ class _Post:
         exchange = Exchange(scope, receive, send)
         exchange.errors = self._errors
         try:
-            tenant = self._keys.tenant(_authorization(exchange.headers))
-            raw = await exchange.body(self._max_body_bytes)
-            caller = Caller(received_ns, tenant, TraceContext.from_headers(exchange.headers.raw))
-            await self._work.handle(exchange, raw, caller)
+            tenant = await self._door.tenant(_authorization(exchange.headers), self._needed)
+            with self._door.place(tenant):
+                raw = await exchange.body(self._max_body_bytes)
+                caller = Caller(received_ns, tenant, TraceContext.from_headers(exchange.headers.raw))
+                await self._work.handle(exchange, raw, caller)
         except RequestAbortedError as error:
             # A slow client gets the reason if it comes back in time; of one that left nobody is there to tell.
             if isinstance(error, SlowClientError):
@@ -77,21 +87,21 @@ def _authorization(headers: Headers) -> str:
 
 
 def http_app(
-    settings: GatewaySettings, generator: Generator, fleet: Fleet, keys: ApiKeys, metrics: GatewayMetrics
+    settings: GatewaySettings, generator: Generator, fleet: Fleet, door: Door, metrics: GatewayMetrics
 ) -> Starlette:
     """The ASGI application."""
     keepalive_s = settings.sse_keepalive_s
     started = int(time.time())
 
-    def post(path: str, work: _Work, errors: ErrorWords = OPENAI_ERRORS) -> Route:
-        return Route(path, _Post(work, keys, settings.max_body_bytes, errors), methods=["POST"])
+    def post(path: str, work: _Work, errors: ErrorWords = OPENAI_ERRORS, needed: Allowed = Allowed.INFERENCE) -> Route:
+        return Route(path, _Post(work, door, settings.max_body_bytes, errors, needed), methods=["POST"])
 
     async def list_models(request: Request) -> Response:
-        tenant(request)
+        await tenant(request)
         return _json({"object": "list", "data": [_model(fleet, started)]})
 
     async def get_model(request: Request) -> Response:
-        tenant(request)
+        await tenant(request)
         asked, known = request.path_params["model"], fleet.limits.model
         if asked != known:
             raise UnknownModelError(
@@ -108,14 +118,19 @@ def http_app(
         return PlainTextResponse("ready\n")
 
     async def exposition(request: Request) -> Response:
+        if settings.metrics_need_scope:
+            await tenant(request, Allowed.METRICS)
         text, content_type = metrics.render(request.headers.get("accept", ""))
         return Response(text, headers={"content-type": content_type})
 
-    def tenant(request: Request) -> str:
-        return keys.tenant(_authorization(request.headers))
+    async def tenant(request: Request, needed: Allowed | None = None) -> str:
+        return await door.tenant(_authorization(request.headers), needed)
 
     console = (
-        [post("/console/api/explain", Explain(generator)), *console_routes(generator, metrics, tenant)]
+        [
+            post("/console/api/explain", Explain(generator), needed=Allowed.EXPLAIN),
+            *console_routes(generator, metrics, tenant),
+        ]
         if settings.console
         else []
     )
@@ -125,9 +140,9 @@ def http_app(
             post("/v1/completions", Completions(generator, keepalive_s, settings.max_prompts)),
             post("/v1/responses", Responses(generator, keepalive_s), RESPONSES_ERRORS),
             post("/v1/messages", Messages(generator, keepalive_s), ANTHROPIC_ERRORS),
-            post("/v1/messages/count_tokens", CountTokens(generator), ANTHROPIC_ERRORS),
-            post("/tokenize", Tokenize(generator)),
-            post("/detokenize", Detokenize(generator)),
+            post("/v1/messages/count_tokens", CountTokens(generator), ANTHROPIC_ERRORS, Allowed.TOKENIZE),
+            post("/tokenize", Tokenize(generator), needed=Allowed.TOKENIZE),
+            post("/detokenize", Detokenize(generator), needed=Allowed.TOKENIZE),
             Route("/v1/models", list_models),
             Route("/v1/models/{model:path}", get_model),
             Route("/healthz", alive),

@@ -7,7 +7,7 @@ Its files are served from memory under a policy that lets it load nothing from a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
@@ -49,7 +49,9 @@ _HEADERS = {
 _encode = msgspec.json.Encoder().encode
 
 
-def console_routes(generator: Generator, metrics: GatewayMetrics, tenant: Callable[[Request], str]) -> list[Route]:
+def console_routes(
+    generator: Generator, metrics: GatewayMetrics, tenant: Callable[[Request], Awaitable[str]]
+) -> list[Route]:
     """The page's routes; `tenant` raises UnauthenticatedError for who may not ask."""
     pages = {
         entry.name: (entry.read_bytes(), _TYPES[entry.name.rpartition(".")[2]])
@@ -68,16 +70,16 @@ def console_routes(generator: Generator, metrics: GatewayMetrics, tenant: Callab
         return RedirectResponse("console/", 308)
 
     async def fleet(request: Request) -> Response:
-        tenant(request)
+        await tenant(request)
         model = generator.fleet.limits.model if generator.fleet.ready else ""
         return _json(fleet_view(generator.fleet.router, metrics, model))
 
     async def requests(request: Request) -> Response:
-        return _json({"requests": [_recent(each) for each in generator.recent.of(tenant(request), SHOWN)]})
+        return _json({"requests": [_recent(each) for each in generator.recent.of(await tenant(request), SHOWN)]})
 
     async def one(request: Request) -> Response:
         name = request.path_params["id"]
-        found = generator.recent.get(tenant(request), name)
+        found = generator.recent.get(await tenant(request), name)
         if found is None:
             raise NotFoundError(f"request {name!r} is not among the last ones", field="id", value=name)
         return _json(_recent(found))

@@ -11,12 +11,13 @@ from contextlib import contextmanager
 import uvicorn
 from katydid_runtime.errors import AddressInUseError
 from katydid_runtime.exposition import split_address
-from katydid_runtime.tls import ServerTls
+from katydid_runtime.tls import CertificateWatch, ServerTls
 from starlette.applications import Starlette
 
 __all__ = ["HttpServer"]
 
 BACKLOG = 4096
+_LOOK_S = 1.0
 KEEP_ALIVE_S = 75
 
 
@@ -27,7 +28,10 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves `app` on `host:port`, as HTTPS when there is `tls`."""
+    """Serves `app` on `host:port`, as HTTPS when there is `tls`, whose files are read again when they change.
+
+    An authority of clients that is taken out of its file stays trusted until the process starts again.
+    """
 
     def __init__(self, app: Starlette, tls: ServerTls | None = None) -> None:
         config = uvicorn.Config(
@@ -44,16 +48,24 @@ class HttpServer:
             ssl_ca_certs=tls.client_ca_file if tls else None,
             ssl_cert_reqs=ssl.CERT_REQUIRED if tls and tls.client_ca_file else ssl.CERT_NONE,
         )
+        self._config = config
+        self._tls = tls
         self._server = _Uvicorn(config)
         self._task: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
-    async def start(self, address: str) -> str:
-        """Listen; returns the address with the port really bound. Raises AddressInUseError, SettingsError."""
+    async def start(self, address: str, *, reuse_port: bool = False) -> str:
+        """Listen, with `reuse_port` beside other processes; returns the address with the port really bound.
+
+        Raises AddressInUseError, SettingsError.
+        """
         host, port = split_address(address)
         # asyncio sets TCP_NODELAY only where the protocol is named; without it an answer waits 40 ms for an ACK.
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
             listener.bind((host, port))
             listener.listen(BACKLOG)
@@ -62,11 +74,26 @@ class HttpServer:
             raise AddressInUseError(
                 f"cannot listen on {address}: {error.strerror}", field="http_listen", value=address
             ) from error
+        self._config.load()
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))
+        if self._tls is not None:
+            self._watching = asyncio.create_task(self._follow(self._tls))
         return f"{host}:{listener.getsockname()[1]}"
 
     async def stop(self) -> None:
         """Close idle connections at once and busy ones within a second."""
+        if self._watching is not None:
+            self._watching.cancel()
         self._server.should_exit = True
         if self._task is not None:
             await self._task
+
+    async def _follow(self, tls: ServerTls) -> None:
+        """The context of the listener takes new files up; connections that stand keep theirs."""
+        watch = CertificateWatch(tls)
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if self._config.ssl is not None and watch.changed():
+                self._config.ssl.load_cert_chain(tls.cert_file, tls.key_file)
+                if tls.client_ca_file is not None:
+                    self._config.ssl.load_verify_locations(tls.client_ca_file)

@@ -1,0 +1,82 @@
+"""Which addresses engines may be added at: an allow-list of networks and ports, so that nobody makes the gateway call
+what only it can reach.
+
+A name is resolved once, every address it has must be allowed, and the first is connected to from then on: what it means
+later changes nothing. Link-local addresses, where clouds keep their metadata, and those that are no host's are refused
+whatever the list says; loopback is refused unless a network of the list lies within it. gRPC follows no redirects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+
+from katydid_runtime.errors import InvalidRequestError, PermissionDeniedError, SettingsError
+from katydid_runtime.exposition import split_address
+
+__all__ = ["EngineAllowList"]
+
+_RESOLVE_TIMEOUT_S = 5.0
+
+
+class EngineAllowList:
+    """`networks` as 10.0.0.0/8, `ports` as FIRST-LAST."""
+
+    def __init__(self, networks: Sequence[str], ports: str) -> None:
+        self._networks = [ip_network(network) for network in networks]
+        first, _, last = ports.partition("-")
+        self._ports = range(int(first), int(last) + 1)
+
+    async def resolved(self, address: str) -> str:
+        """The address to connect to. Raises PermissionDeniedError for one that is not allowed, InvalidRequestError."""
+        if not self._networks:
+            raise PermissionDeniedError(
+                "engines cannot be added: no network is allowed", field="address", value=address, allowed="none"
+            )
+        try:
+            host, port = split_address(address)
+        except SettingsError as error:
+            raise InvalidRequestError(error.message, field="address", value=address, allowed="host:port") from error
+        if port not in self._ports:
+            raise PermissionDeniedError(
+                f"port {port} is not allowed",
+                field="address",
+                value=address,
+                allowed=f"ports {self._ports.start}-{self._ports.stop - 1}",
+            )
+        found = await _addresses(host, address)
+        for each in found:
+            if reason := self._objection(each):
+                raise PermissionDeniedError(
+                    f"{address} is {each}, {reason}",
+                    field="address",
+                    value=address,
+                    allowed=", ".join(map(str, self._networks)),
+                )
+        chosen = found[0]
+        return f"[{chosen}]:{port}" if chosen.version == 6 else f"{chosen}:{port}"
+
+    def _objection(self, address: IPv4Address | IPv6Address) -> str:
+        if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+            address = address.ipv4_mapped
+        if address.is_link_local:
+            return "a link-local address"
+        if address.is_multicast or address.is_unspecified or (address.is_reserved and not address.is_loopback):
+            return "no address of a host"
+        holders = [network for network in self._networks if address in network]
+        if not holders:
+            return "in no network that is allowed"
+        if address.is_loopback and not any(network.is_loopback for network in holders):
+            return "a loopback address"
+        return ""
+
+
+async def _addresses(host: str, address: str) -> list[IPv4Address | IPv6Address]:
+    try:
+        async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
+            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (TimeoutError, OSError, UnicodeError) as error:
+        raise InvalidRequestError(f"{host} has no address", field="address", value=address) from error
+    return [ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]

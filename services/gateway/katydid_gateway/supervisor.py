@@ -1,0 +1,189 @@
+"""The parent of several gateway processes on the same ports: starts them, again when they die or hang, drains all.
+
+The kernel spreads connections over the processes (SO_REUSEPORT). They share their metrics, and nothing else: each has
+its own index, queue and part of the budgets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from katydid_runtime.errors import AddressInUseError, SettingsError
+from katydid_runtime.exposition import split_address
+from katydid_runtime.metrics import SHARED_METRICS
+
+from katydid_gateway.lifeline import READY
+from katydid_gateway.settings import GatewaySettings
+
+__all__ = ["Supervisor"]
+
+# A process whose loop stands still so long is killed; those that are loading a model folder have more time.
+SILENCE_S = 30.0
+START_S = 120.0
+# A process that lived so long may start again at once.
+_LIVED_S = 10.0
+_BACK_OFF_S = (0.1, 0.5, 2.0, 5.0)
+_MISCONFIGURED = 2
+# What a process may take beyond its drain.
+_KILL_AFTER_S = 10.0
+
+_PORTS = {"listen": "--listen", "http_listen": "--http-listen", "probe_listen": "--probe-listen"}
+
+logger = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """`words` are the command line that the processes get too."""
+
+    def __init__(self, settings: GatewaySettings, words: Sequence[str]) -> None:
+        if settings.listen.startswith("unix:"):
+            raise SettingsError(
+                "several processes cannot share a Unix socket",
+                field="listen",
+                value=settings.listen,
+                allowed="host:port",
+            )
+        self._settings = settings
+        self._words = tuple(words)
+        self._running: dict[int, asyncio.subprocess.Process] = {}
+        self._ready: set[int] = set()
+        self._stopping = asyncio.Event()
+        self._code = 0
+
+    async def run(self) -> int:
+        """Until SIGTERM or SIGINT, or until no process can start; returns the exit code. Raises AddressInUseError."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        try:
+            with tempfile.TemporaryDirectory(prefix="katydid-gateway-") as shared, contextlib.ExitStack() as held:
+                words = [*self._words]
+                for name, option in _PORTS.items():
+                    if (address := getattr(self._settings, name)) is not None:
+                        words += [option, held.enter_context(_held(name, address))]
+                environment = {**os.environ, SHARED_METRICS: shared}
+                await asyncio.gather(
+                    *(self._keep(number, words, environment) for number in range(self._settings.processes))
+                )
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+        return self._code
+
+    async def _keep(self, number: int, words: Sequence[str], environment: dict[str, str]) -> None:
+        failures = 0
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            code = await self._one(number, words, environment)
+            if self._stopping.is_set():
+                self._code = self._code or code
+                return
+            if code == _MISCONFIGURED and number not in self._ready:
+                # It has said why; the others would say the same.
+                self._code = code
+                self._stop()
+                return
+            failures = 0 if time.monotonic() - began > _LIVED_S else failures + 1
+            logger.error("a gateway process ended", extra={"process": number, "code": code})
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), _BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)])
+
+    async def _one(self, number: int, words: Sequence[str], environment: dict[str, str]) -> int:
+        """One life of a process; returns its exit code."""
+        read, write = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "katydid_gateway", *words, "--process-pipe", str(write)),
+                pass_fds=[write],
+                env=environment,
+            )
+        finally:
+            os.close(write)
+        self._running[number] = process
+        if self._stopping.is_set():
+            process.terminate()
+        watch = asyncio.create_task(self._watch(number, process, read))
+        try:
+            return await process.wait()
+        finally:
+            del self._running[number]
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+            _forget_metrics(environment[SHARED_METRICS], process.pid)
+
+    async def _watch(self, number: int, process: asyncio.subprocess.Process, pipe: int) -> None:
+        """Reads its signs of life; a process without any is killed."""
+        reader = asyncio.StreamReader()
+        file = os.fdopen(pipe, "rb", buffering=0)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), file
+        )
+        patience_s = START_S
+        try:
+            while True:
+                async with asyncio.timeout(patience_s):
+                    signs = await reader.read(4096)
+                if not signs:
+                    return
+                if READY in signs:
+                    self._is_ready(number)
+                patience_s = SILENCE_S
+        except TimeoutError:
+            logger.error("a gateway process hangs and is killed", extra={"process": number, "pid": process.pid})
+            process.kill()
+        finally:
+            transport.close()
+
+    def _is_ready(self, number: int) -> None:
+        self._ready.add(number)
+        if len(self._ready) == self._settings.processes:
+            logger.info("all %d processes are ready", self._settings.processes)
+
+    def _stop(self) -> None:
+        """The first signal drains all, another cuts the drain short, as it does for one."""
+        self._stopping.set()
+        for process in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+        patience_s = self._settings.drain_timeout_s + _KILL_AFTER_S
+        asyncio.get_running_loop().call_later(patience_s, self._kill)
+
+    def _kill(self) -> None:
+        for process in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+
+@contextlib.contextmanager
+def _held(name: str, address: str) -> Iterator[str]:
+    """An address with its port chosen, which nobody else can take while the processes come and go."""
+    host, port = split_address(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        # Another gateway may not be joined by mistake: the port must be nobody's first.
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+        holder = socket.socket(family, socket.SOCK_STREAM)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind((host, port))
+    except OSError as error:
+        raise AddressInUseError(f"cannot listen on {address}: {error.strerror}", field=name, value=address) from error
+    with holder:
+        yield f"[{host}]:{holder.getsockname()[1]}" if ":" in host else f"{host}:{holder.getsockname()[1]}"
+
+
+def _forget_metrics(folder: str, pid: int) -> None:
+    """Figures of what a dead process was doing; what it has done still counts."""
+    for path in Path(folder).glob(f"gauge_live*_{pid}.db"):
+        path.unlink(missing_ok=True)
