@@ -74,6 +74,10 @@ CONFIGURATIONS: dict[str, tuple[str | None, dict[str, Any]]] = {
             "gateway": {"autoscaling": {"kind": "keda"}, "image": {"digest": f"sha256:{'0' * 64}"}},
         },
     ),
+    "cpu demo with TLS": (
+        "cpu-demo",
+        {"tls": {"enabled": True, "existingSecrets": {"gateway": "g", "engine": "e", "kvcache": "k"}}},
+    ),
     "neighbours": ("one-gpu", {"kvcache": {"node": {"peers": True}, "tokensSecret": "tokens"}}),
     "pool alone": (
         "cpu-demo",

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.certificates import make_certificate, needs_openssl
 from tests.chart.rendered import pods
 from tests.chart.test_images import composed, instructions
 
@@ -123,25 +124,38 @@ def of_compose() -> dict[str, dict[str, str]]:
     return {name: {key: str(value) for key, value in services[name]["environment"].items()} for name in services}
 
 
-def of_chart() -> dict[str, dict[str, str]]:
-    return {pod.component.partition("-")[0]: pod.environment for pod in pods("cpu-demo") if pod.component != "test"}
+def of_chart(configuration: str = "cpu-demo") -> dict[str, dict[str, str]]:
+    return {pod.component.partition("-")[0]: pod.environment for pod in pods(configuration) if pod.component != "test"}
 
 
-@pytest.mark.parametrize("told", [of_compose, of_chart])
+def of_chart_with_tls() -> dict[str, dict[str, str]]:
+    return of_chart("cpu demo with TLS")
+
+
+@pytest.mark.parametrize("told", [of_compose, of_chart, pytest.param(of_chart_with_tls, marks=needs_openssl)])
 def test_the_services_hold_a_conversation(
     environments: dict[str, Path], tmp_path: Path, told: Callable[[], dict[str, dict[str, str]]]
 ) -> None:
     everything = told()
     names = ("kvcache", "engine", "gateway")
+    secret = tmp_path / "tls"
+    encrypted = told is of_chart_with_tls
+    if encrypted:
+        # One for all, its own authority, of "localhost".
+        secret.mkdir()
+        made = make_certificate(tmp_path)
+        for source, name in ((made.cert_file, "tls.crt"), (made.cert_file, "ca.crt"), (made.key_file, "tls.key")):
+            shutil.copy(source, secret / name)
     used = sorted({int(port) for each in everything.values() for port in re.findall(r":(\d{4})\b", str(each))})
     ports = dict(zip(used, free_ports(len(used)), strict=True))
 
     def here(value: str) -> str:
         value = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", value)
         value = value.replace("/run/katydid", str(tmp_path)).replace("/var/lib/katydid", str(tmp_path / "blocks"))
-        value = value.replace("/opt/katydid/models", str(ROOT / "models"))
+        value = value.replace("/opt/katydid/models", str(ROOT / "models")).replace("/etc/katydid/tls", str(secret))
         for port, free in ports.items():
-            value = re.sub(rf"(?<![\w.-])[\w.-]+:{port}\b", f"127.0.0.1:{free}", value)
+            value = re.sub(rf"\b(0\.0\.0\.0|127\.0\.0\.1):{port}\b", f"127.0.0.1:{free}", value)
+            value = re.sub(rf"(?<![\w.-])[\w.-]*[a-z][\w.-]*:{port}\b", f"localhost:{free}", value)
         return value
 
     def probed(name: str) -> str:
@@ -153,10 +167,12 @@ def test_the_services_hold_a_conversation(
         for name in names:
             environment = {key: here(value) for key, value in everything[name].items()}
             running.enter_context(service(environments[name], name, environment, probed(name)))
-        gateway = here(everything["gateway"]["KATYDID_GATEWAY_HTTP_LISTEN"])
+        gateway = here(everything["gateway"]["KATYDID_GATEWAY_HTTP_LISTEN"]).replace("127.0.0.1", "localhost")
         done = subprocess.run(
             [str(environments["gateway"]), str(CONVERSATION)],
-            env={"GATEWAY_URL": f"http://{gateway}"},
+            env={"GATEWAY_URL": f"https://{gateway}", "TLS_FOLDER": str(secret)}
+            if encrypted
+            else {"GATEWAY_URL": f"http://{gateway}"},
             capture_output=True,
             text=True,
             timeout=120,
@@ -164,3 +180,13 @@ def test_the_services_hold_a_conversation(
         assert done.returncode == 0, done.stderr
         assert "model hy3-tiny" in done.stdout
         assert "streamed" in done.stdout
+        # What the operator's page tells to ask a cache's pod.
+        asked = [
+            "-m",
+            "katydid_cli",
+            "cache",
+            "stats",
+            "--address",
+            here(everything["kvcache"]["KATYDID_KVCACHE_LISTEN"]),
+        ]
+        subprocess.run([str(environments["kvcache"]), *asked], check=True, timeout=60)
