@@ -23,6 +23,7 @@ from katydid_kernels.kv_pack import (
 from katydid_kernels.linear import linear, linear_reference
 from katydid_kernels.linear_fp8 import linear_fp8, linear_fp8_reference, segment_scale
 from katydid_kernels.linear_w4a8 import linear_w4a8, linear_w4a8_reference
+from katydid_kernels.peer_reduce import PeerMemory, PeerReducer, emulated_peers, symmetric_peers
 from katydid_kernels.prefill_attention import prefill_attention, prefill_attention_reference, prefill_plan
 from katydid_kernels.qkv_post import (
     QkNorm,
@@ -73,6 +74,8 @@ __all__ = [
     "Int4Weight",
     "LogitBias",
     "Logprobs",
+    "PeerMemory",
+    "PeerReducer",
     "Penalties",
     "QkNorm",
     "RoutedRows",
@@ -96,6 +99,7 @@ __all__ = [
     "decode_ctas",
     "decode_plan",
     "dequantize_int4",
+    "emulated_peers",
     "fused_moe",
     "fused_moe_reference",
     "fused_moe_w4a8",
@@ -146,6 +150,7 @@ __all__ = [
     "swiglu_quantize",
     "swiglu_quantize_reference",
     "swiglu_reference",
+    "symmetric_peers",
     "unpack_int4",
     "unregister_memory",
     "verify_draft",

@@ -1,0 +1,90 @@
+"""All-reduce, add and norm of few rows in one crossing of the link: the data are their own flags.
+
+Every rank's buffer has three rounds' worth of room, ``[3][source][row][words]``, filled with a word that no data can
+be: two negative zeros (negative zeros are sent as positive ones). A rank writes its rows to all ranks' room of this
+round, then reads its own room until no word is left that has not come (words of four bytes arrive whole). It clears the
+room of the round before. Two rounds lie between a clearing and the next write there, and a peer can only begin the
+second after this rank took part in the first, so no write can meet a clearing.
+
+One program a row: a row of 4,096 from 8 ranks is 64 KB. All it needs to know of the round is on the device, so a graph
+can be replayed.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from katydid_kernels.peer_reduce.meeting import count_round
+from katydid_kernels.peer_reduce.rows import normed_row, quantized_row
+
+__all__ = ["EMPTY", "lamport_kernel"]
+
+EMPTY = -2147450880  # 0x80008000
+_EMPTY = tl.constexpr(EMPTY)
+
+
+@triton.jit(do_not_specialize=["rank", "tokens", "capacity", "patience"])
+def lamport_kernel(
+    x_ptr, pointers_ptr, state_ptr, residual_ptr, residual_out_ptr, weight_ptr, out_ptr, scales_ptr, rank, tokens,
+    capacity, hidden, eps, patience, RANKS: tl.constexpr, BLOCK: tl.constexpr, SEND: tl.constexpr,
+    RECEIVE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """x: int32 words of bf16 pairs ``[tokens, hidden / 2]``. state: round, programs done, rows of the round before,
+    error. SEND and RECEIVE: both, or one after the other where ranks run in turn. EARLY: launched while the kernel
+    before runs.
+    """
+    HALF: tl.constexpr = BLOCK // 2
+    row = tl.program_id(0)
+    words = hidden // 2
+    word = tl.arange(0, HALF)
+    inside = word < words
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    number = tl.load(state_ptr)
+    source_words = capacity * words
+    room = (number % 3).to(tl.int64) * (RANKS * source_words)
+    mine = tl.load(pointers_ptr + rank).to(tl.pointer_type(tl.int32))
+    if SEND:
+        x = tl.load(x_ptr + row.to(tl.int64) * words + word, mask=inside, other=0)
+        x = tl.where((x & 0xFFFF) == 0x8000, x & -65536, x)
+        x = tl.where((x & -65536) == -2147483648, x & 0xFFFF, x)
+        for peer in tl.static_range(RANKS):
+            theirs = tl.load(pointers_ptr + peer).to(tl.pointer_type(tl.int32))
+            target = tl.multiple_of(theirs + room + rank * source_words + row * words, 16)
+            tl.store(target + word, x, mask=inside)
+        old = ((number + 2) % 3).to(tl.int64) * (RANKS * source_words)
+        for stale in range(row, tl.load(state_ptr + 2), tl.num_programs(0)):
+            for peer in tl.static_range(RANKS):
+                target = tl.multiple_of(mine + old + peer * source_words + stale * words, 16)
+                tl.store(target + word, _EMPTY + word * 0, mask=inside)
+    if RECEIVE:
+        low = tl.zeros((HALF,), tl.float32)
+        high = tl.zeros((HALF,), tl.float32)
+        missing = 1
+        looks = 0
+        while (missing > 0) & (looks < patience):
+            low = tl.zeros((HALF,), tl.float32)
+            high = tl.zeros((HALF,), tl.float32)
+            lacks = tl.zeros((HALF,), tl.int32)
+            for peer in tl.static_range(RANKS):
+                source = tl.multiple_of(mine + room + peer * source_words + row * words, 16)
+                pair = tl.load(source + word, mask=inside, other=0, volatile=True)
+                lacks += (pair == _EMPTY).to(tl.int32)
+                low += (pair << 16).to(tl.float32, bitcast=True)
+                high += (pair & -65536).to(tl.float32, bitcast=True)
+            missing = tl.max(lacks, 0)
+            looks += 1
+        if missing > 0:
+            tl.store(state_ptr + 3, 1)
+        total = tl.reshape(tl.join(low, high), (BLOCK,))
+        y = normed_row(total, row, residual_ptr, residual_out_ptr, weight_ptr, hidden, eps, BLOCK)
+        column = tl.arange(0, BLOCK)
+        target = out_ptr + row.to(tl.int64) * hidden + column
+        if scales_ptr is not None:
+            q, scale = quantized_row(y)
+            tl.store(target, q, mask=column < hidden)
+            tl.store(scales_ptr + row, scale)
+        else:
+            tl.store(target, y.to(out_ptr.dtype.element_ty), mask=column < hidden)
+        count_round(state_ptr, number, tokens)

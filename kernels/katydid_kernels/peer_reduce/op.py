@@ -1,0 +1,243 @@
+"""One rank's end of the reductions: its buffers, its counters of rounds, and the launches.
+
+Every rank of a group makes the same calls with the same shapes in the same order. A rank that stays away is waited for
+up to a bound; then the call goes on with what there is and `PeerReducer.check` raises.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from katydid_kernels.peer_reduce.lamport_kernel import EMPTY, lamport_kernel
+from katydid_kernels.peer_reduce.peers import PeerMemory
+from katydid_kernels.peer_reduce.quantized_kernels import all_gather_kernel, reduce_scatter_kernel
+from katydid_kernels.peer_reduce.two_shot_kernel import two_shot_kernel
+from katydid_kernels.quantize_rows import quantize_fp8_reference
+from katydid_kernels.rms_norm import rms_norm_reference
+
+__all__ = [
+    "PeerReducer",
+    "add_rms_norm_of_ranks_reference",
+    "quantized_all_gather_reference",
+    "quantized_reduce_scatter_reference",
+]
+
+_E4M3 = torch.float8_e4m3fn
+_ALIGNMENT = 256
+
+
+class PeerReducer:
+    """Reductions of bf16 rows of ``hidden`` elements over the ranks of ``memory``.
+
+    Args:
+        memory: at least ``nbytes(...)`` of each rank, zeroed, and used by nothing else.
+        few_tokens: most rows of `all_reduce_few`.
+        tokens: most rows of the other calls, over all ranks together.
+        ctas: programs of the calls for many rows. What is emulated on one GPU must fit it at once: ranks times ctas.
+        patience: how often a flag or a row is looked at before a rank is given up; about a microsecond each.
+
+    Raises ValueError for ranks that are no power of two, a hidden size that is not a multiple of 16, and memory that is
+    too small.
+    """
+
+    def __init__(
+        self, memory: PeerMemory, hidden: int, *, few_tokens: int = 128, tokens: int = 8192, ctas: int = 64,
+        patience: int = 1 << 22,
+    ) -> None:  # fmt: skip
+        if memory.size & (memory.size - 1):
+            raise ValueError(f"ranks must be a power of two, got {memory.size}")
+        if hidden % 16:
+            raise ValueError(f"hidden must be a multiple of 16, got {hidden}")
+        needed = self.nbytes(memory.size, hidden, few_tokens=few_tokens, tokens=tokens, ctas=ctas)
+        if memory.own.numel() < needed:
+            raise ValueError(f"memory must have {needed} bytes a rank, got {memory.own.numel()}")
+        self.memory, self.hidden = memory, hidden
+        self.few_tokens, self.tokens, self._ctas, self._patience = few_tokens, tokens, ctas, patience
+        self._share = -(-tokens // memory.size)
+        self._offsets = _offsets(memory.size, hidden, few_tokens, tokens, ctas)
+        # Round, programs done, rows of the round before, error: of each kind of call.
+        self._states = torch.zeros(4, 4, dtype=torch.int32, device=memory.own.device)
+        begin, end = self._offsets["few"], self._offsets["rows"]
+        memory.own[begin:end].view(torch.int32).fill_(EMPTY)
+        self._few_pointers = memory.pointers + begin
+
+    @staticmethod
+    def nbytes(ranks: int, hidden: int, *, few_tokens: int = 128, tokens: int = 8192, ctas: int = 64) -> int:
+        """Bytes that a rank needs."""
+        return _offsets(ranks, hidden, few_tokens, tokens, ctas)["end"]
+
+    def check(self) -> None:
+        """Raises RuntimeError if a rank was given up in a call before; waits for the device."""
+        if bool(self._states[:, 3].any()):
+            raise RuntimeError("a rank did not come in time: results since then are wrong")
+
+    def all_reduce_few(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, fp8: bool = False, overlap: bool = False
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Returns ``(y, scale, total)``: normed rows, e4m3 with fp32 ``[T]`` or bf16 with None, and the new residual.
+
+            Args:
+                x: bf16 ``[T, hidden]``, contiguous, this rank's summand; T at most ``few_tokens``.
+                residual: bf16 ``[T, hidden]``, the same on all ranks. The sum is taken in fp32 and rounded once, then
+                    normed.
+        : let the kernel start before the preceding one ends (programmatic dependent launch).
+        """
+        tokens = self._rows_of("x", x, self.few_tokens)
+        y, scale = self._result(tokens, fp8)
+        total = torch.empty_like(residual)
+        if tokens:
+            self._few(x, residual, total, weight, eps, y, scale, send=True, receive=True, early=overlap)
+        return y, scale, total
+
+    def shared_rows(self, tokens: int) -> Tensor:
+        """bf16 ``[tokens, hidden]``: where the kernel before `all_reduce_many` leaves this rank's summand."""
+        if tokens > self.tokens:
+            raise ValueError(f"tokens must be at most {self.tokens}, got {tokens}")
+        return self._view("rows", torch.bfloat16, tokens, self.hidden)
+
+    def all_reduce_many(
+        self, residual: Tensor, weight: Tensor, eps: float, tokens: int, *, fp8: bool = False, overlap: bool = False
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Sums what lies in all ranks' `shared_rows`; returns as `all_reduce_few`, all rows of y on every rank.
+
+        y and its scale are views of shared memory, overwritten by the next call. Residual and its sum are those of this
+        rank's share, rows ``rank * ceil(tokens / ranks)`` on.
+        """
+        self.shared_rows(tokens)
+        total = torch.empty_like(residual)
+        if tokens:
+            self._many(residual, total, weight, eps, tokens, fp8, sync=True, early=overlap)
+        return *self._many_result(tokens, fp8), total
+
+    def quantized_all_gather(self, x: Tensor, *, overlap: bool = False) -> tuple[Tensor, Tensor]:
+        """``[m, hidden]`` of every rank to ``([ranks * m, hidden], [ranks * m])`` on all, e4m3 and fp32.
+
+        Views of shared memory, overwritten by the next call.
+        """
+        rows = self._rows_of("x", x, self._share)
+        if rows:
+            self._gather(x, sync=True, early=overlap)
+        total = rows * self.memory.size
+        return self._view("gathered", _E4M3, total, self.hidden), self._view("gathered scales", torch.float32, total)
+
+    def quantized_reduce_scatter(self, x: Tensor, *, overlap: bool = False) -> Tensor:
+        """``[ranks * m, hidden]`` of every rank to this rank's m rows of their sum, bf16; summands travel in e4m3."""
+        rows = self._rows_of("x", x, self.tokens)
+        if rows % self.memory.size:
+            raise ValueError(f"x must have a multiple of {self.memory.size} rows, got {rows}")
+        out = torch.empty(rows // self.memory.size, self.hidden, dtype=torch.bfloat16, device=x.device)
+        if rows:
+            self._scatter(x, out, send=True, sync=True, receive=True, early=overlap)
+        return out
+
+    def _few(
+        self, x: Tensor, residual: Tensor, total: Tensor, weight: Tensor, eps: float, y: Tensor, scale: Tensor | None,
+        *, send: bool, receive: bool, early: bool,
+    ) -> None:  # fmt: skip
+        lamport_kernel[(len(x),)](
+            x.view(torch.int32), self._few_pointers, self._states[0], residual, total, weight,
+            y, scale, self.memory.rank, len(x), self.few_tokens, self.hidden, eps, self._patience, SEND=send,
+            RECEIVE=receive, EARLY=early, num_warps=8, **self._options(early),
+        )  # fmt: skip
+
+    def _many(
+        self, residual: Tensor, total: Tensor, weight: Tensor, eps: float, tokens: int, fp8: bool, *, sync: bool,
+        early: bool,
+    ) -> None:  # fmt: skip
+        two_shot_kernel[(self._ctas,)](
+            self.memory.pointers, self._states[1], residual, total, weight, self.memory.rank, tokens, self.hidden, eps,
+            self._signals(1), self._offsets["rows"], self._offsets["results"], self._offsets["result scales"],
+            self._patience, FP8=fp8, SYNC=sync, EARLY=early, num_warps=8, **self._options(early),
+        )  # fmt: skip
+
+    def _gather(self, x: Tensor, *, sync: bool, early: bool) -> None:
+        all_gather_kernel[(self._ctas,)](
+            x, self.memory.pointers, self._states[2], self.memory.rank, len(x), self.hidden, self._signals(2),
+            self._offsets["gathered"], self._offsets["gathered scales"], self._patience, SYNC=sync, EARLY=early,
+            num_warps=8, **self._options(early),
+        )  # fmt: skip
+
+    def _scatter(self, x: Tensor, out: Tensor, *, send: bool, sync: bool, receive: bool, early: bool) -> None:
+        reduce_scatter_kernel[(self._ctas,)](
+            x, out, self.memory.pointers, self._states[3], self.memory.rank, len(out), self._share, self.hidden,
+            self._signals(3), self._offsets["scattered"], self._offsets["scattered scales"], self._patience, SEND=send,
+            SYNC=sync, RECEIVE=receive, EARLY=early, num_warps=8, **self._options(early),
+        )  # fmt: skip
+
+    def _options(self, early: bool) -> dict[str, int | bool]:
+        block = triton.next_power_of_2(self.hidden)
+        return {"RANKS": self.memory.size, "BLOCK": block, **({"launch_pdl": True} if early else {})}
+
+    def _signals(self, kind: int) -> int:
+        return kind * self._ctas * self.memory.size
+
+    def _many_result(self, tokens: int, fp8: bool) -> tuple[Tensor, Tensor | None]:
+        y = self._view("results", _E4M3 if fp8 else torch.bfloat16, tokens, self.hidden)
+        return y, self._view("result scales", torch.float32, tokens) if fp8 else None
+
+    def _result(self, tokens: int, fp8: bool) -> tuple[Tensor, Tensor | None]:
+        device = self.memory.own.device
+        y = torch.empty(tokens, self.hidden, dtype=_E4M3 if fp8 else torch.bfloat16, device=device)
+        return y, torch.empty(tokens, device=device) if fp8 else None
+
+    def _view(self, what: str, dtype: torch.dtype, *shape: int) -> Tensor:
+        begin = self._offsets[what]
+        count = torch.Size(shape).numel()
+        return self.memory.own[begin : begin + count * dtype.itemsize].view(dtype).view(shape)
+
+    def _rows_of(self, name: str, x: Tensor, most: int) -> int:
+        if x.ndim != 2 or x.shape[1] != self.hidden or x.dtype != torch.bfloat16 or not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous bf16 [T, {self.hidden}], got {x.dtype} {list(x.shape)}")
+        if len(x) > most:
+            raise ValueError(f"{name} must have at most {most} rows, got {len(x)}")
+        return len(x)
+
+
+def _offsets(ranks: int, hidden: int, few_tokens: int, tokens: int, ctas: int) -> dict[str, int]:
+    """Where each part of a rank's buffer begins, in bytes; flags first."""
+    share = -(-tokens // ranks)
+    sizes = {
+        "signals": 4 * 4 * ctas * ranks,
+        "few": 3 * ranks * few_tokens * hidden * 2,
+        "rows": tokens * hidden * 2,
+        "results": tokens * hidden * 2,
+        "result scales": tokens * 4,
+        "gathered": share * ranks * hidden,
+        "gathered scales": share * ranks * 4,
+        "scattered": 2 * ranks * share * hidden,
+        "scattered scales": 2 * ranks * share * 4,
+    }
+    offsets, end = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = end
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return {**offsets, "end": end}
+
+
+def add_rms_norm_of_ranks_reference(
+    summands: list[Tensor], residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """``(y, total)`` in the residual's dtype: summed in fp32 in the order of the ranks, rounded once, then normed."""
+    total = torch.zeros(residual.shape, dtype=torch.float32, device=residual.device)
+    for summand in summands:
+        total = total + summand.float()
+    total = (total + residual.float()).to(residual.dtype)
+    return rms_norm_reference(total, weight, eps), total
+
+
+def quantized_all_gather_reference(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The rows of all ranks in e4m3 and their scales, one a row."""
+    quantized = [quantize_fp8_reference(part) for part in parts]
+    return torch.cat([q for q, _ in quantized]), torch.cat([scale for _, scale in quantized])
+
+
+def quantized_reduce_scatter_reference(summands: list[Tensor], rank: int) -> Tensor:
+    """This rank's share of the rows' sum, bf16; summands quantised a row before they are summed."""
+    rows = len(summands[0]) // len(summands)
+    total = torch.zeros(rows, summands[0].shape[1], device=summands[0].device)
+    for summand in summands:
+        q, scale = quantize_fp8_reference(summand[rank * rows : (rank + 1) * rows])
+        total = total + q.float() * scale[:, None]
+    return total.to(torch.bfloat16)

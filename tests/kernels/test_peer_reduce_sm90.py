@@ -1,0 +1,40 @@
+"""What the latency of the reductions over peers hangs on, read from the compiler's result for sm_90."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_peers.py")
+    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stderr
+    return {line["case"]: line for line in map(json.loads, run.stdout.splitlines())}
+
+
+def test_nothing_spills(compiled: dict[str, dict]) -> None:
+    assert {case: line["stack_bytes"] for case, line in compiled.items() if line["stack_bytes"]} == {}
+    assert all(line["registers"] <= 128 for line in compiled.values())
+
+
+def test_rows_are_polled_past_the_caches_sixteen_bytes_at_a_time(compiled: dict[str, dict]) -> None:
+    for case in ("few bf16", "few fp8"):
+        # A row from eight ranks: 4,096 / 2 words over 256 threads are two vectors each.
+        assert compiled[case]["opcodes"]["LDG.E.128.STRONG.SYS"] == 16
+        assert "MEMBAR.ALL.SYS" not in compiled[case]["opcodes"]
+
+
+def test_a_meeting_costs_two_fences_and_one_exchange(compiled: dict[str, dict]) -> None:
+    for case, meetings in (("many bf16", 2), ("many fp8", 2), ("gather", 2), ("scatter", 1)):
+        opcodes = compiled[case]["opcodes"]
+        assert opcodes["MEMBAR.ALL.SYS"] == 2 * meetings
+        assert opcodes["ATOMG.E.EXCH.STRONG.SYS"] == meetings
+        assert opcodes["STG.E.128"] >= 8
