@@ -69,6 +69,7 @@ class Gateway:
         self.scaling = ScalingWatch(self.fleet.router, lambda: queue.cost, metrics, terms)
         self._scaling_task: asyncio.Task[None] | None = None
         tls = settings.server_tls()
+        self.door = door
         self._shared = settings.processes > 1
         self._rpc = RpcServer(
             settings.listen,

@@ -92,12 +92,7 @@ class RpcServer:
                 error_interceptor(),
                 AroundInterceptor(self._count, lambda method: not method.startswith(_INFRASTRUCTURE)),
             ),
-            options=(
-                *_SERVER_OPTIONS,
-                ("grpc.max_receive_message_length", max_message_bytes),
-                # Else a second process binds the same port and silently takes half of the connections.
-                ("grpc.so_reuseport", int(reuse_port)),
-            ),
+            options=_options(reuse_port, max_message_bytes),
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
         reflection.enable_server_reflection(
@@ -231,6 +226,13 @@ class RpcServer:
                 value=address,
             ) from error
         return address if address.startswith("unix:") else f"{where.rpartition(':')[0]}:{bound}"
+
+
+def _options(reuse_port: bool, max_message_bytes: int) -> tuple[tuple[str, int], ...]:
+    # Without so_reuseport=0 a second process binds the same port and silently takes half of the connections.
+    own = {"grpc.max_receive_message_length": max_message_bytes, "grpc.so_reuseport": int(reuse_port)}
+    # Of an option that is there twice, gRPC takes the first.
+    return tuple((dict(_SERVER_OPTIONS) | own).items())
 
 
 def _refuse_taken_port(host: str, port: int, address: str) -> None:
