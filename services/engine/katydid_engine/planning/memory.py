@@ -1,0 +1,67 @@
+"""What a rank of a plan holds: weights, and how many tokens' pages fit beside them. fp8 weights and pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from katydid_engine.model_config import ModelConfig
+from katydid_engine.parallel import ParallelPlan
+
+__all__ = ["RankMemory", "rank_memory"]
+
+_PLAIN = 2
+_GRAPHS_AND_SCRATCH = 6 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes of one rank, the fullest of the plan.
+
+    Attributes:
+        shared_weights: attention, dense layers, shared experts, embedding and head: what every token reads.
+        expert_weights: routed experts, copies included.
+        page_bytes_per_token: KV pages of one token of one of this rank's requests.
+        tokens: KV tokens that fit into what is left of its memory; at most 0 when the weights alone do not fit.
+        group_requests: how many requests of ``context`` tokens a DP group holds.
+    """
+
+    shared_weights: int
+    expert_weights: int
+    page_bytes_per_token: int
+    tokens: int
+
+    @property
+    def weights(self) -> int:
+        return self.shared_weights + self.expert_weights
+
+    def group_requests(self, context: int) -> int:
+        return max(0, self.tokens) // context
+
+
+def rank_memory(config: ModelConfig, plan: ParallelPlan, *, memory_bytes: int, share: float = 0.92) -> RankMemory:
+    """Of the fullest rank.
+
+    Args:
+        memory_bytes: of a GPU.
+        share: of it that weights, pages and scratch may fill together.
+    """
+    hidden, layers = config.hidden_size, -(-config.num_layers // plan.pp)
+    q, kv = config.num_heads * config.head_dim, plan.kv_heads(config.num_kv_heads) * config.head_dim
+    attention = hidden * (2 * q // plan.tp + 2 * kv)
+    sparse = sum(config.sparse_layers) if config.moe is not None else 0
+    dense = 3 * hidden * config.intermediate_size // plan.tp
+    shared, experts = attention * layers, 0
+    if config.moe is not None:
+        of_shared = 3 * hidden * config.moe.shared_intermediate_size
+        per_expert = 3 * hidden * config.moe.intermediate_size
+        sparse_here = min(layers, -(-sparse // plan.pp))
+        shared += sparse_here * (of_shared if plan.dispatches else of_shared // plan.tp)
+        shared += (layers - sparse_here) * dense
+        held = config.moe.num_experts + plan.redundant_experts
+        experts = sparse_here * (held // plan.ep * per_expert if plan.ep > 1 else held * per_expert // plan.tp)
+    else:
+        shared += layers * dense
+    shared += (1 if config.tie_embeddings else 2) * config.vocab_size * hidden * _PLAIN // plan.tp
+    page = 2 * kv * layers
+    left = int(memory_bytes * share) - shared - experts - _GRAPHS_AND_SCRATCH
+    return RankMemory(shared, experts, page, left // page)

@@ -1,0 +1,173 @@
+"""Time of a decode step and of a prompt under a plan, phase by phase, from measured speeds and the model of links.
+
+Computing and sending are kept apart; only what a plan overlaps is hidden, up to the share that says so. fp8 weights,
+activations and pages; even routing; no draft tokens, no prefix found in a cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from katydid_engine.model_config import ModelConfig
+from katydid_engine.parallel import ParallelPlan
+from katydid_engine.planning.measured import Measured
+
+__all__ = ["PhaseTime", "Phases"]
+
+_FP8_ROW_SCALE = 4
+_BESIDE_A_ROW = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTime:
+    """Seconds of one pass: computing by part, and sending by part, before any overlap."""
+
+    attention: float
+    linear: float
+    experts: float
+    rows: float
+    head: float
+    sending: float
+    exposed: float
+
+    @property
+    def computing(self) -> float:
+        return self.attention + self.linear + self.experts + self.rows + self.head
+
+    @property
+    def total(self) -> float:
+        return self.computing + self.exposed
+
+
+class Phases:
+    """Of one model under one plan.
+
+    Args:
+        overlapped: share of the sending that computing hides, where the plan dispatches in two micro-batches.
+    """
+
+    def __init__(self, config: ModelConfig, plan: ParallelPlan, speeds: Measured, *, overlapped: float = 0.0) -> None:
+        self._config = config
+        self._plan = plan
+        self._speeds = speeds
+        self._overlapped = overlapped
+
+    def decode(self, requests: int, context: int) -> PhaseTime:
+        """A step with ``requests`` of a DP group, each with ``context`` tokens behind it."""
+        config, plan, speeds = self._config, self._plan, self._speeds
+        kv = plan.kv_heads(config.num_kv_heads) * config.head_dim
+        read = speeds["copy_bytes_per_s"] * speeds["attention_share_of_copy"]
+        attention = speeds["attention_s"] + requests * context * 2 * kv / read
+        rows = speeds["qkv_post_s"] + speeds["norm_s"] + speeds["norm_router_s"]
+        rows += requests * speeds["router_s_per_token"]
+        return self._pass(attention, rows, requests, requests)
+
+    def prefill(self, tokens: int, context: int = 0) -> PhaseTime:
+        """A prompt's ``tokens`` new tokens behind ``context`` others, by one DP group."""
+        config, plan, speeds = self._config, self._plan, self._speeds
+        heads = config.num_heads // plan.tp
+        flop = 4 * heads * config.head_dim * tokens * (context + tokens / 2)
+        attention = speeds["attention_s"] + flop / speeds["attention_flop_per_s"]
+        return self._pass(attention, self._prefill_rows(tokens), tokens, 1)
+
+    def prefill_rows(self, tokens: int) -> float:
+        """Element-wise work and router of a whole prompt, all layers, seconds."""
+        return self._prefill_rows(tokens) * self._config.num_layers
+
+    def sent_bytes(self, tokens: int) -> float:
+        """Bytes that a rank sends to others in one sparse layer for ``tokens`` of its DP group."""
+        return sum(size for size, _ in self._sendings(tokens))
+
+    def _prefill_rows(self, tokens: int) -> float:
+        config, plan, speeds = self._config, self._plan, self._speeds
+        own = tokens / (plan.tp if plan.sp else 1)
+        through = speeds["copy_bytes_per_s"] * speeds["rows_share_of_copy"]
+        # Two norms: two rows in, the residual and a quantised row out.
+        norms = 2 * own * config.hidden_size * 7 / through
+        q = (config.num_heads // plan.tp + 2 * plan.kv_heads(config.num_kv_heads)) * config.head_dim
+        post = tokens * q * 3 / through
+        constants = speeds["qkv_post_s"] + speeds["norm_s"] + speeds["norm_router_s"]
+        return constants + norms + post + own * speeds["router_s_per_token"]
+
+    def _pass(self, attention: float, rows: float, tokens: float, sampled: float) -> PhaseTime:
+        config, speeds = self._config, self._speeds
+        layers = config.num_layers
+        linear = self._linears(tokens)
+        experts = self._experts(tokens)
+        sending = sum(seconds for _, seconds in self._sendings(tokens)) * layers
+        head_bytes = 4 * config.vocab_size * config.hidden_size / self._plan.tp
+        head = speeds["head_s"] + head_bytes / speeds["copy_bytes_per_s"]
+        head += 2 * sampled * config.vocab_size * config.hidden_size / self._plan.tp / speeds["linear_flop_per_s"]
+        exposed = sending * (1 - self._overlapped if self._plan.dispatches else 1)
+        return PhaseTime(attention * layers, linear * layers, experts * layers, rows * layers, head, sending, exposed)
+
+    def _linears(self, tokens: float) -> float:
+        """The two attention products and the shared expert's two, of one layer."""
+        config, plan = self._config, self._plan
+        q = config.num_heads * config.head_dim // plan.tp
+        kv = plan.kv_heads(config.num_kv_heads) * config.head_dim
+        seconds = self._linear(tokens, config.hidden_size, q + 2 * kv) + self._linear(tokens, q, config.hidden_size)
+        if config.moe is not None and config.moe.shared_intermediate_size:
+            width = config.moe.shared_intermediate_size // (1 if plan.dispatches else plan.tp)
+            own = tokens / (plan.tp if plan.dispatches else 1)
+            seconds += self._linear(own, config.hidden_size, 2 * width) + self._linear(own, width, config.hidden_size)
+        elif config.moe is None:
+            width = config.intermediate_size // plan.tp
+            seconds += self._linear(tokens, config.hidden_size, 2 * width)
+            seconds += self._linear(tokens, width, config.hidden_size)
+        return seconds
+
+    def _linear(self, rows: float, inputs: int, outputs: int) -> float:
+        speeds = self._speeds
+        reading = inputs * outputs / speeds["copy_bytes_per_s"] + min(rows, 128) * speeds["linear_s_per_row"]
+        return speeds["linear_s"] + max(reading, 2 * rows * inputs * outputs / speeds["linear_flop_per_s"])
+
+    def _experts(self, tokens: float) -> float:
+        moe, plan, speeds = self._config.moe, self._plan, self._speeds
+        if moe is None:
+            return 0.0
+        if plan.ep == 1:
+            return speeds.sliced_experts_s(plan.tp, tokens)
+        weights = 3 * self._config.hidden_size * moe.intermediate_size
+        held = (moe.num_experts + plan.redundant_experts) / plan.ep
+        everyone = tokens * (plan.dp if plan.shares_experts else 1)
+        hit = held * (1 - (1 - moe.top_k / moe.num_experts) ** everyone)
+        reading: float = hit * weights / (speeds["copy_bytes_per_s"] * speeds["weights_share_of_copy"])
+        rows = everyone * moe.top_k / plan.ep
+        return speeds["experts_s"] + max(reading, 2 * rows * weights / speeds["whole_experts_flop_per_s"])
+
+    def _sendings(self, tokens: float) -> list[tuple[float, float]]:
+        """Bytes and seconds of each exchange of a sparse layer."""
+        config, plan = self._config, self._plan
+        plain = 2 * config.hidden_size
+        row = config.hidden_size + _FP8_ROW_SCALE if plan.fp8_transfers else plain
+        others = (plan.tp - 1) / plan.tp
+        sendings = []
+        if plan.sp:
+            sendings += 2 * [self._sending(tokens * others * row, 1)]
+        elif plan.tp > 1:
+            count = 1 if plan.dispatches else 2
+            sendings += count * [self._sending(2 * tokens * others * plain, 1)]
+        if plan.dispatches and config.moe is not None:
+            own = tokens / plan.tp
+            # Distinct ranks that a token's experts lie on, but for its own.
+            ranks = (plan.ep - 1) * (1 - (1 - 1 / plan.ep) ** config.moe.top_k)
+            hosts = self._hosts()
+            # Experts want fp8 rows: they are sent so in any case.
+            there = config.hidden_size + _FP8_ROW_SCALE + _BESIDE_A_ROW * config.moe.top_k
+            sendings += [self._sending(own * ranks * there, hosts), self._sending(own * ranks * row, hosts)]
+        elif plan.sp:
+            sendings += 2 * [self._sending(tokens * others * row, 1)]
+        return sendings
+
+    def _hosts(self) -> int:
+        return -(-self._plan.world_size // int(self._speeds["gpus_of_a_host"]))
+
+    def _sending(self, size: float, hosts: int) -> tuple[float, float]:
+        """Of ``size`` bytes from each rank to all others of ``hosts`` hosts, of which it sends alike to all."""
+        speeds = self._speeds
+        far = size * (hosts - 1) / hosts
+        near_s = speeds["nvlink_s"] + (size - far) / speeds["nvlink_bytes_per_s"]
+        if hosts == 1:
+            return size, near_s
+        return size, max(near_s, speeds["network_s"] + far / speeds["network_bytes_per_s"])
