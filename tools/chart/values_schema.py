@@ -4,7 +4,7 @@
     python -m tools.chart.values_schema --check    # says whether it is up to date
 
 A setting of a service is either a value under `settings`, which the schema then knows with its type, bounds and
-description, or it is told by a template (addresses, files, the model, what is secret), or it is for tests alone.
+description, or it is told by a template (addresses, files, the model, what is secret), or by nobody who deploys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from katydid_gateway.settings import GatewaySettings
 from katydid_kvcache.settings import KvCacheSettings
 from katydid_runtime.settings import ServiceSettings
 
-__all__ = ["CHART", "FOR_TESTS", "SCHEMA", "SERVICES", "TOLD_BY_TEMPLATES", "settings_schema"]
+__all__ = ["CHART", "NOT_TOLD", "SCHEMA", "SERVICES", "TOLD_BY_TEMPLATES", "settings_schema"]
 
 CHART = Path(__file__).resolve().parents[2] / "helm" / "katydid"
 SCHEMA = CHART / "values.schema.json"
@@ -35,7 +35,8 @@ _EVERYWHERE = {
 }
 TOLD_BY_TEMPLATES: dict[str, set[str]] = {
     "gateway": _EVERYWHERE
-    | {"probe_listen", "model", "engines", "kvcache_address", "api_keys_file", "cache_salt_secret"},
+    | {"probe_listen", "model", "engines", "kvcache_address", "api_keys_file", "cache_salt_secret"}
+    | {"admin_listen", "replicas"},
     "engine": _EVERYWHERE
     | {"model", "role", "device", "kvcache_address", "kvcache_instances"}
     | {"nodes", "node_rank", "rendezvous"},
@@ -43,13 +44,16 @@ TOLD_BY_TEMPLATES: dict[str, set[str]] = {
     | {"admin_listen", "peer_listen", "peer_address", "lane_listen", "pull_from"}
     | {"tokens_file", "policy_file", "disk_path", "shared_url"},
 }
-FOR_TESTS = {"fault_delays"}
+NOT_TOLD = {
+    "fault_delays",  # for tests
+    "process_pipe",  # a parent process tells its children
+}
 
 
 def settings_schema(service: str) -> dict[str, Any]:
     """Closed JSON schema of `service`'s settings in the chart's values."""
     fields = SERVICES[service].model_json_schema()["properties"]
-    told = TOLD_BY_TEMPLATES[service] | FOR_TESTS
+    told = TOLD_BY_TEMPLATES[service] | NOT_TOLD
     values = {name: _value(field) for name, field in fields.items() if name not in told}
     return {"type": "object", "additionalProperties": False, "properties": values}
 

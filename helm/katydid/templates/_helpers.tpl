@@ -28,9 +28,11 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version }}
 {{- end -}}
 {{- end }}
 
-{{/* A number as the services read it: Helm's own form of large ones has an exponent. */}}
+{{/* A value as the services read it: Helm's own form of large numbers has an exponent, and lists are words with commas. */}}
 {{- define "katydid.text" -}}
-{{- if and (kindIs "float64" .) (eq (floor .) .) -}}{{ printf "%.0f" . }}{{- else -}}{{ . }}{{- end -}}
+{{- if kindIs "slice" . -}}{{ join "," . }}
+{{- else if and (kindIs "float64" .) (eq (floor .) .) -}}{{ printf "%.0f" . }}
+{{- else -}}{{ . }}{{- end -}}
 {{- end }}
 
 {{/* Bytes of a Kubernetes quantity such as 40Gi. */}}
