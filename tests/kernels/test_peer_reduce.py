@@ -176,7 +176,7 @@ class Streams:
 def test_ranks_at_once(ranks: int) -> None:
     """Every kind of call, shapes that change, data that are compared each round."""
     hidden, ctas = 4096, 128 // ranks
-    group = reducers(ranks, hidden, few_tokens=16, tokens=64 * ranks, ctas=ctas)
+    group = reducers(ranks, hidden, few_tokens=16, tokens=64 * ranks, ctas=ctas, patience=1 << 16)
     weight = torch.rand(hidden, device="cuda") + 0.5
     streams = Streams(ranks, ranks)
     for number in range(40):
@@ -239,7 +239,7 @@ def test_ranks_at_once(ranks: int) -> None:
 def test_a_hundred_thousand_rounds(rounds: int) -> None:
     """Graphs of rounds, replayed without any wait between ranks; every round's sum is counted into a checksum."""
     ranks, hidden, tokens, inside = 8, 4096, 2, 500
-    group = reducers(ranks, hidden, few_tokens=tokens, tokens=8 * ranks, ctas=8)
+    group = reducers(ranks, hidden, few_tokens=tokens, tokens=8 * ranks, ctas=8, patience=1 << 14)
     weight = torch.ones(hidden, device="cuda")
     data = [[rows(tokens, hidden, seed=7 * number + rank) for rank in range(ranks)] for number in range(inside)]
     residual = torch.zeros(tokens, hidden, device="cuda", dtype=torch.bfloat16)
@@ -259,10 +259,14 @@ def test_a_hundred_thousand_rounds(rounds: int) -> None:
                 found = reducer.all_reduce_few(summands[rank], residual, weight, EPS)[2]
                 wrong[rank] += (found != total).any()
         graphs.append(graph)
-    for _ in range(rounds // inside):
+    for replay in range(rounds // inside):
         for stream, graph in zip(streams, graphs, strict=True):
             with torch.cuda.stream(stream):
                 graph.replay()
+        if replay % 20 == 0:
+            torch.cuda.synchronize()
+            for reducer in group:
+                reducer.check()
     torch.cuda.synchronize()
     for reducer in group:
         reducer.check()

@@ -1,0 +1,203 @@
+"""Measures the reductions over peers: emulated ranks on one GPU, or one process a GPU beside NCCL.
+
+    PYTHONPATH=kernels:bench/kernels python bench/kernels/allreduce.py --out bench/results
+    PYTHONPATH=kernels:bench/kernels torchrun --nproc-per-node 2 bench/kernels/allreduce.py --out bench/results
+
+On one GPU eight ranks are eight streams, for correctness (`tests/kernels/test_peer_reduce.py`, run before) and for the
+share of a rank's own work: a group of one rank has nothing to wait for, and is compared with add and norm alone. Over
+several GPUs each call is compared with NCCL and our norm, and checked against the sum of what all ranks hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from gemm_timing import BF16, COPY_TB_PER_S, Row, median_us, row
+from katydid_kernels import PeerReducer, add_rms_norm, emulated_peers, symmetric_peers
+from katydid_kernels.peer_reduce import add_rms_norm_of_ranks_reference
+from results_file import replace_rows
+from torch import Tensor
+
+HIDDEN, EPS = 4096, 1e-5
+FEW, MANY = (1, 8, 32, 128), (512, 2048, 8192, 32768)
+P2P_TB_PER_S = 0.393
+# NCCL all-reduce + torch add + RMSNorm on two of these GPUs, measured earlier, us.
+NCCL_TWO = {8192: 339.0, 32768: 1228.0}
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda").to(BF16)
+
+
+def alone() -> list[Row]:
+    """One rank: what the kernels cost beside the waiting."""
+    rows, weight = [], torch.rand(HIDDEN, device="cuda") + 0.5
+    sizes = {"few_tokens": FEW[-1], "tokens": 8192, "ctas": 132}
+    reducer = PeerReducer(emulated_peers(1, PeerReducer.nbytes(1, HIDDEN, **sizes), "cuda")[0], HIDDEN, **sizes)
+    for tokens in (*FEW, 8192):
+        pairs = [(randn(tokens, HIDDEN), randn(tokens, HIDDEN)) for _ in range(4 if tokens > 128 else 40)]
+        plain = median_us([partial(add_rms_norm, x, residual, weight, EPS) for x, residual in pairs])
+        if tokens <= FEW[-1]:
+            calls: list[Callable[[], object]] = [
+                partial(reducer.all_reduce_few, x, residual, weight, EPS) for x, residual in pairs
+            ]
+        else:
+            reducer.shared_rows(tokens).copy_(pairs[0][0])
+            calls = [partial(reducer.all_reduce_many, residual, weight, EPS, tokens) for _, residual in pairs]
+        us = median_us(calls)
+        reducer.check()
+        floor = 1e-6 * tokens * HIDDEN * 8 / COPY_TB_PER_S
+        rows.append(row(f"all-reduce + add + RMSNorm, one rank, {tokens} tokens", us, "us", floor, None, None, None))
+        ratio = row(
+            f"one rank over add and norm alone, {tokens} tokens", us / plain, "us", 1, 1.2, "add + norm, us", plain
+        )
+        rows.append(ratio | {"unit": "x (at most)"})
+    return rows
+
+
+def emulated(ranks: int = 8) -> list[Row]:
+    """Rounds of eight ranks at once on one GPU: all that a real group adds to it is the link."""
+    rows, sizes = [], {"few_tokens": 32, "tokens": 1024, "ctas": 16}
+    weight = torch.rand(HIDDEN, device="cuda") + 0.5
+    memories = emulated_peers(ranks, PeerReducer.nbytes(ranks, HIDDEN, **sizes), "cuda")
+    reducers = [PeerReducer(memory, HIDDEN, patience=1 << 15, **sizes) for memory in memories]
+    for tokens in (1, 8, 16):
+        inputs = [randn(tokens, HIDDEN) for _ in range(ranks)]
+        residual = randn(tokens, HIDDEN)
+        pairs = zip(reducers, inputs, strict=True)
+        found = _together([partial(reducer.all_reduce_few, x, residual, weight, EPS) for reducer, x in pairs])
+        expected = add_rms_norm_of_ranks_reference(inputs, residual, weight, EPS)[1]
+        reducers[0].check()
+        if not all(torch.equal(total, expected) for _, _, total in found):
+            return [row(f"{ranks} emulated ranks, {tokens} tokens: wrong sum", 0, "us", 0, None, None, None)]
+        us = _round_us(reducers, inputs, residual, weight)
+        name = f"all-reduce + add + RMSNorm, {ranks} ranks emulated on one GPU, {tokens} tokens, a round"
+        rows.append(row(name, us, "us", 0, None, None, None))
+    for reducer in reducers:
+        reducer.check()
+    return rows
+
+
+def _together(calls: Sequence[Callable[[], tuple[Tensor, Tensor | None, Tensor]]]) -> list[tuple[Tensor, ...]]:
+    torch.cuda.synchronize()
+    results: list = []
+    for call in calls:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results.append(call())
+    torch.cuda.synchronize()
+    return results
+
+
+def _round_us(
+    reducers: list[PeerReducer], inputs: list[Tensor], residual: Tensor, weight: Tensor, rounds: int = 200
+) -> float:  # fmt: skip
+    """One graph of many rounds a rank, all replayed at once; the first rank's time a round."""
+    streams = [torch.cuda.Stream() for _ in reducers]
+    graphs = []
+    for stream, reducer, x in zip(streams, reducers, inputs, strict=True):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(rounds):
+                reducer.all_reduce_few(x, residual, weight, EPS)
+        graphs.append(graph)
+    times = []
+    for _ in range(7):
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(streams[0])
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        end.record(streams[0])
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / rounds)
+    return sorted(times)[len(times) // 2]
+
+
+def of_group() -> list[Row]:
+    """One process a GPU: against NCCL's all-reduce and our add and norm, in graphs."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank)
+    sizes = {"few_tokens": FEW[-1], "tokens": MANY[-1], "ctas": 64}
+    memory = symmetric_peers(dist.group.WORLD, PeerReducer.nbytes(ranks, HIDDEN, **sizes), device)
+    reducer = PeerReducer(memory, HIDDEN, **sizes)
+    dist.barrier()
+    weight, rows = torch.ones(HIDDEN, device="cuda"), []
+    for tokens in (*FEW, *MANY):
+        torch.manual_seed(tokens * ranks + rank)
+        x = randn(tokens, HIDDEN)
+        torch.manual_seed(tokens)
+        residual = randn(tokens, HIDDEN)
+        share = -(-tokens // ranks)
+        own = residual[rank * share : (rank + 1) * share].contiguous()
+        summands = [torch.empty_like(x) for _ in range(ranks)]
+        dist.all_gather(summands, x)
+        expected = add_rms_norm_of_ranks_reference(summands, residual, weight, EPS)[0]
+        if tokens <= FEW[-1]:
+            call: Callable[[], object] = partial(reducer.all_reduce_few, x, residual, weight, EPS)
+            crossings = tokens * HIDDEN * 2 * (ranks - 1)
+        else:
+            reducer.shared_rows(tokens).copy_(x)
+            call = partial(reducer.all_reduce_many, own, weight, EPS, tokens)
+            crossings = 2 * tokens * HIDDEN * 2 * (ranks - 1) // ranks
+        torch.cuda.synchronize()
+        dist.barrier()
+        y = call()[0]  # type: ignore[index]
+        reducer.check()
+        error = ((y.double() - expected.double()).norm() / expected.double().norm()).item()
+        name = f"all-reduce + add + RMSNorm, {ranks} GPUs, {tokens} tokens"
+        if not error < 3e-3:
+            rows.append(row(f"{name}: error {error:.1e}", 0, "us", 0, None, None, None))
+            continue
+
+        def by_nccl(x: Tensor = x, residual: Tensor = residual) -> None:
+            dist.all_reduce(x)
+            add_rms_norm(x, residual, weight, EPS)
+
+        repeat = 20 if tokens <= 2048 else 4
+        dist.barrier()
+        us = median_us([call] * repeat)
+        dist.barrier()
+        nccl = median_us([by_nccl] * repeat, replays=7)
+        dist.barrier()
+        reducer.check()
+        bar = 8 if tokens <= 32 and ranks == 8 else None
+        rows.append(row(name, us, "us", 1e-6 * crossings / P2P_TB_PER_S, bar, "NCCL, add, norm, us", nccl))
+        gain_bar = 1.68 if tokens >= 8192 and ranks == 8 else None
+        rows.append(row(f"{name}: times faster than NCCL and norm", nccl / us, "x", 1, gain_bar, None, None))
+        if ranks == 2 and tokens in NCCL_TWO:
+            figure = f"{name}: times faster than NCCL, torch add and RMSNorm, measured earlier"
+            rows.append(row(figure, NCCL_TWO[tokens] / us, "x", 1, None, "us", NCCL_TWO[tokens]))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    arguments = parser.parse_args()
+    os.environ.setdefault("GEMM_BENCH_LOCK", tempfile.mkstemp()[1])
+    group = "RANK" in os.environ
+    if group:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    torch.manual_seed(0)
+    rows = of_group() if group else [*alone(), *emulated()]
+    if not group or dist.get_rank() == 0:
+        for found in rows:
+            print(json.dumps(found), flush=True)
+        script = f"allreduce.py ({dist.get_world_size()} GPUs)" if group else "allreduce.py"
+        replace_rows(arguments.out / "fused.json", rows, script)
+    if group:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
