@@ -2,7 +2,8 @@
 
     PYTHONPATH=kernels:bench/kernels python bench/kernels/sparse_prefill.py --out bench/results
 
-A prompt's chunks of 8,192 tokens over what came before; times of a whole prompt are sums over its chunks. Random keys:
+A prompt's chunks of 8,192 tokens over what came before; times of a whole prompt are sums over its chunks. Keys are
+random: which blocks are kept does not matter for the time, only how many. Correctness is
 `tests/kernels/test_{stem_select,block_sparse_prefill}.py`; one chunk of each kind is compared here before it is timed.
 """
 
