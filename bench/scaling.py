@@ -17,19 +17,19 @@ from katydid_cli.simulation.elastic import ElasticOptions, ElasticOutcome, repla
 from katydid_cli.simulation.engine_model import EngineSpeeds
 
 RESULTS = Path(__file__).parent / "results" / "scaling.json"
-GRAIN = 16
+GRAIN = 32
 HEAD = (
     f"{'rule':<20}{'TTFT':>8}{'TPOT':>8}{'both':>8}{'p50':>8}{'p99':>9}{'GPU h':>8}{'mean':>7}{'most':>6}{'changes':>9}"
 )
 # An engine of eight GPUs: 24K prompt tokens a second, a decode step of 12 ms and 0.3 ms a request,
-# 2048 prompt tokens a step, 2M tokens of KV.
-SPEEDS = EngineSpeeds(24_000 / GRAIN, 0.012, 0.0003, 2048 // GRAIN, 2 * 2**20 // GRAIN)
+# 768 prompt tokens a step (so that no step takes longer than 50 ms), 2M tokens of KV.
+SPEEDS = EngineSpeeds(24_000 / GRAIN, 0.012, 0.0003, 768 // GRAIN, 2 * 2**20 // GRAIN)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hours", type=float, default=24.0)
-    parser.add_argument("--peak", type=float, default=1.2, help="sessions begun a second at the peak")
+    parser.add_argument("--peak", type=float, default=0.5, help="sessions begun a second at the peak")
     parser.add_argument("--rule", action="append", choices=list(RULES))
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from katydid_gateway.scaling.signals import role_loads
 
@@ -20,7 +20,7 @@ from katydid_cli.simulation.trace import Arrival
 
 __all__ = ["ElasticOptions", "ElasticOutcome", "replay_elastic"]
 
-REPORT_S = 0.25
+REPORT_S = 0.5
 LOOK_S = 15.0
 STABLE_S = 300.0
 
@@ -61,7 +61,6 @@ class _Member:
     engine: EngineModel
     asked_at: float
     ready_at: float
-    jobs: list[Job] = field(default_factory=list)
     up: bool = False
     draining: bool = False
 
@@ -103,7 +102,7 @@ class _Fleet:
                 member.up = True
                 member.engine.now = now
                 self.router.add(member.engine)
-        for member in [each for each in self.members if each.draining and not each.engine.requests]:
+        for member in [each for each in self.members if each.draining and not (each.engine.requests or each.engine.begun)]:
             if member.up:
                 self.router.remove(member.engine.name)
             self.dismiss(member, max(now, member.engine.now))
@@ -135,7 +134,6 @@ def replay_elastic(name: str, rule: Rule, arrivals: Iterable[Arrival], options: 
     """Run arrivals to their end, beginning with the least number of engines, up."""
     fleet, wishes = _Fleet(options), _Wishes()
     tally = _Tally(options)
-    silent: list[Job] = []
     most, now, next_report, next_look = options.least, 0.0, 0.0, 0.0
     fleet.resize(options.least, 0.0, 0.0)
     fleet.changes = 0
@@ -144,8 +142,7 @@ def replay_elastic(name: str, rule: Rule, arrivals: Iterable[Arrival], options: 
             now = next_report
             next_report += REPORT_S
             fleet.advance(now)
-            silent = _tell(fleet.router, silent, now)
-            tally.settle()
+            tally.hear(fleet)
             fleet.router.report(now)
             if now >= next_look:
                 next_look += LOOK_S
@@ -154,46 +151,37 @@ def replay_elastic(name: str, rule: Rule, arrivals: Iterable[Arrival], options: 
                 fleet.resize(wishes.settle(wanted, seen.asked, now), now, options.start_s)
                 most = max(most, len(fleet.members))
         fleet.advance(arrival.at)
-        silent = _tell(fleet.router, silent, arrival.at)
+        tally.hear(fleet)
         chosen = fleet.router.choose(arrival, arrival.at)
-        job = Job(arrival)
-        next(member for member in fleet.members if member.engine.name == chosen).engine.submit(job)
-        tally.open.append(job)
-        silent.append(job)
+        next(member for member in fleet.members if member.engine.name == chosen).engine.submit(Job(arrival))
     for member in fleet.members:
         member.engine.drain()
+    tally.hear(fleet)
     for member in list(fleet.members):
         fleet.dismiss(member, max(now, member.engine.now) if member.draining else now)
-    tally.settle()
     return tally.outcome(name, fleet, most, now)
-
-
-def _tell(router: KatydidRouter, silent: list[Job], now: float) -> list[Job]:
-    """Tell of first tokens that have come; returns the jobs yet without one."""
-    begun = [job for job in silent if job.first_token_at is not None and job.first_token_at <= now]
-    if not begun:
-        return silent
-    for job in begun:
-        router.first_token(job.arrival, "")
-    done = set(map(id, begun))
-    return [job for job in silent if id(job) not in done]
 
 
 class _Tally:
     """What became of requests; one that has ended leaves its times and not its prompt."""
 
     def __init__(self, options: ElasticOptions) -> None:
-        self.open: list[Job] = []
+        self._open: list[Job] = []
         self._options = options
         self._ttfts: list[float] = []
         self._early = self._fluent = self._both = 0
 
-    def settle(self) -> None:
-        """Count those that have ended."""
-        ended = [job for job in self.open if job.ended_at is not None]
+    def hear(self, fleet: _Fleet) -> None:
+        """Tell the router of first tokens that have come, and count the requests that have ended."""
+        for member in fleet.members:
+            begun, member.engine.begun = member.engine.begun, []
+            for job in begun:
+                fleet.router.first_token(job.arrival, member.engine.name)
+            self._open += begun
+        ended = [job for job in self._open if job.ended_at is not None]
         if not ended:
             return
-        self.open = [job for job in self.open if job.ended_at is None]
+        self._open = [job for job in self._open if job.ended_at is None]
         for job in ended:
             ttft = (job.first_token_at or 0.0) - job.arrival.at
             early, fluent = ttft <= self._options.ttft_s, _tpot(job) <= self._options.tpot_s

@@ -97,6 +97,8 @@ class EngineModel:
         self.busy_s = 0.0
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
+        self.begun: list[Job] = []
+        """Jobs that got their first token, for whoever empties it."""
         self._on_blocks = on_blocks
 
     @property
@@ -109,6 +111,13 @@ class EngineModel:
         """What a step that only decodes makes now."""
         count = len(self.running)
         return count / (self.speeds.step_s + self.speeds.step_per_request_s * count)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """What an engine measures of its own: tokens of a full step over its time, decoding included."""
+        speeds, budget = self.speeds, self.speeds.budget_tokens
+        own_s = speeds.step_s + speeds.step_per_request_s * len(self.running)
+        return budget / (own_s + budget / speeds.prefill_tokens_per_s)
 
     @property
     def held_tokens(self) -> int:
@@ -177,6 +186,7 @@ class EngineModel:
 
     def _begin(self, job: Job) -> None:
         job.first_token_at = self.now
+        self.begun.append(job)
         stored, removed = self.cache.put(job.arrival.chain)
         if stored or removed:
             self._on_blocks(self.name, stored, removed)

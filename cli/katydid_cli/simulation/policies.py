@@ -116,7 +116,7 @@ class KatydidRouter:
 
     def add(self, engine: EngineModel) -> None:
         """An engine is up."""
-        rank = RankState(RankReport(prefill_speed=engine.speeds.prefill_tokens_per_s))
+        rank = RankState(RankReport(prefill_speed=engine.prefill_tokens_per_s))
         self._engines[engine.name] = engine
         self.router.engines[engine.name] = EngineState(engine.name, [rank], excluded="", well=True)
 
@@ -156,7 +156,7 @@ class KatydidRouter:
                 running=len(engine.running),
                 waiting=len(engine.waiting),
                 uncached_tokens=engine.queued_tokens,
-                prefill_speed=engine.speeds.prefill_tokens_per_s,
+                prefill_speed=engine.prefill_tokens_per_s,
                 decode_speed=engine.decode_tokens_per_s,
                 free_pages=max(0, engine.speeds.cache_tokens - engine.held_tokens) // BLOCK_TOKENS,
                 total_pages=engine.speeds.cache_tokens // BLOCK_TOKENS,
