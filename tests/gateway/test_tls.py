@@ -66,3 +66,31 @@ def test_clients_need_a_certificate_where_an_authority_is_set(chatml, certificat
                 await models(built, certificate.trusted)
 
     asyncio.run(scenario())
+
+
+def test_a_renewed_certificate_is_taken_up_without_a_restart(chatml, tmp_path):
+    async def scenario() -> None:
+        old = make_certificate(tmp_path)
+        async with rig(chatml, **old.settings()) as built:
+            before = old.trusted, context(old, shows=False)
+            assert await models(built, before[0]) == ["mock"]
+            assert (await chat(built, before[1])).status_code == 200
+            (tmp_path / "key.pem").write_text("half written")
+            await asyncio.sleep(1.2)
+            assert await models(built, before[0]) == ["mock"], "files that do not fit change nothing"
+            make_certificate(tmp_path)
+            deadline = asyncio.get_running_loop().time() + 10
+            while True:
+                try:
+                    assert await models(built, old.trusted) == ["mock"]
+                    assert (await chat(built, context(old, shows=False))).status_code == 200
+                    break
+                except (UnavailableError, httpx.TransportError):
+                    assert asyncio.get_running_loop().time() < deadline
+                    await asyncio.sleep(0.1)
+            with pytest.raises(UnavailableError):
+                await models(built, before[0])
+            with pytest.raises(httpx.TransportError):
+                await chat(built, before[1])
+
+    asyncio.run(scenario())

@@ -92,7 +92,7 @@ class AdminServicer(AdminServiceServicer):
         return pb.RemoveEngineResponse()
 
     async def SetLogLevel(self, request: pb.SetLogLevelRequest, context: Context) -> pb.SetLogLevelResponse:
-        await self._admitted("SetLogLevel", context, level=request.level)
+        await self._admitted("SetLogLevel", context, new_level=request.level)
         if request.level not in _LEVELS:
             raise InvalidRequestError(
                 f"level is {request.level!r}", field="level", value=request.level, allowed=", ".join(_LEVELS)

@@ -34,6 +34,7 @@ START_S = 120.0
 _LIVED_S = 10.0
 _BACK_OFF_S = (0.1, 0.5, 2.0, 5.0)
 _MISCONFIGURED = 2
+_STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 # What a process may take beyond its drain.
 _KILL_AFTER_S = 10.0
 
@@ -86,7 +87,8 @@ class Supervisor:
             began = time.monotonic()
             code = await self._one(number, words, environment)
             if self._stopping.is_set():
-                self._code = self._code or code
+                # One that was told to stop while it loaded has done so.
+                self._code = self._code or (0 if code in _STOPPED else code)
                 return
             if code == _MISCONFIGURED and number not in self._ready:
                 # It has said why; the others would say the same.
@@ -94,7 +96,7 @@ class Supervisor:
                 self._stop()
                 return
             failures = 0 if time.monotonic() - began > _LIVED_S else failures + 1
-            logger.error("a gateway process ended", extra={"process": number, "code": code})
+            logger.error("a gateway process ended", extra={"number": number, "code": code})
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), _BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)])
 
@@ -139,7 +141,7 @@ class Supervisor:
                     self._is_ready(number)
                 patience_s = SILENCE_S
         except TimeoutError:
-            logger.error("a gateway process hangs and is killed", extra={"process": number, "pid": process.pid})
+            logger.error("a gateway process hangs and is killed", extra={"number": number, "pid": process.pid})
             process.kill()
         finally:
             transport.close()
