@@ -102,8 +102,8 @@ def test_a_full_rank_is_avoided() -> None:
     full, free = (
         next(c for c in built.decide(prompt("p"), 0.0).candidates if c.holder.engine == name) for name in ("e0", "e1")
     )
-    assert full.prediction.pressure_s == pytest.approx(0.02 * 0.98 / 0.02)
-    assert free.prediction.pressure_s == pytest.approx(0.02 * 0.4 / 0.6)
+    assert full.prediction.pressure_s == pytest.approx(0.05 * 0.18 / 0.02)
+    assert free.prediction.pressure_s == 0
 
 
 def test_a_picture_of_caches_that_is_wrong_is_told_once() -> None:

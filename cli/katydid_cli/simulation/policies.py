@@ -14,7 +14,7 @@ from katydid_runtime.block_hash import BLOCK_TOKENS
 from katydid_cli.simulation.engine_model import EngineModel, PrefixCache
 from katydid_cli.simulation.trace import Arrival
 
-__all__ = ["POLICIES", "CacheAware", "KatydidRouter", "Oracle", "Policy", "PowerOfTwo", "RoundRobin"]
+__all__ = ["POLICIES", "CacheAware", "KatydidRouter", "NearOracle", "Oracle", "Policy", "PowerOfTwo", "RoundRobin"]
 
 
 class Policy(Protocol):
@@ -193,10 +193,17 @@ class Oracle:
     def report(self, now: float) -> None: ...
 
 
+class NearOracle(Oracle):
+    """The same knowledge over the caches that engines have: what is left to win by routing alone."""
+
+    infinite_cache = False
+
+
 POLICIES: Mapping[str, Callable[[Sequence[EngineModel]], Policy]] = {
     "katydid": KatydidRouter,
     "cache-aware": CacheAware,
     "power-of-two": PowerOfTwo,
     "round-robin": RoundRobin,
+    "near-oracle": NearOracle,
     "oracle": Oracle,
 }

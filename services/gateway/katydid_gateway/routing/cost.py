@@ -3,7 +3,8 @@
     queue    = tokens to be computed before / prefill speed
     fetch    = sum over tiers of bytes / measured speed of the tier
     prefill  = tokens that are nowhere / prefill speed
-    pressure = what a nearly full rank makes a request wait for pages: 20 ms * k / (1 - k), k the share of pages in use
+    pressure = what a nearly full rank makes a request wait for pages: 50 ms * (k - 0.8) / (1 - k), where the share k of
+               its pages that running requests hold is above 0.8
 
 Fetching is priced for the blocks behind the ones the rank holds, and for as many of them as it is faster for than
 computing: the engine decides alike.
@@ -25,8 +26,8 @@ __all__ = ["DEFAULT_PREFILL_SPEED", "Prediction", "TierSpeeds", "predict"]
 DEFAULT_PREFILL_SPEED = 4000.0
 # A measurement's weight in the moving average.
 _SMOOTHING = 0.2
-_PRESSURE_S = 0.02
-_FULLEST = 0.99
+_PRESSURE_S = 0.05
+_FULL, _FULLEST = 0.8, 0.99
 
 
 @dataclass(slots=True)
@@ -102,4 +103,4 @@ def _pressure_s(rank: RankState) -> float:
     if not rank.report.total_pages:
         return 0.0
     used = min(_FULLEST, 1 - rank.report.free_pages / rank.report.total_pages)
-    return _PRESSURE_S * used / (1 - used)
+    return _PRESSURE_S * max(0.0, used - _FULL) / (1 - used)
