@@ -102,7 +102,8 @@ class _Fleet:
                 member.up = True
                 member.engine.now = now
                 self.router.add(member.engine)
-        for member in [each for each in self.members if each.draining and not (each.engine.requests or each.engine.begun)]:
+        done = [each for each in self.members if each.draining and not (each.engine.requests or each.engine.begun)]
+        for member in done:
             if member.up:
                 self.router.remove(member.engine.name)
             self.dismiss(member, max(now, member.engine.now))
