@@ -70,3 +70,27 @@ def test_kv_cache() -> None:
     assert cache.v_pages[2].shape == (5, 2, 16, 64)
     assert cache.bytes_per_page == 3 * 2 * (2 * 64 * 16) * 2
     assert sum(page.abs().sum() for page in cache.k_pages + cache.v_pages) == 0
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.integers(0, 7), st.integers(1, 9))
+def test_parts_of_a_batch_are_the_batch(lengths: list[int], decodes: int, parts: int) -> None:
+    decodes = min(decodes, len(lengths))
+    lengths[:decodes] = [1] * decodes
+    runs = [TokenRun([10 * index] * length, 3 * index, [index]) for index, length in enumerate(lengths)]
+    whole = ForwardBatch.pack(runs, num_decodes=decodes)
+    found = whole.split(parts)
+    assert len(found) == min(parts, len(runs))
+    for name in ("token_ids", "positions", "context_lens", "block_table", "slot_mapping"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in found]), getattr(whole, name))
+    assert sum(part.num_decodes for part in found) == decodes
+    start = 0
+    for part in found:
+        alone = ForwardBatch.pack(runs[start : start + part.num_seqs], num_decodes=part.num_decodes)
+        assert part.cu_q_lens.tolist() == alone.cu_q_lens.tolist()
+        assert (part.num_decodes, part.max_q_len) == (alone.num_decodes, alone.max_q_len)
+        start += part.num_seqs
+
+
+def test_a_batch_has_one_part_at_least() -> None:
+    with pytest.raises(ValueError, match="parts=0"):
+        ForwardBatch.pack([TokenRun([1], 0, [0])]).split(0)

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from katydid_engine.forward_batch import ForwardBatch, TokenRun
 from katydid_engine.loader import load_model
 from katydid_engine.parallel import ParallelPlan
 from katydid_runtime.errors import SettingsError
 from transformers import HYV3Config, LlamaConfig
 
 from tests.engine.models.families import EXPERTS, SIZES, forward, greedy, make_family, prompt
+from tests.engine.thread_group import ThreadGroup, on_ranks
 
 LENGTHS = (101, 70, 163)  # odd, so that sequence parallelism pads; ragged
 CHUNK = 67
@@ -133,6 +135,31 @@ def test_four_ranks_equal_one(folders: dict[str, Path], tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_eight_ranks_equal_one(folders: dict[str, Path], tmp_path: Path) -> None:
     check(folders, tmp_path, 8, EIGHTS)
+
+
+@pytest.mark.parametrize("spelled", ["dp8,ep8", "dp8,ep8+8,fp8"])
+def test_eight_ranks_as_threads(folders: dict[str, Path], spelled: str) -> None:
+    """Eight ranks, five of them without a request, in one process: a prompt and a token."""
+    plan = ParallelPlan.parse(spelled)
+    whole = expected(folders["hy_v3"])
+
+    def work(group: ThreadGroup) -> list[torch.Tensor]:
+        model = load_model(folders["hy_v3"], plan=plan, experts=group)
+        if group.rank >= len(LENGTHS):
+            model.take_part()
+            model.take_part()
+            return []
+        ids, cache = prompt(LENGTHS[group.rank]), model.new_kv_cache(4)
+        logits = model.logits(forward(model, cache, ids, [0, 1, 2, 3]))
+        run = TokenRun([int(whole[group.rank][0][-1].argmax())], len(ids), [0, 1, 2, 3])
+        return [logits, model.logits(model.forward(ForwardBatch.pack([run], num_decodes=1), cache))]
+
+    for found, (logits, tokens) in zip(on_ranks(8, work), whole, strict=False):
+        if plan.fp8_transfers:
+            assert 1e-3 < (found[0] - logits).norm() / logits.norm() < 0.2
+        else:
+            torch.testing.assert_close(found[0], logits, atol=1e-4, rtol=0)
+            assert int(found[1].argmax()) == tokens[1]
 
 
 def test_group_of_another_size(folders: dict[str, Path]) -> None:

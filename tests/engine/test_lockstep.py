@@ -1,0 +1,75 @@
+"""Ranks that forward together, as threads; each notes what it computes and what it takes part in."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from katydid_engine.lockstep import Lockstep
+
+from tests.engine.thread_group import ThreadGroup, on_ranks
+
+
+class Closing:
+    """Between rounds: whether all ranks have computed all they have."""
+
+    def __init__(self) -> None:
+        self.left = 0
+        self.closed = False
+        self.passing: list[bool] = []
+
+    def progress(self) -> int:
+        return self.left
+
+    def agreed(self, progress: list[int], *, passing: bool) -> None:
+        self.closed = not any(progress)
+        self.passing.append(passing)
+
+
+def passes_of(group: ThreadGroup, wanted: list[int]) -> tuple[list[tuple[int, bool]], list[bool]]:
+    """(kind, own) of every pass, and whether a pass followed each round."""
+    seen: list[tuple[int, bool]] = []
+    closing = Closing()
+    lockstep = Lockstep(group, lambda kind: seen.append((kind, False)), closing)
+    for index, kind in enumerate(wanted):
+        closing.left = len(wanted) - index
+        lockstep.enter(kind)
+        seen.append((kind, True))
+    closing.left = 0
+    while not closing.closed:
+        lockstep.idle()
+    return seen, closing.passing
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=3, max_size=3))
+def test_every_rank_sees_the_same_passes(wanted: list[list[int]]) -> None:
+    """Whatever each has to compute, all run the same kinds in the same order, and each computes its own."""
+    found = on_ranks(3, lambda group: passes_of(group, wanted[group.rank]))
+    kinds = [[kind for kind, _ in seen] for seen, _ in found]
+    assert kinds[0] == kinds[1] == kinds[2]
+    assert [[kind for kind, own in seen if own] for seen, _ in found] == wanted
+    rounds = [passing for _, passing in found]
+    assert rounds[0] == rounds[1] == rounds[2]
+    assert sum(rounds[0]) == len(kinds[0])
+
+
+def test_draft_passes_wait_for_the_target() -> None:
+    found = on_ranks(2, lambda group: passes_of(group, [[0, 1], [1]][group.rank]))
+    assert [seen for seen, _ in found] == [[(0, True), (1, True)], [(0, False), (1, True)]]
+
+
+def test_patience() -> None:
+    def work(group: ThreadGroup) -> list[float]:
+        lockstep = Lockstep(group, lambda _: None)
+        before = lockstep.patience_s
+        if group.rank:
+            lockstep.enter(0)
+        else:
+            lockstep.idle()
+        after = lockstep.patience_s
+        lockstep.idle()
+        return [before, after, lockstep.patience_s]
+
+    idle, computing = on_ranks(2, work)
+    assert idle == [0.02, 0.0, 0.001], "at once after a pass, soon after an idle round within a second of one"
+    assert computing[1] <= 0.001
