@@ -15,7 +15,8 @@
 {{- end -}}
 {{- end }}
 
-{{/* Container, given `root`, `own`, `settings`, `component`, `listen`, `disk` (whether there is one), `tcp`, `probe`. */}}
+{{/* Container, given `root`, `own`, `settings`, `env` and `probe` (YAML), `pullFrom`, and whether it has a `disk`, serves on
+     `tcp`, and on a `socket` of the node. */}}
 {{- define "katydid.cacheContainer" -}}
 {{- $root := .root -}}
 {{- $cache := $root.Values.kvcache -}}
