@@ -57,7 +57,8 @@ class Device(StrEnum):
 
 class QuantizationScheme(StrEnum):
     W4A8 = "w4a8"
-    FP8 = "fp8"
+    W8A8 = "w8a8"
+    W8A8C8 = "w8a8c8"
 
 
 class Clip(StrEnum):
@@ -259,13 +260,17 @@ def quantize(
     model: Annotated[str, typer.Argument(help="Model folder or name.")],
     out: Annotated[Path, typer.Argument(help="Folder to write; new or empty.")],
     scheme: Annotated[
-        QuantizationScheme, typer.Option(help="w4a8: int4 in groups of 128; fp8: e4m3, a scale a matrix.")
+        QuantizationScheme,
+        typer.Option(help="w4a8: int4 in groups of 128; w8a8: e4m3, a scale a matrix; w8a8c8: and scales of K and V."),
     ] = QuantizationScheme.W4A8,
     clip: Annotated[
         Clip, typer.Option(help="Of w4a8's scales: mse, the least squared error; none, the largest weight.")
     ] = Clip.MSE,
     device: Annotated[Device, typer.Option(help="Where to compute; auto: cuda where there is one.")] = Device.AUTO,
     shard_mib: Annotated[int, typer.Option(min=1, help="Largest file, MiB.")] = 4096,
+    recipe: Annotated[
+        Path | None, typer.Option(help="YAML: calibration data, GPTQ, smoothing, distillation; unset: weights alone.")
+    ] = None,
     cache_dir: CacheDir = default_cache_dir(),
 ) -> None:
     """Write a quantised copy of a model; an interrupted run goes on where it was."""
@@ -275,7 +280,25 @@ def quantize(
     from katydid_cli.quantize import quantize as run
 
     folder = resolve_model(model, cache_dir)
-    run(QuantizeOptions(folder, out, scheme.value, clip.value, find_device(device), shard_mib))
+    run(QuantizeOptions(folder, out, scheme.value, clip.value, find_device(device), shard_mib, recipe))
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="hy3, or a model folder.")] = "hy3",
+    pool: Annotated[
+        Path | None, typer.Option(help="YAML: gpu, gpus {min, max}, memory, network, gpus_per_host.")
+    ] = None,
+    context: Annotated[str, typer.Option(help="Tokens of a request, as 32768 or 256K.")] = "32K",
+    slo: Annotated[str, typer.Option(help="Seconds to the first token, and a token.")] = "ttft=4,tpot=0.05",
+    memory_cap: Annotated[str | None, typer.Option(help="Memory of a GPU that may be used, as 96GB.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a record.")] = False,
+) -> None:
+    """Predict memory, TTFT and TPOT of each plan for a pool of GPUs, and choose one for each phase."""
+    from katydid_cli.plan import PlanOptions
+    from katydid_cli.plan import plan as run
+
+    run(PlanOptions(model, pool, context, slo, memory_cap, as_json))
 
 
 @app.command()

@@ -27,6 +27,7 @@ class QuantizeOptions:
     clip: str
     device: str
     shard_mib: int
+    recipe: Path | None = None
 
 
 def quantize(options: QuantizeOptions) -> None:
@@ -41,7 +42,11 @@ def quantize(options: QuantizeOptions) -> None:
     # By name, because the command line does not depend on torch.
     engine: Any = importlib.import_module("katydid_engine.quantize")
     chosen = engine.Options(
-        scheme=options.scheme, clip=options.clip, device=options.device, shard_bytes=options.shard_mib << 20
+        scheme=options.scheme,
+        clip=options.clip,
+        device=options.device,
+        shard_bytes=options.shard_mib << 20,
+        recipe=None if options.recipe is None else engine.read_recipe(options.recipe),
     )
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
@@ -62,5 +67,5 @@ def quantize(options: QuantizeOptions) -> None:
 
 
 def _layer(tensor: str) -> str:
-    """The first words of a tensor's name: model.layers.12."""
+    """The first words of a tensor's name, model.layers.12, or what a distillation says of itself."""
     return ".".join(tensor.split(".")[:3]) or "quantising"

@@ -81,9 +81,9 @@ def test_version(capsys):
 
 
 def test_quantize(tmp_path, capsys):
-    assert run(["quantize", "hy3-tiny", str(tmp_path / "out"), "--scheme", "fp8"]) == 0
+    assert run(["quantize", "hy3-tiny", str(tmp_path / "out"), "--scheme", "w8a8"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
-    assert re.match(rf"{tmp_path}/out: 337 matrices in fp8, 19.8 MiB -> 12.1 MiB, \d+\.\d s", line)
+    assert re.match(rf"{tmp_path}/out: 337 matrices in w8a8, 19.8 MiB -> 12.1 MiB, \d+\.\d s", line)
     assert (tmp_path / "out" / "model.safetensors.index.json").exists()
 
 

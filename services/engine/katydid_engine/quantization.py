@@ -47,12 +47,14 @@ class StoredQuantization:
         static_inputs: activations have the constant scales ``input_scale``; otherwise one a token, made while serving.
         blocks: a weight scale stands for 128 x 128 weights; otherwise for a matrix or an output row of it.
         kv_cache: K and V were calibrated for fp8 pages, with scales ``k_scale`` and ``v_scale``.
+        rotated_keys: q and k are multiplied by the Hadamard matrix of head_dim behind RoPE.
     """
 
     scheme: Scheme = Scheme.NONE
     static_inputs: bool = False
     blocks: bool = False
     kv_cache: bool = False
+    rotated_keys: bool = False
 
 
 UNQUANTISED = StoredQuantization()
@@ -123,7 +125,23 @@ def _compressed_tensors(fields: ConfigFields) -> StoredQuantization:
         scheme.choice("strategy", ("tensor", "attn_head"), "tensor")
     blocks, static = kinds.pop()
     scheme_kind = Scheme.W4A8 if storage == "pack-quantized" else Scheme.FP8
-    return StoredQuantization(scheme_kind, static_inputs=static, blocks=blocks, kv_cache=kv_cache)
+    return StoredQuantization(
+        scheme_kind, static_inputs=static, blocks=blocks, kv_cache=kv_cache, rotated_keys=_rotated_keys(fields)
+    )
+
+
+def _rotated_keys(fields: ConfigFields) -> bool:
+    """Whether the transform R3 is there, and nothing else: other transforms change what is multiplied."""
+    if fields.values.get("transform_config") is None:
+        return False
+    groups = fields.object("transform_config").object("config_groups")
+    for name in groups.values:
+        group = groups.object(name)
+        group.choice("type", ("hadamard",))
+        places = {place.get("location") for place in group.values.get("apply", []) if isinstance(place, dict)}
+        if places != {"q_attn", "k_cache"}:
+            raise group.wrong("apply", "the locations q_attn and k_cache")
+    return bool(groups.values)
 
 
 def _group(group: ConfigFields, storage: str) -> tuple[bool, bool]:

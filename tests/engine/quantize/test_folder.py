@@ -13,7 +13,7 @@ import pytest
 import torch
 from katydid_engine.identity import SIDECAR
 from katydid_engine.loader import load_model
-from katydid_engine.quantize import Options, folder, quantize_folder
+from katydid_engine.quantize import SCHEMES, Options, partial_folder, quantize_folder
 from katydid_runtime.errors import ModelFolderError, SettingsError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -40,14 +40,14 @@ def files(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "w4a8"])
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8"])
 def test_serves_as_if_quantised_while_loading(source: Path, tmp_path: Path, scheme: str) -> None:
     seen: list[tuple[int, int]] = []
     options = Options(scheme, shard_bytes=SMALL)
     summary = quantize_folder(
         source, tmp_path / "out", options, progress=lambda total, done, what: seen.append((done, total))
     )
-    assert torch.equal(logits_of(tmp_path / "out"), logits_of(source, quantization=scheme))
+    assert torch.equal(logits_of(tmp_path / "out"), logits_of(source, quantization=SCHEMES[scheme].value))
     assert summary.matrices == 4 * 2 + 3 + 9 * 3
     assert summary.target_bytes < summary.source_bytes / 2
     assert seen == sorted(seen)
@@ -99,14 +99,14 @@ def test_joined_experts(source: Path, tmp_path: Path) -> None:
     tensors |= {f"{prefix}.gate_up_proj": torch.cat((gate, up), dim=1), f"{prefix}.down_proj": down}
     save_file(tensors, joined / "model.safetensors")
     for name in ("model", "joined"):
-        quantize_folder(tmp_path / name, tmp_path / f"{name}-out", Options("fp8"))
+        quantize_folder(tmp_path / name, tmp_path / f"{name}-out", Options("w8a8"))
     assert torch.equal(logits_of(tmp_path / "joined-out"), logits_of(tmp_path / "model-out"))
 
 
 def test_quantised_already(source: Path, tmp_path: Path) -> None:
-    quantize_folder(source, tmp_path / "once", Options("fp8"))
+    quantize_folder(source, tmp_path / "once", Options("w8a8"))
     with pytest.raises(ModelFolderError, match="is quantised already"):
-        quantize_folder(tmp_path / "once", tmp_path / "twice", Options("fp8"))
+        quantize_folder(tmp_path / "once", tmp_path / "twice", Options("w8a8"))
 
 
 def _cut(path: Path) -> None:
@@ -150,11 +150,11 @@ def test_targets_in_the_way(source: Path, tmp_path: Path) -> None:
             out = out / "child"
         out.write_text("")
         with pytest.raises(SettingsError, match="is not empty") as caught:
-            quantize_folder(source, tmp_path / name, Options("fp8"))
+            quantize_folder(source, tmp_path / name, Options("w8a8"))
         assert caught.value.field == "out"
     (tmp_path / "out.partial").mkdir()
     with pytest.raises(SettingsError, match=r"out\.partial is left from another run"):
-        quantize_folder(source, tmp_path / "out", Options("fp8"))
+        quantize_folder(source, tmp_path / "out", Options("w8a8"))
 
 
 def test_what_an_interrupted_run_left_is_not_mixed_with_another(source: Path, tmp_path: Path) -> None:
@@ -162,15 +162,15 @@ def test_what_an_interrupted_run_left_is_not_mixed_with_another(source: Path, tm
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quantize_folder(source, tmp_path / "out", Options("fp8"), progress=stop)
+        quantize_folder(source, tmp_path / "out", Options("w8a8"), progress=stop)
     with pytest.raises(SettingsError, match="left from another run"):
         quantize_folder(source, tmp_path / "out", Options("w4a8"))
 
 
 def test_too_little_room(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder.shutil, "disk_usage", lambda path: namedtuple("usage", "free")(1000))
+    monkeypatch.setattr(partial_folder.shutil, "disk_usage", lambda path: namedtuple("usage", "free")(1000))
     with pytest.raises(SettingsError, match=r"the disk is full \(\d+ bytes are needed, 1000 are free\)"):
-        quantize_folder(source, tmp_path / "out", Options("fp8"))
+        quantize_folder(source, tmp_path / "out", Options("w8a8"))
 
 
 @pytest.mark.parametrize(
@@ -185,10 +185,10 @@ def test_writes_that_fail(
         raise OSError(number, "no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder.os, "fsync", fail)
+        patch.setattr(partial_folder.os, "fsync", fail)
         with pytest.raises(SettingsError, match=message):
-            quantize_folder(source, tmp_path / "out", Options("fp8"))
-    quantize_folder(source, tmp_path / "out", Options("fp8"))
+            quantize_folder(source, tmp_path / "out", Options("w8a8"))
+    quantize_folder(source, tmp_path / "out", Options("w8a8"))
     assert (tmp_path / "out" / "config.json").exists()
 
 

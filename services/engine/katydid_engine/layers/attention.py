@@ -23,6 +23,7 @@ class _Norms(TypedDict):
     k_norm_weight: Tensor | None
     qk_norm: QkNorm
     eps: float
+    hadamard: bool
 
 
 class Attention:
@@ -53,6 +54,7 @@ class Attention:
         self.input = self._qkv.input
         self._dtype = weights.dtype
         self._eps = config.rms_norm_eps
+        self._rotated_keys = config.quantization.rotated_keys
         self._scale = config.head_dim**-0.5
 
     def __call__(self, x: Activations, table: Tensor, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor) -> Tensor:
@@ -68,6 +70,7 @@ class Attention:
             "k_norm_weight": self._k_norm,
             "qk_norm": "none" if self._q_norm is None else "before_rope",
             "eps": self._eps,
+            "hadamard": self._rotated_keys,
         }
         if self._k_scale is None:
             q, q_scale = qkv_post(*operands, **norms), None

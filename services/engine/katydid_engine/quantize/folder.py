@@ -7,40 +7,33 @@ interrupted continues with the first shard that is missing; the bytes are the sa
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
-import hashlib
-import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from katydid_runtime.errors import ModelFolderError, SettingsError
 from torch import Tensor
 
 from katydid_engine.checkpoint import DTYPE_BYTES, Checkpoint
-from katydid_engine.config_fields import read_json_object
-from katydid_engine.identity import SIDECAR
 from katydid_engine.matrices import pack_words, to_fp8, to_int4
-from katydid_engine.model_config import read_model_config
+from katydid_engine.model_config import ModelConfig, read_model_config
 from katydid_engine.quantization import Scheme
-from katydid_engine.quantize.layout import Output, Shard, Step, cut_into_shards, header, quantization_config, steps
+from katydid_engine.quantize.calibrated import CalibratedRun
+from katydid_engine.quantize.layout import Shard, Step, cut_into_shards, quantization_config, steps
+from katydid_engine.quantize.partial_folder import PartialFolder, told_as_settings_error
+from katydid_engine.quantize.recipe import Recipe
 
 __all__ = ["SCHEMES", "Options", "Progress", "Summary", "quantize_folder"]
 
-SCHEMES = (Scheme.FP8.value, Scheme.W4A8.value)
+SCHEMES = {"w4a8": Scheme.W4A8, "w8a8": Scheme.FP8, "w8a8c8": Scheme.FP8}
 _CLIPS = ("mse", "none")
-_MANIFEST = "katydid-quantize.json"
-_INDEX = "model.safetensors.index.json"
 # Linears that no step quantises, in the words of whoever builds the model's modules.
 _IGNORED = ("lm_head", "re:.*router\\.gate$", "re:.*mlp\\.gate$", "re:.*eh_proj$")
-# Sidecars of folders this project writes; they describe the files they lie beside.
-_NOT_COPIED = (SIDECAR, _INDEX, "katydid-model.json", "config.json")
 
 Progress = Callable[[int, int, str], None]
 """Called with all bytes, the bytes read so far, and the name of the tensor that is next."""
@@ -51,21 +44,32 @@ class Options:
     """How to quantise.
 
     Attributes:
-        scheme: "fp8": e4m3 with a scale a matrix; "w4a8": int4 with one for every 128 columns of a row.
-        clip: of w4a8's scales: "mse" for the least squared error of a group, "none" for its largest magnitude.
+        scheme: "w8a8": e4m3 with a scale a matrix; "w8a8c8": and calibrated scales of K and V; "w4a8": int4 with a
+            scale for every 128 columns of a row.
+        clip: of w4a8's scales: "mse" for the least squared error of a group, "none" for its largest magnitude. A recipe
+            says it itself.
         device: where matrices are quantised.
-        shard_bytes: largest file, unless a tensor is larger.
+        shard_bytes: largest file, unless a tensor is larger; by a recipe, every layer is a file.
+        recipe: to quantise by data; None looks at the weights alone.
     """
 
     scheme: str = "w4a8"
     clip: str = "mse"
     device: str = "cpu"
     shard_bytes: int = 4 << 30
+    recipe: Recipe | None = None
 
     def __post_init__(self) -> None:
         for name, value, allowed in (("scheme", self.scheme, SCHEMES), ("clip", self.clip, _CLIPS)):
             if value not in allowed:
                 raise SettingsError(f"--{name} is {value!r}", field=name, value=value, allowed=", ".join(allowed))
+        if self.scheme == "w8a8c8" and (self.recipe is None or self.recipe.kv_scales == "none"):
+            raise SettingsError(
+                "w8a8c8 calibrates the scales of K and V: it needs a recipe with kv_scales",
+                field="recipe.kv_scales",
+                value="none",
+                allowed="tensor, head",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +88,8 @@ def quantize_folder(source: Path, target: Path, options: Options, *, progress: P
         ModelFolderError: ``source`` holds no whole model of a known architecture, or one that is quantised already.
         SettingsError: ``target`` is in the way or cannot be written, or the disk is full.
     """
-    scheme = Scheme(options.scheme)
-    if read_model_config(source).quantization.scheme is not Scheme.NONE:
+    config = read_model_config(source)
+    if config.quantization.scheme is not Scheme.NONE:
         raise ModelFolderError(
             f"{source}: this checkpoint is quantised already", field="quantization_config", allowed="none"
         )
@@ -94,27 +98,70 @@ def quantize_folder(source: Path, target: Path, options: Options, *, progress: P
     checkpoint = Checkpoint(source)
     try:
         _check_types(checkpoint)
-        work = steps({name: (entry.dtype, entry.shape) for name, entry in checkpoint.entries.items()}, scheme)
-        shards = cut_into_shards(work, options.shard_bytes)
-        summary = Summary(
-            sum(step.read_bytes for step in work),
-            sum(output.nbytes for shard in shards for output in shard.outputs),
-            sum(step.quantises for step in work),
-        )
-        with _writing(target):
-            partial = _open_partial(source, target, checkpoint, options)
-            _check_room(partial, shards)
-            report = functools.partial(progress or _say_nothing, summary.source_bytes)
-            with _thread_each() as pool:
-                _write_shards(checkpoint, shards, partial, options, report, pool)
-            _write_rest(source, partial, shards, scheme)
-            if target.exists():
-                target.rmdir()
-            partial.rename(target)
-            (target / _MANIFEST).unlink()
+        with told_as_settings_error(target):
+            if options.recipe is not None:
+                with _thread_each():
+                    return _by_data(
+                        source, target, checkpoint, config, options, options.recipe, progress or _say_nothing
+                    )
+            return _by_weights(source, target, checkpoint, options, progress or _say_nothing)
     finally:
         checkpoint.close()
+
+
+def _by_weights(source: Path, target: Path, checkpoint: Checkpoint, options: Options, progress: Progress) -> Summary:
+    scheme = SCHEMES[options.scheme]
+    work = steps({name: (entry.dtype, entry.shape) for name, entry in checkpoint.entries.items()}, scheme)
+    shards = cut_into_shards(work, options.shard_bytes)
+    summary = _summary(shards)
+    partial = PartialFolder(source, target, checkpoint, _manifest(options))
+    partial.check_room(shards)
+    report = functools.partial(progress, summary.source_bytes)
+    with _thread_each() as pool:
+        _write_shards(checkpoint, shards, partial, options, report, pool)
+    partial.finish(shards, {"quantization_config": quantization_config(scheme, ignore=list(_IGNORED))})
     return summary
+
+
+def _by_data(
+    source: Path,
+    target: Path,
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    options: Options,
+    recipe: Recipe,
+    progress: Progress,
+) -> Summary:
+    done = 0
+
+    def report(read: int, what: str) -> None:
+        nonlocal done
+        done += read
+        progress(summary.source_bytes, done, what)
+
+    scheme = SCHEMES[options.scheme]
+    run = CalibratedRun(source, checkpoint, config, scheme, recipe, options.device, report)
+    shards = [file.shard for file in run.files]
+    summary = _summary(shards)
+    partial = PartialFolder(source, target, checkpoint, run.manifest())
+    partial.check_room(shards)
+    run.write(partial)
+    described = quantization_config(
+        scheme, ignore=list(_IGNORED), kv_scales=recipe.kv_scales, rotate_keys=recipe.rotate_keys
+    )
+    changes: dict[str, Any] = {"quantization_config": described}
+    if recipe.rotate_residual:
+        changes["tie_word_embeddings"] = False
+    partial.finish(shards, changes, remove=run.unfinished)
+    return summary
+
+
+def _summary(shards: list[Shard]) -> Summary:
+    return Summary(
+        sum(step.read_bytes for shard in shards for step in shard.steps),
+        sum(output.nbytes for shard in shards for output in shard.outputs),
+        sum(step.quantises for shard in shards for step in shard.steps),
+    )
 
 
 @contextlib.contextmanager
@@ -130,86 +177,32 @@ def _thread_each() -> Iterator[Executor]:
         torch.set_num_threads(threads)
 
 
-@contextlib.contextmanager
-def _writing(target: Path) -> Iterator[None]:
-    """Turns what a disk says into an error that names the folder that was asked for."""
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = f"the disk is full ({error.strerror})" if full else f"cannot be written: {error.strerror}"
-        raise SettingsError(f"{target}: {what}", field="out", value=str(target)) from error
-
-
-def _open_partial(source: Path, target: Path, checkpoint: Checkpoint, options: Options) -> Path:
-    """The folder to write in: new, or that of an interrupted run with the same source and options."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise SettingsError(
-            f"{target} is not empty", field="out", value=str(target), allowed="a new or an empty folder"
-        )
-    partial = target.with_name(f"{target.name}.partial")
-    manifest = {"source": _stamp(source, checkpoint), "scheme": options.scheme, "clip": options.clip}
-    manifest["shard_bytes"] = str(options.shard_bytes)
-    known = partial / _MANIFEST
-    if partial.exists():
-        if not known.is_file() or json.loads(known.read_text()) != manifest:
-            raise SettingsError(
-                f"{partial} is left from another run; remove it or choose another name",
-                field="out",
-                value=str(partial),
-                allowed="what an interrupted run with the same model and options left",
-            )
-        return partial
-    partial.mkdir(parents=True)
-    known.write_text(json.dumps(manifest))
-    return partial
-
-
-def _stamp(source: Path, checkpoint: Checkpoint) -> str:
-    digest = hashlib.sha256((source / "config.json").read_bytes())
-    for shard in checkpoint.shards:
-        status = shard.stat()
-        digest.update(f"{shard.name} {status.st_size} {status.st_mtime_ns}\n".encode())
-    return digest.hexdigest()
-
-
-def _check_room(partial: Path, shards: list[Shard]) -> None:
-    needed = sum(_file_bytes(shard) for shard in shards if not (partial / shard.name).exists())
-    free = shutil.disk_usage(partial).free
-    if free < needed:
-        raise OSError(errno.ENOSPC, f"{needed} bytes are needed, {free} are free")
-
-
-def _file_bytes(shard: Shard) -> int:
-    return len(header(shard)) + sum(output.nbytes for output in shard.outputs)
+def _manifest(options: Options) -> dict[str, str]:
+    return {"scheme": options.scheme, "clip": options.clip, "shard_bytes": str(options.shard_bytes)}
 
 
 def _write_shards(
     checkpoint: Checkpoint,
     shards: list[Shard],
-    partial: Path,
+    partial: PartialFolder,
     options: Options,
     report: Callable[[int, str], None],
     pool: Executor,
 ) -> None:
     done = 0
+
+    def tensors(shard: Shard) -> Iterator[Tensor]:
+        nonlocal done
+        for step in shard.steps:
+            report(done, step.source)
+            yield from _carry_out(checkpoint, step, options, pool)
+            done += step.read_bytes
+
     for shard in shards:
-        path = partial / shard.name
-        if path.exists() and path.stat().st_size == _file_bytes(shard):
+        if partial.has(shard):
             done += sum(step.read_bytes for step in shard.steps)
-            continue
-        unfinished = path.with_suffix(".unfinished")
-        with unfinished.open("wb") as file:
-            file.write(header(shard))
-            for step in shard.steps:
-                report(done, step.source)
-                for output, tensor in zip(step.outputs, _carry_out(checkpoint, step, options, pool), strict=True):
-                    assert list(tensor.shape) == list(output.shape)
-                    file.write(tensor.reshape(-1).view(torch.uint8).cpu().numpy().data)
-                done += step.read_bytes
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.rename(path)
+        else:
+            partial.write(shard, tensors(shard))
     report(done, "")
 
 
@@ -221,7 +214,7 @@ def _carry_out(checkpoint: Checkpoint, step: Step, options: Options, pool: Execu
     weight = tensor.reshape(tensor.shape[-2:]).to(options.device)
     if not weight.isfinite().all():
         raise ModelFolderError(f"tensor {step.source} holds NaN or infinity and cannot be quantised", field=step.source)
-    if options.scheme == Scheme.FP8:
+    if SCHEMES[options.scheme] is Scheme.FP8:
         matrix = to_fp8(weight)
         yield matrix.weight
         yield matrix.scale
@@ -245,19 +238,3 @@ def _check_types(checkpoint: Checkpoint) -> None:
                 value=entry.dtype,
                 allowed=", ".join(DTYPE_BYTES),
             )
-
-
-def _write_rest(source: Path, partial: Path, shards: list[Shard], scheme: Scheme) -> None:
-    """Index, config and everything that is no weight: tokenizer, templates, licence."""
-    outputs: list[tuple[Output, str]] = [(output, shard.name) for shard in shards for output in shard.outputs]
-    index = {
-        "metadata": {"total_size": sum(output.nbytes for output, _ in outputs)},
-        "weight_map": {output.name: name for output, name in outputs},
-    }
-    (partial / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
-    config = read_json_object(source / "config.json")
-    config["quantization_config"] = quantization_config(scheme, ignore=list(_IGNORED))
-    (partial / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix != ".safetensors" and path.name not in _NOT_COPIED:
-            shutil.copyfile(path, partial / path.name)

@@ -109,8 +109,16 @@ def header(shard: Shard) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def quantization_config(scheme: Scheme, *, ignore: list[str]) -> dict[str, Any]:
-    """In compressed-tensors' terms; ``ignore`` are the linears that stay as they are."""
+def quantization_config(
+    scheme: Scheme, *, ignore: list[str], kv_scales: str = "none", rotate_keys: bool = False
+) -> dict[str, Any]:
+    """In compressed-tensors' terms.
+
+    Args:
+        ignore: the linears that stay as they are.
+        kv_scales: "tensor" or "head": pages are e4m3 over calibrated scales.
+        rotate_keys: q and k are multiplied by a Hadamard matrix behind RoPE (compressed-tensors' transform R3).
+    """
     weights: dict[str, Any] = {"symmetric": True, "dynamic": False}
     inputs = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True}
     if scheme is Scheme.W4A8:
@@ -122,13 +130,21 @@ def quantization_config(scheme: Scheme, *, ignore: list[str]) -> dict[str, Any]:
         inputs |= {"strategy": "tensor"}
     storage = "pack-quantized" if scheme is Scheme.W4A8 else "float-quantized"
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": storage}
-    return {
+    config: dict[str, Any] = {
         "quant_method": "compressed-tensors",
         "format": storage,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": ignore,
     }
+    if kv_scales != "none":
+        strategy = "attn_head" if kv_scales == "head" else "tensor"
+        pages = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": strategy}
+        config["kv_cache_scheme"] = pages
+    if rotate_keys:
+        places = [{"targets": ["re:.*self_attn$"], "location": location} for location in ("q_attn", "k_cache")]
+        config["transform_config"] = {"config_groups": {"R3": {"type": "hadamard", "apply": places}}}
+    return config
 
 
 def _steps_of(name: str, dtype: str, shape: Shape, scheme: Scheme) -> Iterator[Step]:

@@ -1,0 +1,298 @@
+"""Quantises a model folder by data: layer after layer, one in memory at a time, whatever the model's size.
+
+Hidden states of the calibration sequences walk through the model beside it and are saved with every layer that is
+finished; a run that was interrupted goes on behind the last one, and ends in the same bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from katydid_runtime.errors import ModelFolderError, SettingsError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from katydid_engine.checkpoint import Checkpoint
+from katydid_engine.layers.rotary import rotary_table
+from katydid_engine.model_config import ModelConfig
+from katydid_engine.quantization import Scheme
+from katydid_engine.quantize.block import Block, rms_norm, rotary_angles
+from katydid_engine.quantize.calibration import calibration_ids
+from katydid_engine.quantize.distill import distill
+from katydid_engine.quantize.distilled_folder import read_int4_model, with_new_scales
+from katydid_engine.quantize.layer_files import LayerFile, PageScales, layer_files, layer_tensors, read_block
+from katydid_engine.quantize.partial_folder import PartialFolder
+from katydid_engine.quantize.recipe import Recipe
+from katydid_engine.quantize.report import LayerReport, as_html, as_json, layer_report
+from katydid_engine.quantize.rotation import Rotation
+from katydid_engine.quantize.walk import LayerResult, Streams, quantise_layer
+from katydid_engine.weights import FLOATS
+
+__all__ = ["CalibratedRun"]
+
+_IDS, _STATE, _REPORTS, _SCALES = "calibration.ids", "calibration.state", "calibration.json", "distilled.state"
+_REPORT = "quantization-report"
+_BATCH_TOKENS = 8192
+_E4M3_LARGEST = 448.0
+# e4m3 is a float: its steps are as fine over a scale twice as large, and K and V may grow beyond what was seen.
+_PAGE_HEADROOM = 2.0
+
+
+class CalibratedRun:
+    """One model on its way.
+
+    Args:
+        progress: called with the bytes of a layer that were finished, and the name of what is next.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        scheme: Scheme,
+        recipe: Recipe,
+        device: str,
+        progress: Callable[[int, str], None],
+    ) -> None:
+        self._source, self._checkpoint, self._config = source, checkpoint, config
+        self._scheme, self._recipe, self._device = scheme, recipe, device
+        self._progress = progress
+        if recipe.rotate_residual and config.num_mtp_layers:
+            raise SettingsError(
+                "rotate_residual: draft layers read hidden states through the final norm's gain, which is folded away",
+                field="rotate_residual",
+                value="true",
+                allowed="false for a model with draft layers",
+            )
+        if recipe.calibration.tokens > config.max_positions:
+            raise SettingsError(
+                f"calibration.tokens is {recipe.calibration.tokens}, the model has {config.max_positions} positions",
+                field="calibration.tokens",
+                value=recipe.calibration.tokens,
+                allowed=f"<= {config.max_positions}",
+            )
+        self._rotation = Rotation.make(config.hidden_size, seed=0, device=device) if recipe.rotate_residual else None
+        self._angles = rotary_angles(
+            rotary_table(config.rope, config.head_dim, recipe.calibration.tokens, torch.device(device)),
+            recipe.calibration.tokens,
+        )
+        heads = {"none": 0, "tensor": 1, "head": config.num_kv_heads}
+        self.files = layer_files(
+            checkpoint,
+            config,
+            scheme,
+            page_scales=heads[recipe.kv_scales],
+            exact_router="feed_forward_input" in recipe.smooth or recipe.rotate_residual,
+            untie=recipe.rotate_residual and config.tie_embeddings,
+        )
+        self._reports: list[LayerReport] = []
+
+    def manifest(self) -> dict[str, str]:
+        """What the result's bytes depend on beside the source."""
+        text = self._recipe.model_dump_json()
+        return {"scheme": self._scheme.value, "recipe": hashlib.sha256(text.encode()).hexdigest()}
+
+    @torch.no_grad()
+    def write(self, partial: PartialFolder) -> None:
+        """Writes what is missing of all files.
+
+        Raises:
+            SettingsError: a calibration source that does not exist or is too small.
+            ModelFolderError: weights or hidden states that are not finite.
+        """
+        ids = self._calibration(partial)
+        start, streams = self._resume(partial, ids)
+        for file in self.files:
+            read = sum(step.read_bytes for step in file.shard.steps)
+            if file.index is None:
+                self._progress(0, file.shard.steps[0].source if file.shard.steps else "")
+                partial.write(file.shard, self._unlayered(file))
+            elif file.index >= start:
+                self._progress(0, file.prefix)
+                self._layer(partial, file, ids, streams)
+            self._progress(read, file.prefix)
+        losses = self._distil(partial, ids) if self._recipe.distill is not None and self._scheme is Scheme.W4A8 else []
+        described = json.loads(self._recipe.model_dump_json())
+        (partial.path / f"{_REPORT}.json").write_text(as_json(described, self._reports, losses))
+        (partial.path / f"{_REPORT}.html").write_text(as_html(described, self._reports, losses))
+
+    unfinished = (_IDS, _STATE, _REPORTS, _SCALES)
+    """Names of files that only an unfinished run needs."""
+
+    def _calibration(self, partial: PartialFolder) -> Tensor:
+        path = partial.path / _IDS
+        if path.exists():
+            ids: Tensor = load_file(path)["ids"]
+            return ids
+        ids = calibration_ids(self._source, self._recipe.calibration, device=self._device)
+        _save(path, {"ids": ids})
+        return ids
+
+    def _resume(self, partial: PartialFolder, ids: Tensor) -> tuple[int, Streams]:
+        """The first layer that is missing, and the streams in front of it."""
+        path = partial.path / _STATE
+        if not path.exists():
+            embedding = self._read(self.files[0], "model.embed_tokens.weight")
+            original = [F.embedding(batch.to(self._device), embedding).cpu() for batch in self._batches(ids)]
+            rotated = self._rotation
+            quantised = [x if rotated is None else rotated.embedding(x.to(self._device)).cpu() for x in original]
+            return 0, Streams(list(quantised), list(quantised))
+        state = load_file(path)
+        self._reports = [LayerReport(**fields) for fields in json.loads((partial.path / _REPORTS).read_text())]
+        done = int(state["layers"])
+        del self._reports[done:]
+        return done, Streams(list(self._batches(state["original"])), list(self._batches(state["quantised"])))
+
+    def _layer(self, partial: PartialFolder, file: LayerFile, ids: Tensor, streams: Streams) -> None:
+        assert file.index is not None
+        block = self._block(file)
+        moved = streams
+        if file.index >= self._config.num_layers:
+            moved = self._draft_inputs(block, ids, streams)
+        result = self._quantise(block, moved)
+        partial.write(file.shard, layer_tensors(file, result.block.tensors, result.int4, self._pages(result)))
+        if file.index >= self._config.num_layers:
+            moved = streams  # what follows the decoder layers starts from their states again
+        self._reports.append(layer_report(file.index, result))
+        _write(partial.path / _REPORTS, json.dumps([dataclasses.asdict(one) for one in self._reports]))
+        _save(
+            partial.path / _STATE,
+            {
+                "layers": torch.tensor(file.index + 1),
+                "original": torch.cat(moved.original),
+                "quantised": torch.cat(moved.quantised),
+            },
+        )
+
+    def _quantise(self, block: Block, streams: Streams) -> LayerResult:
+        dtype = self._checkpoint.entries["model.norm.weight"].dtype
+        on_device = Streams(
+            [x.to(self._device) for x in streams.original], [x.to(self._device) for x in streams.quantised]
+        )
+        result = quantise_layer(
+            block,
+            on_device,
+            tuple(part[: on_device.original[0].shape[1]] for part in self._angles),  # type: ignore[arg-type]
+            self._recipe,
+            int4=self._scheme is Scheme.W4A8,
+            gain_dtype={"BF16": torch.bfloat16, "F16": torch.float16}.get(dtype, torch.float32),
+        )
+        for stream, moved in ((streams.original, on_device.original), (streams.quantised, on_device.quantised)):
+            stream[:] = [x.cpu() for x in moved]
+            if not all(x.isfinite().all() for x in stream):
+                raise ModelFolderError("calibration rows are not finite behind a layer", field="model")
+        return result
+
+    def _draft_inputs(self, block: Block, ids: Tensor, streams: Streams) -> Streams:
+        """What a draft layer's decoder layer reads: the next token's embedding joined with the model's states."""
+        embedding = self._read(self.files[0], "model.embed_tokens.weight")
+        norm = self._read(self.files[-1], "model.norm.weight")
+        eps, tensors = self._config.rms_norm_eps, block.tensors
+
+        def enter(x: Tensor, tokens: Tensor) -> Tensor:
+            embedded = F.embedding(tokens[:, 1:].to(self._device), embedding)
+            embedded[:, 0] = 0
+            hidden = rms_norm(x[:, :-1].to(self._device), norm, eps)
+            merged = (
+                rms_norm(embedded, tensors["enorm.weight"], eps),
+                rms_norm(hidden, tensors["hnorm.weight"], eps),
+            )
+            return F.linear(torch.cat(merged, -1), tensors["eh_proj.weight"]).cpu()
+
+        batches = list(self._batches(ids))
+        return Streams(
+            [enter(x, tokens) for x, tokens in zip(streams.original, batches, strict=True)],
+            [enter(x, tokens) for x, tokens in zip(streams.quantised, batches, strict=True)],
+        )
+
+    def _block(self, file: LayerFile) -> Block:
+        block = read_block(self._checkpoint, self._config, file, self._device)
+        if self._rotation is None:
+            return block
+        return dataclasses.replace(block, tensors=self._rotation.layer(block.tensors))
+
+    def _unlayered(self, file: LayerFile) -> list[Tensor]:
+        """Embedding, final norm and head: copied, or rotated."""
+        made = []
+        for step in file.shard.steps:
+            tensor = self._checkpoint.read(step.source, step.shape, step.part, (step.dtype,))
+            if self._rotation is not None:
+                wide = tensor.float().to(self._device)
+                if step.outputs[0].name == "lm_head.weight":
+                    wide = self._rotation.reader(wide, self._read(self.files[-1], "model.norm.weight"))
+                elif step.outputs[0].name == "model.embed_tokens.weight":
+                    wide = self._rotation.embedding(wide)
+                elif step.outputs[0].name == "model.norm.weight":
+                    wide = torch.ones_like(wide)
+                tensor = wide.to(tensor.dtype)
+            made.append(tensor)
+        return made
+
+    def _pages(self, result: LayerResult) -> PageScales | None:
+        if self._recipe.kv_scales == "none":
+            return None
+        assert result.largest_key is not None
+        assert result.largest_value is not None
+        scales = [
+            (largest if self._recipe.kv_scales == "head" else largest.amax().reshape(1))
+            * (_PAGE_HEADROOM / _E4M3_LARGEST)
+            for largest in (result.largest_key, result.largest_value)
+        ]
+        return PageScales(*scales)
+
+    def _distil(self, partial: PartialFolder, ids: Tensor) -> list[float]:
+        assert self._recipe.distill is not None
+        path = partial.path / _SCALES
+        shards = [file.shard for file in self.files]
+        if not path.exists():
+            original, quantised, int4 = read_int4_model(
+                self._checkpoint, partial.path, self._config, self.files, self._device
+            )
+            with torch.enable_grad():
+                scales, losses = distill(
+                    original,
+                    quantised,
+                    int4,
+                    ids,
+                    self._angles,
+                    self._recipe.distill,
+                    seed=self._recipe.calibration.seed,
+                    report=lambda step, loss: self._progress(0, f"distilling.{step}.loss {loss:.4f}"),
+                )
+            named = {
+                f"model.layers.{index}.{name}.weight_scale": scale
+                for index, layer in enumerate(scales)
+                for name, scale in layer.items()
+            }
+            _save(path, named | {"losses": torch.tensor(losses)})
+        learned = load_file(path)
+        for shard in shards:
+            with_new_scales(partial, shard, learned)
+        return [float(loss) for loss in learned["losses"]]
+
+    def _read(self, file: LayerFile, name: str) -> Tensor:
+        step = next(step for step in file.shard.steps if step.source == name)
+        return self._checkpoint.read(name, step.shape, step.part, FLOATS).float().to(self._device)
+
+    def _batches(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(rows, max(1, _BATCH_TOKENS // rows.shape[1]))
+
+
+def _save(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Whole or not at all."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, unfinished)
+    unfinished.rename(path)
+
+
+def _write(path: Path, text: str) -> None:
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    unfinished.write_text(text)
+    unfinished.rename(path)

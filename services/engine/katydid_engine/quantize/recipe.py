@@ -1,0 +1,130 @@
+"""How to quantise by data, as a YAML file: what `katydid quantize --recipe` reads.
+
+    calibration: {sources: [generated, "python:click", notes.txt], sequences: 128, tokens: 2048, seed: 0}
+    smooth: [attention_input, value_output, feed_forward_input, down]
+    clip: mse
+    gptq: {damping: 0.01, act_order: true, refit_scales: true, follow_drift: true, starved_tokens: 256}
+    kv_scales: tensor
+    rotate_keys: true
+    distill: {steps: 300, learning_rate: 0.001, sequences: 4}
+
+Everything may be left out; `gptq: false` rounds to nearest, `distill: false` (the default) learns nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from katydid_runtime.errors import SettingsError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+__all__ = ["Calibration", "Distillation", "Gptq", "Recipe", "read_recipe"]
+
+Seam = Literal["attention_input", "value_output", "feed_forward_input", "down"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Calibration(_Strict):
+    """Rows to quantise by.
+
+    Attributes:
+        sources: "generated" (by the model itself), "python:PACKAGE" (the texts of an installed package), or a text file
+            or folder; in equal parts.
+        sequences, tokens: how many, and how long each.
+        seed: of the choice among more text than is needed, and of what is generated.
+    """
+
+    sources: tuple[str, ...] = Field(default=("generated",), min_length=1, strict=False)
+    sequences: int = Field(default=128, ge=1)
+    tokens: int = Field(default=2048, ge=16)
+    seed: int = Field(default=0, ge=0)
+
+
+class Gptq(_Strict):
+    """How codes of int4 are chosen.
+
+    Attributes:
+        damping: added to a Hessian's diagonal, as a share of its mean.
+        act_order: columns with the largest rows are rounded first.
+        refit_scales: scales are solved for once more when the codes are chosen.
+        follow_drift: round towards the original model's products on the quantised model's rows.
+        starved_tokens: an expert that fewer calibration tokens reach is rounded by all tokens.
+    """
+
+    damping: float = Field(default=0.01, gt=0, le=1, allow_inf_nan=False)
+    act_order: bool = True
+    refit_scales: bool = True
+    follow_drift: bool = True
+    starved_tokens: int = Field(default=256, ge=0)
+
+
+class Distillation(_Strict):
+    """Learning int4's scales against the original model's logits.
+
+    Attributes:
+        steps: of the optimiser.
+        learning_rate: of the logarithm of a scale.
+        sequences: a step sees so many of the calibration sequences.
+    """
+
+    steps: int = Field(default=300, ge=1)
+    learning_rate: float = Field(default=1e-3, gt=0, le=1, allow_inf_nan=False)
+    sequences: int = Field(default=4, ge=1)
+
+
+def _false_is_none(value: Any) -> Any:
+    return None if value is False else value
+
+
+class Recipe(_Strict):
+    """A whole recipe.
+
+    Attributes:
+        smooth: seams at which scales are moved.
+        clip: of int4's scales: "mse", or "none" for the largest weight of a group.
+        gptq: of int4; None rounds to nearest.
+        kv_scales: calibrated scales of K and V: one a layer, or one a head.
+        rotate_keys: q and k are rotated behind RoPE, so that e4m3 pages hold no outliers.
+        rotate_residual: the residual stream is rotated, in weights alone; not with draft layers.
+        distill: None learns nothing.
+    """
+
+    calibration: Calibration = Calibration()
+    smooth: tuple[Seam, ...] = Field(
+        default=("attention_input", "value_output", "feed_forward_input", "down"), strict=False
+    )
+    clip: Literal["mse", "none"] = "mse"
+    gptq: Annotated[Gptq | None, BeforeValidator(_false_is_none)] = Gptq()
+    kv_scales: Literal["none", "tensor", "head"] = "none"
+    rotate_keys: bool = False
+    rotate_residual: bool = False
+    distill: Annotated[Distillation | None, BeforeValidator(_false_is_none)] = None
+
+
+def read_recipe(path: Path) -> Recipe:
+    """A recipe file.
+
+    Raises:
+        SettingsError: it cannot be read, is not YAML, or a field is unknown or out of range; names the field.
+    """
+    try:
+        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--recipe {path} can't be read: {error}", field="recipe", value=str(path)) from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+        raise SettingsError(f"{where}: not YAML: {error}", field="recipe", value=str(path), allowed="YAML") from None
+    try:
+        return Recipe.model_validate({} if fields is None else fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"]) or "recipe"
+        raise SettingsError(
+            f"{path}: {name}: {first['msg']}", field=name, value=str(first["input"]), allowed=first["msg"]
+        ) from None

@@ -1,0 +1,158 @@
+"""Moves the scale of a channel from what is multiplied to what multiplies it, where rounding then loses less.
+
+    y = (x / s) (s W)^T        for any s > 0, one for each channel
+
+x / s costs nothing at run time: it is folded into what makes x. Four seams of a layer allow that: a norm's gain before
+q, k, v and before gate, up and the router; v before o; up before down. s = max|x|^a / max|W|^(1 - a) (Xiao et al.,
+"SmoothQuant", 2022, equation 4), normalised to geometric mean 1; a is searched for every seam, and no smoothing at all
+is among the candidates. Folded gains are rounded as the checkpoint stores them, and s is what the rounding left, so
+that the unquantised model's answers do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from katydid_engine.quantize.block import Block, e4m3_rows
+
+__all__ = ["ALPHAS", "SEAMS", "smooth"]
+
+SEAMS = ("attention_input", "value_output", "feed_forward_input", "down")
+ALPHAS = tuple(0.3 + 0.1 * step for step in range(8))
+_ROWS = 512  # calibration rows a candidate is tried on
+_MATRICES = 16  # and matrices, where a seam has more
+_COLUMNS_OUT = 256  # and rows of each
+
+_Many = TypeVar("_Many", tuple[str, ...], Tensor)
+
+Quantise = Callable[[Tensor], Tensor]
+"""A weight fp32 ``[N, K]`` as it will be multiplied."""
+
+
+@dataclass(frozen=True)
+class _Seam:
+    """Matrices that share rows, and where the factors go.
+
+    Attributes:
+        matrices: whose columns are multiplied by s.
+        gain: a norm's weight that is divided by s.
+        source: a matrix whose rows (and bias) are divided by s.
+        repeat: consecutive channels of the rows that one row of ``source`` makes; q heads of a kv head.
+        exact: further matrices of the same rows that stay unquantised (the router).
+    """
+
+    matrices: tuple[str, ...]
+    gain: str = ""
+    source: str = ""
+    exact: tuple[str, ...] = ()
+    head_dim: int = 0
+    repeat: int = 1
+
+
+def smooth(
+    block: Block, seams: Iterable[str], rows: Mapping[str, Tensor], quantise: Quantise, gain_dtype: torch.dtype
+) -> tuple[Block, dict[str, float]]:
+    """The same layer with folded factors, and the exponent that each seam got (absent: none helped).
+
+    Args:
+        rows: calibration rows ``[n, K]`` by the name of a matrix that multiplies them.
+        gain_dtype: of the norms in the checkpoint that will be written.
+    """
+    tensors = dict(block.tensors)
+    chosen: dict[str, float] = {}
+    for kind in seams:
+        for seam in _seams(block, kind):
+            sample = rows.get(seam.matrices[0])
+            if sample is None or not len(sample):
+                continue
+            found = _search(tensors, seam, sample[:_ROWS], quantise)
+            if found is not None:
+                alpha, factors = found
+                _fold(tensors, seam, factors, gain_dtype)
+                chosen[f"{kind}:{seam.matrices[0]}" if kind == "down" else kind] = alpha
+    return replace(block, tensors=tensors), chosen
+
+
+def _seams(block: Block, kind: str) -> list[_Seam]:
+    config = block.config
+    if kind == "attention_input":
+        return [_Seam(tuple(f"self_attn.{name}_proj" for name in "qkv"), gain="input_layernorm.weight")]
+    if kind == "value_output":
+        group = config.num_heads // config.num_kv_heads
+        return [_Seam(("self_attn.o_proj",), source="self_attn.v_proj", head_dim=config.head_dim, repeat=group)]
+    if kind == "feed_forward_input":
+        names = tuple(f"{one}.{part}_proj" for one in block.dense_blocks() for part in ("gate", "up"))
+        exact = (block.router.removesuffix(".weight"),) if block.sparse else ()
+        return [_Seam(names, gain="post_attention_layernorm.weight", exact=exact)]
+    return [_Seam((f"{one}.down_proj",), source=f"{one}.up_proj") for one in block.dense_blocks()]
+
+
+def _search(
+    tensors: Mapping[str, Tensor], seam: _Seam, rows: Tensor, quantise: Quantise
+) -> tuple[float, Tensor] | None:
+    weights = [_spread(tensors[f"{name}.weight"], _COLUMNS_OUT) for name in _spread(seam.matrices, _MATRICES)]
+    wanted = [rows @ weight.T for weight in weights]
+    largest_rows = _shared(rows.abs().amax(0), seam)
+    largest_weights = _shared(
+        torch.stack([tensors[f"{name}.weight"].abs().amax(0) for name in seam.matrices]).amax(0), seam
+    )
+    if not (largest_rows > 0).all() or not (largest_weights > 0).all():
+        return None  # a channel that is never used says nothing about its scale
+
+    def error(factors: Tensor) -> float:
+        wide = _widened(factors, seam)
+        made = e4m3_rows(rows / wide)
+        return sum(
+            float((made @ quantise(weight * wide).T - want).square().sum())
+            for weight, want in zip(weights, wanted, strict=True)
+        )
+
+    best, least = None, error(torch.ones_like(largest_rows))
+    for alpha in ALPHAS:
+        factors = largest_rows**alpha / largest_weights ** (1 - alpha)
+        factors = factors / factors.log().mean().exp()
+        found = error(factors)
+        if found < least:
+            best, least = (alpha, factors), found
+    return best
+
+
+def _fold(tensors: dict[str, Tensor], seam: _Seam, factors: Tensor, gain_dtype: torch.dtype) -> None:
+    if seam.gain:
+        gain = tensors[seam.gain]
+        stored = (gain / factors).to(gain_dtype).float()
+        usable = stored != 0
+        factors = torch.where(usable, gain / torch.where(usable, stored, torch.ones_like(stored)), factors)
+        factors = torch.where(factors > 0, factors, torch.ones_like(factors))
+        tensors[seam.gain] = torch.where(usable, stored, gain)
+    else:
+        for name in (f"{seam.source}.weight", f"{seam.source}.bias"):
+            if name in tensors:
+                tensor = tensors[name]
+                tensors[name] = tensor / (factors[:, None] if tensor.ndim == 2 else factors)
+    wide = _widened(factors, seam)
+    for name in (*seam.matrices, *seam.exact):
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"] * wide
+
+
+def _shared(channels: Tensor, seam: _Seam) -> Tensor:
+    """Channels of the rows reduced to those of the source: the largest of the heads that read it."""
+    if seam.repeat == 1:
+        return channels
+    return channels.view(-1, seam.repeat, seam.head_dim).amax(1).flatten()
+
+
+def _widened(factors: Tensor, seam: _Seam) -> Tensor:
+    if seam.repeat == 1:
+        return factors
+    return factors.view(-1, 1, seam.head_dim).expand(-1, seam.repeat, -1).flatten()
+
+
+def _spread(many: _Many, count: int) -> _Many:
+    """At most ``count``, evenly."""
+    return many[:: max(1, -(-len(many) // count))]

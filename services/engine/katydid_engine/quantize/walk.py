@@ -1,0 +1,292 @@
+"""Quantises one decoder layer by the rows it sees: smooth, then round matrix after matrix in the order of computation.
+
+Two streams of hidden states walk through the layers: what the original model computes, and what the quantised one
+does. Every matrix is rounded for the rows of the second (its inputs rounded to e4m3 as at run time) towards the
+products of the first, so that errors of earlier layers are worked against and not added to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from katydid_kernels import dequantize_int4
+from katydid_runtime.errors import ModelFolderError
+from torch import Tensor
+
+from katydid_engine.matrices import to_fp8
+from katydid_engine.quantize.block import Block, e4m3_rows
+from katydid_engine.quantize.gptq import follow_drift, gptq, nearest, output_error, refit_scales
+from katydid_engine.quantize.int4_weights import Int4Weights
+from katydid_engine.quantize.recipe import Recipe
+from katydid_engine.quantize.rotation import hadamard
+from katydid_engine.quantize.smoothing import smooth
+
+__all__ = ["LayerResult", "Streams", "quantise_layer"]
+
+_SAMPLE_ROWS = 512
+_HESSIAN_BYTES = 8 << 30
+
+
+@dataclass
+class Streams:
+    """Hidden states ``[sequences, tokens, hidden]`` in batches, of the original and of the quantised model."""
+
+    original: list[Tensor]
+    quantised: list[Tensor]
+
+
+@dataclass
+class LayerResult:
+    """A quantised layer.
+
+    Attributes:
+        block: with the folded tensors, unquantised.
+        int4: by matrix; empty for fp8 schemes, whose matrices are rounded when they are written.
+        errors: relative error of each product on the calibration rows, and by round-to-nearest.
+        alphas: what smoothing chose.
+        tokens: calibration tokens that each routed expert saw.
+        outliers: the largest channel over the median channel of rows, by a matrix that multiplies them.
+        largest_key, largest_value: largest magnitudes ``[kv_heads]``.
+    """
+
+    block: Block
+    int4: dict[str, Int4Weights] = field(default_factory=dict)
+    errors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    alphas: dict[str, float] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+    outliers: dict[str, float] = field(default_factory=dict)
+    largest_key: Tensor | None = None
+    largest_value: Tensor | None = None
+
+
+@dataclass
+class _Sums:
+    """Sums over calibration rows: x' x'^T of the quantised stream, (x - x') x'^T of the difference."""
+
+    hessian: Tensor
+    drift: Tensor | None
+    count: int = 0
+
+    def add(self, original: Tensor, quantised: Tensor) -> None:
+        self.hessian += quantised.T @ quantised
+        if self.drift is not None:
+            self.drift += (original - quantised).T @ quantised
+        self.count += len(quantised)
+
+
+def quantise_layer(
+    block: Block,
+    streams: Streams,
+    angles: tuple[Tensor, Tensor],
+    recipe: Recipe,
+    *,
+    int4: bool,
+    gain_dtype: torch.dtype,
+) -> LayerResult:
+    """Quantises, and moves both streams behind the layer. ``block`` and ``streams`` lie on one device.
+
+    Raises:
+        ModelFolderError: rows or weights that are not finite.
+    """
+    alphas: dict[str, float] = {}
+    sample = _sample_rows(block, streams.original[0], angles)
+    outliers = {name: _outlier(rows) for name, rows in sample.items() if len(rows) and "experts" not in name}
+    if recipe.smooth:
+        block, alphas = smooth(block, recipe.smooth, sample, lambda weight: _round(weight, recipe, int4), gain_dtype)
+    layer = _Layer(block, recipe, int4=int4)
+    result = LayerResult(block, layer.int4, layer.errors, alphas, layer.tokens, outliers)
+    _walk_attention(layer, streams, angles, result)
+    _walk_feed_forward(layer, streams)
+    return result
+
+
+class _Layer:
+    """The layer as it was and as far as it is quantised."""
+
+    def __init__(self, block: Block, recipe: Recipe, *, int4: bool) -> None:
+        self.original = block
+        self.quantised = replace(block, tensors=dict(block.tensors), rows=e4m3_rows)
+        self.recipe = recipe
+        self.gptq = recipe.gptq if int4 else None
+        self._to_int4 = int4
+        self.int4: dict[str, Int4Weights] = {}
+        self.errors: dict[str, tuple[float, float]] = {}
+        self.tokens: dict[str, int] = {}
+
+    @property
+    def starved_tokens(self) -> int:
+        return self.gptq.starved_tokens if self.gptq is not None else 0
+
+    def sums(self, columns: int, device: torch.device) -> _Sums:
+        zeros = torch.zeros(columns, columns, device=device)
+        return _Sums(zeros, torch.zeros_like(zeros) if self.gptq and self.gptq.follow_drift else None)
+
+    def round(self, groups: Sequence[tuple[str, ...]], sums: Sequence[_Sums]) -> None:
+        """Rounds matrices; those of a group are multiplied with the same rows, groups have equal shapes."""
+        tensors = self.quantised.tensors
+        if not self._to_int4:
+            for name in (name for group in groups for name in group):
+                matrix = to_fp8(tensors[f"{name}.weight"])
+                tensors[f"{name}.weight"] = matrix.dequantised()
+            return
+        weight = torch.stack([torch.cat([tensors[f"{name}.weight"] for name in group]) for group in groups])
+        hessian = torch.stack([one.hessian for one in sums])
+        drift = torch.stack([one.hessian if one.drift is None else one.drift for one in sums])
+        _check_finite(groups[0][0], hessian, drift)
+        plain_codes, plain_scales = nearest(weight, self.recipe.clip)
+        plain_error = output_error(weight, hessian, plain_codes, plain_scales)
+        target, codes, scales = weight, plain_codes, plain_scales
+        if self.gptq is not None:
+            damping = self.gptq.damping
+            if self.gptq.follow_drift:
+                target = follow_drift(weight, hessian, drift, damping=damping)
+                _check_finite(groups[0][0], target)
+                _, scales = nearest(target, self.recipe.clip)
+            codes = gptq(target, hessian, scales, damping=damping, act_order=self.gptq.act_order)
+            if self.gptq.refit_scales:
+                scales = refit_scales(target, hessian, codes, damping=damping)
+        error = output_error(target, hessian, codes, scales)
+        rounded = dequantize_int4(codes, scales)
+        for index, group in enumerate(groups):
+            begin = 0
+            for name in group:
+                rows = slice(begin, begin := begin + len(tensors[f"{name}.weight"]))
+                self.int4[name] = Int4Weights(codes[index, rows].clone(), scales[index, rows].clone())
+                tensors[f"{name}.weight"] = rounded[index, rows].clone()
+                self.errors[name] = (float(error[index]), float(plain_error[index]))
+
+
+def _walk_attention(layer: _Layer, streams: Streams, angles: tuple[Tensor, Tensor], result: LayerResult) -> None:
+    names = tuple(f"self_attn.{name}_proj" for name in "qkv")
+    rows = Streams(
+        [layer.original.enter_attention(x) for x in streams.original],
+        [layer.quantised.enter_attention(x) for x in streams.quantised],
+    )
+    _round_shared(layer, names, rows)
+    largest: list[Tensor] = []
+    for stream, block in ((rows.original, layer.original), (rows.quantised, layer.quantised)):
+        for index, batch in enumerate(stream):
+            if stream is rows.quantised:
+                _, k, v = block.heads(batch, angles)
+                if layer.recipe.rotate_keys:
+                    k = k @ hadamard(k.shape[-1]).to(k.device)
+                largest.append(torch.stack([part.abs().amax((0, 1, 3)) for part in (k, v)]))
+            stream[index] = block.attend(batch, angles)
+    result.largest_key, result.largest_value = torch.stack(largest).amax(0)
+    _round_shared(layer, ("self_attn.o_proj",), rows)
+    for stream, attended, block in (
+        (streams.original, rows.original, layer.original),
+        (streams.quantised, rows.quantised, layer.quantised),
+    ):
+        stream[:] = [block.leave_attention(x, one) for x, one in zip(stream, attended, strict=True)]
+
+
+def _walk_feed_forward(layer: _Layer, streams: Streams) -> None:
+    plain, rounded = (
+        [block.enter_feed_forward(x).flatten(0, 1) for x in stream]
+        for block, stream in ((layer.original, streams.original), (layer.quantised, streams.quantised))
+    )
+    if layer.original.sparse:
+        _round_experts(layer, plain, rounded)
+    for block in [layer.original.shared] if layer.original.sparse else ["mlp"]:
+        if block:
+            rows = Streams(list(plain), [e4m3_rows(x) for x in rounded])
+            _round_shared(layer, (f"{block}.gate_proj", f"{block}.up_proj"), rows)
+            hidden = Streams(
+                [layer.original.hidden(block, x) for x in rows.original],
+                [layer.quantised.hidden(block, x) for x in rows.quantised],
+            )
+            _round_shared(layer, (f"{block}.down_proj",), hidden)
+    for stream, rows_of, one in (
+        (streams.original, plain, layer.original),
+        (streams.quantised, rounded, layer.quantised),
+    ):
+        stream[:] = [
+            one.leave_feed_forward(x.flatten(0, 1), rows).view_as(x) for x, rows in zip(stream, rows_of, strict=True)
+        ]
+
+
+def _round_shared(layer: _Layer, names: tuple[str, ...], rows: Streams) -> None:
+    first = rows.quantised[0]
+    sums = layer.sums(first.shape[-1], first.device)
+    for original, quantised in zip(rows.original, rows.quantised, strict=True):
+        sums.add(original.reshape(-1, original.shape[-1]), quantised.reshape(-1, quantised.shape[-1]))
+    layer.round([names], [sums])
+
+
+def _round_experts(layer: _Layer, plain: list[Tensor], rounded: list[Tensor]) -> None:
+    """Some experts at a time, each by the tokens routed to it in the quantised model; a token counts by the square of
+    its routing weight, as its error does. An expert that saw too few is rounded by all tokens."""
+    routes = [layer.quantised.route(rows) for rows in rounded]
+    experts = layer.original.experts()
+    hidden, device = rounded[0].shape[-1], rounded[0].device
+    chunk = max(1, _HESSIAN_BYTES // (4 * hidden * hidden * 2))
+    for begin in range(0, len(experts), chunk):
+        some = list(enumerate(experts))[begin : begin + chunk]
+        entering, leaving = [], []
+        for index, block in some:
+            sums = layer.sums(hidden, device)
+            for original, quantised, weights in _routed(layer.starved_tokens, plain, rounded, routes, index):
+                sums.add(original * weights, quantised * weights)
+            layer.tokens[block] = sum(int((ids == index).sum()) for _, ids in routes)
+            entering.append(sums)
+        layer.round([(f"{block}.gate_proj", f"{block}.up_proj") for _, block in some], entering)
+        for index, block in some:
+            sums = layer.sums(len(layer.original.tensors[f"{block}.up_proj.weight"]), device)
+            for original, quantised, weights in _routed(layer.starved_tokens, plain, rounded, routes, index):
+                made = layer.original.hidden(block, original), layer.quantised.hidden(block, quantised)
+                sums.add(made[0] * weights, made[1] * weights)
+            leaving.append(sums)
+        layer.round([(f"{block}.down_proj",) for _, block in some], leaving)
+
+
+def _routed(
+    starved_tokens: int, plain: list[Tensor], rounded: list[Tensor], routes: list[tuple[Tensor, Tensor]], expert: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Rows of both streams that an expert is rounded by, those of the second in e4m3, and their weights ``[n, 1]``."""
+    starved = sum(int((ids == expert).sum()) for _, ids in routes) < starved_tokens
+    for original, quantised, (weights, ids) in zip(plain, rounded, routes, strict=True):
+        if starved:
+            yield original, e4m3_rows(quantised), weights.new_ones(len(ids), 1)
+        else:
+            tokens, choice = (ids == expert).nonzero(as_tuple=True)
+            yield original[tokens], e4m3_rows(quantised[tokens]), weights[tokens, choice, None]
+
+
+def _sample_rows(block: Block, x: Tensor, angles: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Rows of the original layer, by the first matrix of each seam."""
+    rows = block.enter_attention(x)
+    attended = block.attend(rows, angles)
+    x = block.leave_attention(x, attended)
+    entered = block.enter_feed_forward(x).flatten(0, 1)
+    sample = {"self_attn.q_proj": _some(rows.flatten(0, 1)), "self_attn.o_proj": _some(attended.flatten(0, 1))}
+    sample[f"{block.dense_blocks()[0]}.gate_proj"] = _some(entered)
+    ids = block.route(entered)[1] if block.sparse else None
+    for index, one in enumerate(block.dense_blocks()):
+        routed = ids is not None and one != block.shared
+        rows = entered[(ids == index).any(1)] if routed and ids is not None else entered
+        sample[f"{one}.down_proj"] = block.hidden(one, _some(rows))
+    return sample
+
+
+def _check_finite(name: str, *tensors: Tensor) -> None:
+    if not all(tensor.isfinite().all() for tensor in tensors):
+        raise ModelFolderError(f"calibration rows of {name} are not finite", field=name)
+
+
+def _outlier(rows: Tensor) -> float:
+    channels = rows.abs().amax(0)
+    return float(channels.amax() / channels.median().clamp(min=1e-12))
+
+
+def _some(rows: Tensor) -> Tensor:
+    return rows[:: max(1, len(rows) // _SAMPLE_ROWS)][:_SAMPLE_ROWS]
+
+
+def _round(weight: Tensor, recipe: Recipe, int4: bool) -> Tensor:
+    if not int4:
+        return to_fp8(weight).dequantised()
+    codes, scales = nearest(weight, recipe.clip)
+    return dequantize_int4(codes, scales)
