@@ -226,7 +226,7 @@ def evaluate(
     configuration: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME and engine options, such as 'bf16 --dtype=bfloat16'; several are compared side by side."
+            help="NAME, --model=FOLDER of another copy, engine options ('bf16 --dtype=bfloat16'); several side by side."
         ),
     ] = None,
     task: Annotated[list[str] | None, typer.Option(help="bits, recall, choice, tools or mtp; by default all.")] = None,

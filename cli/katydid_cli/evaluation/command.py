@@ -21,13 +21,16 @@ from katydid_cli.writable import check_writable_file
 
 __all__ = ["Configuration", "EvaluationOptions", "evaluate", "parse_configuration"]
 
+_MODEL = "--model="
+
 
 @dataclass(frozen=True)
 class Configuration:
-    """A name for the table and the engine options behind it."""
+    """A name for the table, the engine options behind it, and the model where it is another (a quantised copy)."""
 
     name: str
     options: tuple[str, ...] = ()
+    model: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class EvaluationOptions:
 
 
 def parse_configuration(words: str) -> Configuration:
-    """`NAME [ENGINE OPTIONS]`, such as "bf16 --dtype=bfloat16"; raises EvaluationError."""
+    """`NAME [--model=FOLDER] [ENGINE OPTIONS]`, such as "bf16 --dtype=bfloat16"; raises EvaluationError."""
     try:
         parts = shlex.split(words)
     except ValueError as error:
@@ -56,7 +59,9 @@ def parse_configuration(words: str) -> Configuration:
             value=words,
             allowed="NAME and then options of katydid serve-engine",
         )
-    return Configuration(parts[0], tuple(parts[1:]))
+    models = [Path(part.removeprefix(_MODEL)).expanduser() for part in parts if part.startswith(_MODEL)]
+    options = tuple(part for part in parts[1:] if not part.startswith(_MODEL))
+    return Configuration(parts[0], options, models[-1] if models else None)
 
 
 def evaluate(options: EvaluationOptions, say: Callable[[str], None] = print) -> int:
@@ -73,7 +78,8 @@ def evaluate(options: EvaluationOptions, say: Callable[[str], None] = print) -> 
         raise EvaluationError(f"configurations {', '.join(names)} repeat a name", field="configuration")
     if options.output is not None:
         check_writable_file("--output", options.output)
-    ModelText(options.model)
+    for folder in {options.model, *(c.model for c in options.configurations if c.model is not None)}:
+        ModelText(folder)
     for kind in needed(options.tasks):
         load_held_out(options.data, kind)
     results = []
@@ -87,12 +93,14 @@ def evaluate(options: EvaluationOptions, say: Callable[[str], None] = print) -> 
 
 
 def _measure(configuration: Configuration, options: EvaluationOptions, say: Callable[[str], None]) -> list[Figure]:
+    model = configuration.model or options.model
+
     def run(scorer: Scorer) -> list[Figure]:
-        return run_suite(scorer, options.model, options.data, options.tasks, EXTENTS[options.extent], say)
+        return run_suite(scorer, model, options.data, options.tasks, EXTENTS[options.extent], say)
 
     if options.in_process:
-        return run(_in_process(options.model, configuration.options))
-    with running_engine(options.model, configuration.options) as address, EngineScorer(address) as scorer:
+        return run(_in_process(model, configuration.options))
+    with running_engine(model, configuration.options) as address, EngineScorer(address) as scorer:
         return run(scorer)
 
 

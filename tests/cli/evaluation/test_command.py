@@ -32,6 +32,9 @@ def test_the_table_puts_configurations_side_by_side_and_marks_what_left_the_nois
 
 
 def test_a_configuration_is_a_name_and_engine_options() -> None:
+    assert parse_configuration("w4a8 --model=/models/copy --tp 2") == Configuration(
+        "w4a8", ("--tp", "2"), Path("/models/copy")
+    )
     assert parse_configuration("bf16 --dtype=bfloat16 --tp 2") == Configuration(
         "bf16", ("--dtype=bfloat16", "--tp", "2")
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from katydid_runtime.errors import SettingsError
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from katydid_engine.forward_batch import PAGE_SIZE, ForwardBatch, TokenRun
@@ -56,8 +57,6 @@ def _cut(ids: Sequence[int], source: str, count: int, options: Calibration) -> T
 
 
 def _tokens(folder: Path, source: str) -> list[int]:
-    from tokenizers import Tokenizer
-
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     texts = list(_texts(source))
     return [token for encoded in tokenizer.encode_batch_fast(texts) for token in encoded.ids]
