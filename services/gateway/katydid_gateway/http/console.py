@@ -99,6 +99,7 @@ class _ExplainBody(msgspec.Struct, forbid_unknown_fields=True):
     model: str = ""
     prompt_cache_key: str = ""
     without_engine: str = ""
+    with_another: bool = False
 
 
 _explain_decoder = msgspec.json.Decoder(_ExplainBody)
@@ -117,7 +118,8 @@ class Explain:
             chat_conversation(body.messages, None),
             body.prompt_cache_key,
             caller.tenant,
-            body.without_engine,
+            without=body.without_engine,
+            another=body.with_another,
         )
         answer = {
             "reason": decision.reason,
