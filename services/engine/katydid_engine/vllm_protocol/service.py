@@ -31,7 +31,7 @@ SERVICE = "vllm.grpc.engine.VllmEngine"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
-class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):
+class VllmEngine(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
     """Answers UNAVAILABLE until `open` is called. Errors are mapped by the server's interceptor; a caller that leaves
     cancels the handler, and so its request."""
 
