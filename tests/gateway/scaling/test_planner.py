@@ -61,6 +61,19 @@ def test_held_pages_ask_for_room_and_so_do_choices_that_wait_for_it() -> None:
     assert Planner().observe(RoleLoad(4, waiting=90, **full), 0).needed["cache"] == pytest.approx(4 * 1.8 / 0.85)
 
 
+def test_a_burst_of_seconds_asks_for_nobody_and_one_of_minutes_does() -> None:
+    planner = Planner()
+    calm = RoleLoad(4, running=40, decode_speed=40 / 0.02, prefill_speed=4 * SPEED)
+    slow = RoleLoad(4, running=40, decode_speed=40 / 0.1, prefill_speed=4 * SPEED)
+    for now in range(0, 600, 5):
+        steady = planner.observe(calm, now)
+    for now in range(600, 615, 5):
+        burst = planner.observe(slow, now)
+    for now in range(615, 1200, 5):
+        lasting = planner.observe(slow, now)
+    assert (steady.desired, burst.desired, lasting.desired) == (2, 3, 10)
+
+
 def test_a_lull_takes_nobody_away_until_it_has_lasted() -> None:
     planner = Planner()
     busy, now, offered = steady(planner, 2.9, 5, 7200)

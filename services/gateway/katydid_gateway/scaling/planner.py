@@ -6,9 +6,10 @@
 
 Work that comes is in engines: seconds of one engine's work a second. Two exponential averages of it, a fast one and a
 slow one, lag behind a ramp by their time constants; their difference is its slope, which carries the forecast over the
-time an engine takes to start. What was needed in the last `hold_s` stays, so a lull takes nobody away. The plan never
-falls below the ready engines while one drains, whose work may yet come back, nor in the first `warm_up_s` of a new one,
-whose caches are empty. An engine that starts changes nothing: numbers are absolute, so it is not asked for twice.
+time an engine takes to start. The needs of decode and cache are averages of two minutes: a burst is over before an
+engine has started. What was needed in the last `hold_s` stays, so a lull takes nobody away. The plan never falls below
+the ready engines while one drains, whose work may yet come back, nor in the first `warm_up_s` of a new one, whose
+caches are empty. An engine that starts changes nothing: numbers are absolute, so it is not asked for twice.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ class Planner:
     _speed: float = 0.0
     _fast: float = 0.0
     _slow: float = 0.0
+    _settled_at: float | None = None
+    _averages: dict[str, float] = field(default_factory=dict)
     _ready: int = 0
     _warm_at: float = 0.0
     _wanted: deque[tuple[float, int]] = field(default_factory=deque)
@@ -80,7 +83,7 @@ class Planner:
         if load.ready > self._ready:
             self._warm_at = now + (self.terms.warm_up_s if self._ready else 0.0)
         self._ready = load.ready
-        needed = {"prefill": self._prefill(load), "decode": self._decode(load), "cache": self._cache(load)}
+        needed = {"prefill": self._prefill(load), **self._settled(load, now)}
         wanted = max(1, math.ceil(max(needed.values()) - _SLACK))
         # Newer and larger makes the ones before it worthless: the first one left is the largest of the window.
         while self._wanted and self._wanted[-1][1] <= wanted:
@@ -110,6 +113,16 @@ class Planner:
         backlog = load.waiting_tokens / self._speed if self._speed else 0.0
         # A second of prompts before each engine is how continuous batching works, and no backlog.
         return forecast / terms.prefill_share + max(0.0, backlog - load.ready) / terms.clear_s
+
+    def _settled(self, load: RoleLoad, now: float) -> dict[str, float]:
+        """Needs of decode and cache, averaged: a burst of seconds is over before an engine has started."""
+        present = {"decode": self._decode(load), "cache": self._cache(load)}
+        share = 1.0 if self._settled_at is None else -math.expm1(-(now - self._settled_at) / self.terms.fast_s)
+        self._settled_at = now
+        for work, need in present.items():
+            known = self._averages.get(work, 0.0)
+            self._averages[work] = known + share * (need - known)
+        return dict(self._averages)
 
     def _decode(self, load: RoleLoad) -> float:
         if not load.running or not load.decode_speed:
