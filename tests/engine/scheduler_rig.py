@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
+from collections import defaultdict, deque
 
 from katydid_engine.block_pool import BlockPool
+from katydid_engine.draft_depth import DraftDepth
 from katydid_engine.ledger import Outcome
 from katydid_engine.plan import StepPlan
 from katydid_engine.request import FinishReason, Request, Sampling
@@ -19,14 +20,17 @@ STREAMS = [[(7 * i * i + 11 * i + s) % VOCAB for i in range(400)] for s in range
 
 
 class Rig:
-    """A scheduler, its runner, and a face that keeps what it is told."""
+    """A scheduler, its runner, and a face that keeps what it is told. With ``ahead`` a step is planned while the one
+    before is in flight."""
 
-    def __init__(self, *, num_pages: int = 12, slots: int = 0, **config: object) -> None:
+    def __init__(
+        self, *, num_pages: int = 12, slots: int = 0, ahead: bool = False, drafts: int = 0, **config: object
+    ) -> None:
         values = {"max_model_tokens": 300, "max_batch_tokens": 96, "max_sequences": 4, "eos_token_ids": EOS}
         self.config = SchedulerConfig(**(values | config))  # type: ignore[arg-type]
         self.now = 0.0
         self.pool = BlockPool(num_pages)
-        self.scheduler = Scheduler(self.config, self.pool, lambda: self.now, range(slots))
+        self.scheduler = Scheduler(self.config, self.pool, lambda: self.now, range(slots), DraftDepth(drafts))
         self.runner = PaperRunner(num_pages, 2 * slots)
         self.requests: dict[int, Request] = {}
         self.output: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -34,6 +38,8 @@ class Rig:
         self.outcomes: list[Outcome] = []
         self.prompt_targets: dict[int, list[float]] = defaultdict(list)
         self.steps: list[StepPlan] = []
+        self.ahead = ahead
+        self.in_flight: deque[StepPlan] = deque()
 
     def submit(self, prompt: list[int], **fields: object) -> Request:
         sampling = fields.pop("sampling", None) or Sampling(seed=5, max_tokens=4)
@@ -48,14 +54,17 @@ class Rig:
         plan = self.scheduler.schedule()
         if plan is not None:
             self.steps.append(plan)
-            assert sum(len(run.tokens) for run in plan.runs) <= self.config.max_batch_tokens
+            self.in_flight.append(plan)
+            assert plan.num_prefill_tokens + plan.num_decodes * plan.decode_q_len <= self.config.max_batch_tokens
             assert len(plan.runs) <= self.config.max_sequences
-            output = self.runner.run(plan)
-            if callable(between):
-                between()
-            self.scheduler.commit(plan, output)
+        if callable(between):
+            between()
+        done = None
+        if len(self.in_flight) > (plan is not None and self.ahead):
+            done = self.in_flight.popleft()
+            self.scheduler.commit(done, self.runner.run(done))
         self.collect()
-        return plan is not None
+        return plan is not None or done is not None
 
     def collect(self) -> Outcome:
         outcome = self.scheduler.take_outcome()

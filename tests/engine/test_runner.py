@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,9 @@ import torch
 from katydid_engine.block_pool import BlockPool
 from katydid_engine.collectives import SingleRank
 from katydid_engine.compiled_grammars import CompiledGrammars
+from katydid_engine.draft_depth import DraftDepth
 from katydid_engine.loader import load_model
+from katydid_engine.messages import ChoiceEnd
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.plan import Run, SampleRow, Start, StepPlan
 from katydid_engine.request import Request, Sampling
@@ -40,7 +42,11 @@ def generate(
     num_pages: int = 64,
     chunk: int = 512,
     grammars: CompiledGrammars | None = None,
+    drafts: int = 0,
+    ahead: bool = False,
+    finished: list[ChoiceEnd] | None = None,
 ) -> Output:
+    """Tokens by request and choice; ``finished`` gets the ends."""
     pool = BlockPool(num_pages)
     config = SchedulerConfig(
         max_model_tokens=600,
@@ -48,16 +54,25 @@ def generate(
         max_sequences=min(8, chunk),
         eos_token_ids=frozenset(model.config.eos_token_ids),
     )
-    scheduler = Scheduler(config, pool, time.monotonic)
-    runner = Runner(model, num_pages, collectives=SingleRank(), grammars=grammars)
+    scheduler = Scheduler(config, pool, time.monotonic, drafts=DraftDepth(drafts))
+    runner = Runner(model, num_pages, collectives=SingleRank(), grammars=grammars, drafts=drafts > 0, ahead=ahead)
     runner.warm_up()
     output: Output = defaultdict(list)
     for request in requests:
         scheduler.add(request)
-    while (plan := scheduler.schedule()) is not None:
-        scheduler.commit(plan, runner.run(plan))
-        for row in scheduler.take_outcome().tokens:
+    in_flight: deque[StepPlan] = deque()
+    while (plan := scheduler.schedule()) is not None or in_flight:
+        if plan is not None:
+            in_flight.append(plan)
+        if len(in_flight) > (ahead and plan is not None):
+            scheduler.commit(in_flight[0], runner.run(in_flight[0]))
+            in_flight.popleft()
+        outcome = scheduler.take_outcome()
+        for row in outcome.tokens:
             output[row.handle, row.choice] += row.tokens
+            assert row.logprobs is None or len(row.logprobs.chosen) == len(row.tokens)
+        if finished is not None:
+            finished += outcome.ends
     scheduler.check_integrity()
     assert pool.num_available == num_pages
     return dict(output)
@@ -114,7 +129,7 @@ def test_runs_whose_logits_are_no_numbers_are_named(model: DecoderLM, monkeypatc
     monkeypatch.setattr(type(model), "logits", lambda *_: logits)
     output = runner.run(plan)
     assert output.broken == {1}
-    assert output.tokens[0] == 0
+    assert list(output.tokens[0]) == [0]
 
 
 def test_profile(model: DecoderLM, tmp_path: Path) -> None:

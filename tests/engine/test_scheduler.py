@@ -53,6 +53,16 @@ def test_admission_waits_for_the_whole_input() -> None:
     assert all(len(plan.runs) == 1 for plan in rig.steps)
 
 
+def test_an_engine_that_has_given_no_page_back_yet_admits_beside_a_watermark() -> None:
+    rig = Rig(num_pages=12, watermark_pages=3)
+    for stream in STREAMS:
+        rig.submit(stream[:100], sampling=Sampling(max_tokens=9, ignore_eos=True))
+    rig.step()
+    assert rig.scheduler.load().running == 2
+    rig.run_out()
+    rig.check_outputs()
+
+
 def test_a_hungry_request_blocks_nobody_and_is_not_starved() -> None:
     rig = Rig(num_pages=8, max_bypass=3)
     rig.submit(STREAMS[0][:200], sampling=Sampling(max_tokens=60, ignore_eos=True))

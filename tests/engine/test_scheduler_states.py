@@ -27,9 +27,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         batch=st.sampled_from([5, 70, 300]),
         watermark=st.integers(0, 1),
         attached=st.booleans(),
+        drafts=st.integers(0, 3),
+        ahead=st.booleans(),
     )
-    def build(self, num_pages: int, batch: int, watermark: int, attached: bool) -> None:
-        self.rig = Rig(num_pages=num_pages, slots=3, max_batch_tokens=batch, watermark_pages=watermark, max_bypass=2)
+    def build(self, num_pages: int, batch: int, watermark: int, attached: bool, drafts: int, ahead: bool) -> None:
+        limits = {"max_batch_tokens": batch, "watermark_pages": watermark, "max_bypass": 2, "drafts": drafts}
+        self.rig = Rig(num_pages=num_pages, slots=3, ahead=ahead, **limits)
         self.store: dict[bytes, list[int]] = {}
         self.lookups: list[KvLookup] = []
         self.fetches: dict[int, list[bytes]] = {}

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from katydid_engine.forward_batch import ForwardBatch
 
-__all__ = ["AttentionPlan", "AttentionPlanner"]
+__all__ = ["MAX_Q_LEN", "AttentionPlan", "AttentionPlanner"]
 
-_MAX_Q_LEN = 8
+MAX_Q_LEN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class AttentionPlanner:
         self._scratch: DecodeScratch | None = None
         if device.type == "cuda":
             self._ctas = decode_ctas(device)
-            self._scratch = DecodeScratch.allocate(self._ctas, _MAX_Q_LEN, heads // kv_heads, head_dim, device)
+            self._scratch = DecodeScratch.allocate(self._ctas, MAX_Q_LEN, heads // kv_heads, head_dim, device)
 
     def planned(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch with its plan; one that has it already is returned as it is."""

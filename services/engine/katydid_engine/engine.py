@@ -421,6 +421,8 @@ def _worker_config(
         rebalance_passes=settings.rebalance_passes,
         threads=settings.worker_threads,
         num_pages=settings.kv_pages,
+        mtp=settings.mtp,
+        async_scheduling=settings.async_scheduling,
         kv_memory_bytes=settings.kv_memory_mib * 1024 * 1024,
         gpu_memory_share=settings.gpu_memory_share,
         max_model_tokens=settings.max_model_tokens,

@@ -25,6 +25,8 @@ class EngineMetrics:
         self.output = metrics.counter("output_tokens", "Tokens sampled", rank)
         self.prompt = metrics.histogram("prompt_tokens", "Prompt tokens of a request", bounds=TOKENS)
         self.cached = metrics.counter("cached_tokens", "Prompt tokens found in a cache, by tier", ("tier",))
+        self.drafted = metrics.counter("draft_tokens", "Draft tokens verified", rank)
+        self.accepted = metrics.counter("accepted_draft_tokens", "Draft tokens that were the model's own", rank)
         self.phase = metrics.histogram(
             "phase_seconds", "Time of a request in a phase", ("phase", "tier"), bounds=TTFT_SECONDS
         )

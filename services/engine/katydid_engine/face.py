@@ -358,4 +358,6 @@ class Face:
         if report.computed_tokens:
             metrics.step.labels(rank).observe(report.step_s)
             metrics.computed.labels(rank).inc(report.computed_tokens)
+            metrics.drafted.labels(rank).inc(report.drafted)
+            metrics.accepted.labels(rank).inc(report.accepted)
             metrics.output.labels(rank).inc(sum(len(row.tokens) for row in report.tokens))

@@ -76,6 +76,8 @@ class FrameDraft:
             prompt_tokens=prompt_tokens,
             output_tokens=end.output_tokens,
             cached=_cached(end.cached),
+            draft_tokens=end.drafted,
+            accepted_tokens=end.accepted,
             preemptions=end.preemptions,
             error=None if error is None else _error(error),
         )

@@ -37,7 +37,8 @@ _RESERVED_LEAST = 64
 
 @dataclass(slots=True)
 class Ticket:
-    """One sequence's fetch: ``first_block`` is the index of the first block asked for, ``span_id`` its lookup's."""
+    """One sequence's fetch: ``first_block`` is the index of the first block asked for, ``span_id`` its lookup's;
+    ``taken`` blocks are being unpacked by steps in flight."""
 
     number: int
     sequence: Sequence
@@ -45,6 +46,7 @@ class Ticket:
     span_id: bytes
     tiers: list[Tier] = field(default_factory=list)
     arrived: int = 0
+    taken: int = 0
     ended: bool = False
 
     @property
@@ -151,6 +153,7 @@ class KvTraffic:
         first = (
             ticket.first_block
             + ticket.arrived
+            + ticket.taken
             + sum(len(arrival.transfers) for arrival in self._arrivals if arrival.ticket is ticket)
         )
         pages = ticket.sequence.pages[first : first + len(slots)]
@@ -163,6 +166,8 @@ class KvTraffic:
         """Arrivals for this step to unpack."""
         arrivals = tuple(self._arrivals)
         self._arrivals.clear()
+        for arrival in arrivals:
+            arrival.ticket.taken += len(arrival.transfers)
         return arrivals
 
     def unpacked(self, arrival: Arrival, sums: tuple[int, ...]) -> bool:
@@ -173,6 +178,7 @@ class KvTraffic:
         if arrival.transfers:
             self._asks.append(KvReadSlotsFree(tuple(transfer.slot for transfer in arrival.transfers)))
         ticket = arrival.ticket
+        ticket.taken -= len(arrival.transfers)
         if self._tickets.get(ticket.number) is not ticket:
             return False
         checks = zip(arrival.checksums, sums, strict=True)
@@ -186,6 +192,7 @@ class KvTraffic:
         if arrival.last or wrong is not None:
             ticket.ended = True
             del self._tickets[ticket.number]
+            self._forget_arrivals(ticket)
         return True
 
     def cancel(self, sequence: Sequence) -> None:
@@ -193,10 +200,7 @@ class KvTraffic:
         ticket = next(ticket for ticket in self._tickets.values() if ticket.sequence is sequence)
         del self._tickets[ticket.number]
         self._asks.append(KvCancel(ticket.number))
-        slots = tuple(move.slot for arrival in self._arrivals if arrival.ticket is ticket for move in arrival.transfers)
-        self._arrivals = [arrival for arrival in self._arrivals if arrival.ticket is not ticket]
-        if slots:
-            self._asks.append(KvReadSlotsFree(slots))
+        self._forget_arrivals(ticket)
 
     def offer(self, request: Request, hashes: list[bytes], block: int, page: int) -> None:
         """Block number ``block`` of a chain was finished; when too many wait, the oldest is given up."""
@@ -254,6 +258,12 @@ class KvTraffic:
         asks = tuple(self._asks)
         self._asks.clear()
         return asks
+
+    def _forget_arrivals(self, ticket: Ticket) -> None:
+        slots = tuple(move.slot for arrival in self._arrivals if arrival.ticket is ticket for move in arrival.transfers)
+        self._arrivals = [arrival for arrival in self._arrivals if arrival.ticket is not ticket]
+        if slots:
+            self._asks.append(KvReadSlotsFree(slots))
 
     def _reserve(self) -> None:
         while self._finished and len(self._reserved) < self._reserve_limit:

@@ -15,13 +15,15 @@ __all__ = ["Ledger", "Outcome"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What happened since it was last taken."""
+    """What happened since it was last taken; ``drafted`` and ``accepted`` count draft tokens."""
 
     tokens: tuple[ChoiceTokens, ...]
     first_tokens: tuple[FirstToken, ...]
     ends: tuple[ChoiceEnd, ...]
     blocks: BlockEvents
     kv: tuple[KvAsk, ...]
+    drafted: int = 0
+    accepted: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.tokens or self.first_tokens or self.ends or self.blocks or self.kv)
@@ -35,6 +37,8 @@ class Ledger:
         self._tokens: list[ChoiceTokens] = []
         self._first_tokens: list[FirstToken] = []
         self._ends: list[ChoiceEnd] = []
+        self._drafted = 0
+        self._accepted = 0
 
     def open(self, live: LiveRequest, sequence: Sequence) -> None:
         self.requests[live.request.handle] = live
@@ -56,14 +60,19 @@ class Ledger:
         handle = sequence.request.handle
         self._tokens.append(ChoiceTokens(handle, sequence.choice, array("I"), prompt_logprobs=logprobs))
 
-    def token(self, sequence: Sequence, token: int, logprobs: Logprobs | None, now: float) -> None:
-        """A sequence has got a new token."""
+    def new_tokens(self, sequence: Sequence, tokens: array[int], logprobs: Logprobs | None, now: float) -> None:
+        """A sequence has got new tokens."""
         live, handle = sequence.live, sequence.request.handle
-        self._tokens.append(ChoiceTokens(handle, sequence.choice, array("I", (token,)), logprobs))
+        self._tokens.append(ChoiceTokens(handle, sequence.choice, tokens, logprobs))
         if not live.has_first_token:
             live.enter(Phase.DECODE, now)
             live.has_first_token = True
             self._first_tokens.append(FirstToken(handle, live.cached, live.phases.take()))
+
+    def verified(self, drafted: int, accepted: int) -> None:
+        """So many drafts were verified, and so many of them were the sequence's own tokens."""
+        self._drafted += drafted
+        self._accepted += accepted
 
     def end(self, sequence: Sequence, reason: FinishReason, now: float, error: str = "", message: str = "") -> None:
         """A choice ends, and with it those that have not forked from it yet; with the last one the request is
@@ -85,6 +94,8 @@ class Ledger:
                     sequence.num_new_output,
                     live.cached,
                     live.preemptions,
+                    drafted=sequence.num_drafted,
+                    accepted=sequence.num_accepted,
                     stop_token=sequence.tokens[-1] if reason is FinishReason.STOP else None,
                     error=error,
                     message=message,
@@ -93,7 +104,16 @@ class Ledger:
             )
 
     def take(self, blocks: BlockEvents, kv: tuple[KvAsk, ...]) -> Outcome:
-        outcome = Outcome(tuple(self._tokens), tuple(self._first_tokens), tuple(self._ends), blocks, kv)
+        outcome = Outcome(
+            tuple(self._tokens),
+            tuple(self._first_tokens),
+            tuple(self._ends),
+            blocks,
+            kv,
+            self._drafted,
+            self._accepted,
+        )
+        self._drafted = self._accepted = 0
         self._tokens.clear()
         self._first_tokens.clear()
         self._ends.clear()

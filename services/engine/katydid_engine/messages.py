@@ -176,7 +176,8 @@ class FirstToken:
 class ChoiceEnd:
     """A choice ended. ``error`` names a class of ``katydid_runtime.errors`` when ``reason`` is ERROR.
 
-    ``intervals`` are the request's phases since its FirstToken, in the last choice to end (``last``).
+    ``drafted`` tokens were proposed for it, of which ``accepted`` were its own. ``intervals`` are the request's phases
+    since its FirstToken, in the last choice to end (``last``).
     """
 
     handle: int
@@ -187,6 +188,8 @@ class ChoiceEnd:
     cached: CachedTokens
     preemptions: int
     stop_token: int | None = None
+    drafted: int = 0
+    accepted: int = 0
     error: str = ""
     message: str = ""
     intervals: tuple[Interval, ...] = ()
@@ -287,6 +290,8 @@ class StepReport:
     kv: tuple[KvAsk, ...] = ()
     computed_tokens: int = 0
     step_s: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
 
 
 FromWorker: TypeAlias = Ready | Alive | Failed | Reply | StepReport

@@ -33,6 +33,9 @@ class Run:
         tokens: ids at positions ``start`` and on.
         table_from: the sequence's block table is ``pages`` from this index on, unchanged before it.
         writes: False when the tokens' K and V lie in shared pages already and must not be written again.
+        ahead: a decode that was planned while the step that samples its token still ran: it continues the row that the
+            sequence has in that step. ``start`` is the largest it can be, and the token is not known yet (0).
+        next_token: the token that follows the run, where that is known and not to be sampled; else -1.
         prompt_top: log probabilities are wanted of ``prompt_targets``, with so many top entries beside each; the first
             target follows row ``prompt_row`` of this run, the others follow the rows after it.
     """
@@ -43,6 +46,8 @@ class Run:
     table_from: int
     pages: array[int]
     writes: bool = True
+    ahead: bool = False
+    next_token: int = -1
     prompt_top: int = 0
     prompt_row: int = 0
     prompt_targets: array[int] = field(default_factory=lambda: array("I"))
@@ -50,7 +55,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """One token to sample from the last row of run ``run``, as choice ``choice`` of its sequence's request."""
+    """What follows run ``run``, sampled as choice ``choice`` of its sequence's request: one token, or after a decode
+    with drafts as many as are its own."""
 
     run: int
     choice: int
@@ -76,7 +82,8 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. The first ``num_decodes`` runs compute one token each."""
+    """One step. The first ``num_decodes`` runs hold one token each, the newest of their sequence, and compute
+    ``decode_q_len`` of them: what the step before drafted follows it. ``drafts`` are to be made for the next step."""
 
     number: int
     ends: tuple[int, ...] = ()
@@ -86,7 +93,9 @@ class StepPlan:
     unpacks: tuple[Transfer, ...] = ()
     runs: tuple[Run, ...] = ()
     num_decodes: int = 0
+    decode_q_len: int = 1
     samples: tuple[SampleRow, ...] = ()
+    drafts: int = 0
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -105,18 +114,25 @@ class Logprobs:
     top_tokens: array[int] = field(default_factory=lambda: array("I"))
     top_logprobs: array[float] = field(default_factory=lambda: array("f"))
 
+    def first(self, tokens: int) -> Logprobs:
+        """Those of the first so many tokens."""
+        end = tokens * self.top
+        return Logprobs(self.top, self.chosen[:tokens], self.top_tokens[:end], self.top_logprobs[:end])
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What rank 0 sampled: ``tokens`` by row of ``StepPlan.samples``; log probabilities by sample row and by run.
+    """What rank 0 sampled, by row of ``StepPlan.samples``: ``tokens``, at least one each, and ``drafted``, the drafts
+    that the row was given; log probabilities by sample row and by run.
 
     ``broken`` are the runs whose logits are no numbers, ``misfits`` those that their grammar has no way on for, and
-    why; their tokens mean nothing. ``complete`` are the sample rows whose grammar ended with their token. ``packed``
-    and ``unpacked`` are the 64-bit linear checksums of the plan's packs and unpacks, of whole objects whatever the
-    number of ranks; 0 for those that were not to be summed.
+    why; their tokens mean nothing. ``complete`` are the sample rows whose grammar ended with their last token.
+    ``packed`` and ``unpacked`` are the 64-bit linear checksums of the plan's packs and unpacks, of whole objects
+    whatever the number of ranks; 0 for those that were not to be summed.
     """
 
-    tokens: tuple[int, ...] = ()
+    tokens: tuple[array[int], ...] = ()
+    drafted: tuple[int, ...] = ()
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
     broken: frozenset[int] = frozenset()

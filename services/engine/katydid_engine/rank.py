@@ -18,6 +18,8 @@ from katydid_engine.block_pool import BlockPool
 from katydid_engine.channel import BlockingChannel
 from katydid_engine.collectives import TorchCollectives
 from katydid_engine.compiled_grammars import CompiledGrammars
+from katydid_engine.decode_options import draft_depth, plans_ahead
+from katydid_engine.draft_depth import DraftDepth
 from katydid_engine.eplb.rebalancer import Rebalancer
 from katydid_engine.loader import load_model
 from katydid_engine.lockstep import Lockstep
@@ -32,6 +34,7 @@ from katydid_engine.scheduler import Scheduler, SchedulerConfig
 from katydid_engine.slot_memory import SlotMemory
 from katydid_engine.staging import Staging
 from katydid_engine.step_loop import StepLoop
+from katydid_engine.step_thread import OwnThread
 from katydid_engine.worker_config import WorkerConfig
 
 __all__ = ["work"]
@@ -70,6 +73,7 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
     )
     _meet(config, device)
     num_pages = count_pages(model, config, TorchCollectives() if config.plan.pp > 1 else collectives)
+    drafts, ahead = draft_depth(config, model), plans_ahead(config, groups)
     grammars = CompiledGrammars(Path(config.folder), model.config.vocab_size, model.config.eos_token_ids)
     runner = Runner(
         model,
@@ -77,6 +81,8 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         collectives=collectives,
         slots=_map_staging(config, model),
         grammars=grammars if config.member == 0 else None,
+        drafts=drafts is not None,
+        ahead=ahead,
     )
     runner.warm_up()
     lockstep = None
@@ -89,7 +95,8 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         load_s=time.monotonic() - started,
     )
     if config.member == 0:
-        loop = _lead(config, channel, runner, model, grammars, lockstep, ready)
+        thread = OwnThread(functools.partial(torch.set_num_threads, config.threads)) if ahead else None
+        loop = _lead(config, channel, runner, model, grammars, lockstep, drafts, thread, ready)
         channel.send(ready)
         turn = loop.run
     else:
@@ -110,6 +117,8 @@ def _lead(
     model: DecoderLM,
     grammars: CompiledGrammars,
     lockstep: Lockstep | None,
+    drafts: DraftDepth | None,
+    thread: OwnThread | None,
     ready: Ready,
 ) -> StepLoop:
     pool = BlockPool(ready.num_pages)
@@ -125,6 +134,7 @@ def _lead(
         pool,
         time.monotonic,
         config.staging.writing if config.staging is not None else range(0),
+        drafts,
     )
     writer = PlanWriter(config.ring.memory, config.ring.bells) if config.ring is not None else None
     publish = (lambda _: None) if writer is None else writer.write
@@ -138,6 +148,7 @@ def _lead(
         prepare=grammars.prepare,
         profiler=StepProfiler(),
         faults=config.faults,
+        thread=thread,
     )
 
 

@@ -27,6 +27,9 @@ __all__ = [
 ]
 
 
+_EVER = 1 << 62
+
+
 def pages_for(tokens: int) -> int:
     """Pages that hold so many tokens."""
     return -(-tokens // BLOCK_TOKENS)
@@ -201,10 +204,12 @@ class LiveRequest:
 class Sequence:
     """One choice of a request on its way: its tokens, its pages, and how many tokens lie computed in them.
 
-    ``num_computed`` counts host-confirmed tokens whose K and V are in ``pages``; ``num_published`` the leading blocks
-    that bear their hash; ``likely_cached`` the tokens that were cached when it began to wait; ``fits_from`` the pool's
-    gains below which its pages cannot be had. A request begins as one sequence and forks when its first tokens are
-    sampled.
+    ``num_computed`` counts host-confirmed tokens whose K and V are in ``pages``, ``num_scheduled`` those that steps in
+    flight compute too, and ``num_coming`` the tokens that these add at most; ``num_published`` the leading blocks
+    that bear their hash; ``stay`` how often it left its pages, so that a step can tell that it did meanwhile;
+    ``num_drafted`` and ``num_accepted`` its drafts; ``likely_cached`` the tokens that were cached when it began to
+    wait; ``fits_from`` the pool's gains below which its pages cannot be had. A request begins as one sequence and
+    forks when its first tokens are sampled.
     """
 
     def __init__(self, id: int, live: LiveRequest, choice: int = 0) -> None:
@@ -218,11 +223,16 @@ class Sequence:
         self.state = State.WAITING
         self.pages: list[int] = []
         self.num_computed = 0
+        self.num_scheduled = 0
+        self.num_coming = 0
         self.num_published = 0
+        self.stay = 0
+        self.num_drafted = 0
+        self.num_accepted = 0
         self.pages_sent = 0
         self.bypassed = 0
         self.likely_cached = 0
-        self.fits_from = 0
+        self.fits_from = -_EVER
         self._hashes: list[bytes] = []
 
     @property
@@ -243,13 +253,27 @@ class Sequence:
         return self.num_output - len(self.request.generated)
 
     @property
-    def num_uncomputed(self) -> int:
-        return len(self.tokens) - self.num_computed
+    def num_unscheduled(self) -> int:
+        """Known tokens that no step computes yet."""
+        return len(self.tokens) - self.num_scheduled
 
     @property
     def decodes(self) -> bool:
-        """Whether all that is left to compute is the newest sampled token."""
-        return self.num_uncomputed == 1 and self.num_new_output > 0
+        """Whether all that is left to compute is its newest sampled token, known or coming."""
+        return self.num_coming > 0 or (self.num_unscheduled == 1 and self.num_new_output > 0)
+
+    def may_go_on(self, max_model_tokens: int) -> bool:
+        """Whether it may need another step after those in flight: it does not end with the token that these add at
+        least, and its choices do not have to fork first."""
+        if not self.num_coming:
+            return True
+        limit = min(self.request.sampling.max_tokens - self.num_output, max_model_tokens - self.num_tokens)
+        return limit > 1 and self.num_slots == 1
+
+    def most_tokens(self, q_len: int, max_model_tokens: int) -> int:
+        """Tokens whose K and V it holds at most after another decode of ``q_len`` tokens."""
+        limit = min(max_model_tokens, self.num_prompt + self.request.sampling.max_tokens)
+        return min(self.num_tokens + self.num_coming + q_len - 1, limit)
 
     @property
     def num_slots(self) -> int:

@@ -1,12 +1,13 @@
 """Where every sequence is (waiting, loading, running) and which pages it holds: the moves, without the policy.
 
-A waiting sequence holds no pages; every other holds pages for all its tokens but the newest. What leaves while a step
-is in flight gives its pages back when that step is committed, because the step still writes to them.
+A waiting sequence holds no pages; every other holds pages for all its tokens but the newest. What is given back while
+steps are in flight is free when the last of them is done, because they may still read and write it.
 """
 
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from collections.abc import Iterator
 
 from katydid_runtime.block_hash import BLOCK_TOKENS
@@ -31,11 +32,12 @@ class Residency:
         self.kv = kv
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.in_flight = False
+        self._planned = 0
+        self._done = 0
         self._copies: list[PageCopy] = []
         self._started: dict[int, Sequence] = {}
         self._ended_ids: list[int] = []
-        self._released_later: list[list[int]] = []
+        self._released_later: deque[tuple[int, list[int]]] = deque()
 
     def holders(self) -> Iterator[Sequence]:
         """Every sequence that holds pages."""
@@ -55,6 +57,11 @@ class Residency:
         fresh = sequence.id not in self._started
         self._started[sequence.id] = sequence
         return fresh
+
+    @property
+    def pages_return(self) -> bool:
+        """Whether steps in flight hold pages back that will be free when they are done."""
+        return bool(self._released_later)
 
     def take_ended_ids(self) -> tuple[int, ...]:
         """Sequences that the runner may forget."""
@@ -94,15 +101,16 @@ class Residency:
         self.pool.acquire(matched)
         sequence.pages = matched + self.pool.allocate(missing)
         sequence.num_published = len(matched)
-        sequence.num_computed = len(matched) * BLOCK_TOKENS
+        sequence.num_computed = sequence.num_scheduled = len(matched) * BLOCK_TOKENS
         self.waiting.remove(sequence)
         return True
 
-    def grow(self, sequence: Sequence) -> bool:
-        """Gives a running sequence the page its newest token needs; False when there is none."""
-        if len(sequence.pages) < pages_for(sequence.num_tokens):
+    def grow(self, sequence: Sequence, tokens: int) -> bool:
+        """Gives a running sequence the pages that so many tokens need; False when there are too few."""
+        missing = pages_for(tokens) - len(sequence.pages)
+        if missing > 0:
             try:
-                sequence.pages += self.pool.allocate(1)
+                sequence.pages += self.pool.allocate(missing)
             except OutOfPages:
                 return False
         return True
@@ -117,21 +125,24 @@ class Residency:
             self.kv.cancel(sequence)
         if self._started.pop(sequence.id, None) is not None:
             self._ended_ids.append(sequence.id)
-        if self.in_flight:
-            self._released_later.append(sequence.pages)
-        else:
-            self.pool.release(sequence.pages)
+        self._release(sequence.pages)
         sequence.pages = []
         sequence.pages_sent = 0
         sequence.num_computed = 0
+        sequence.num_scheduled = 0
+        sequence.num_coming = 0
         sequence.num_published = 0
+        sequence.stay += 1
 
-    def step_done(self) -> None:
-        """The step in flight is over: what left meanwhile gives back its pages."""
-        self.in_flight = False
-        for pages in self._released_later:
-            self.pool.release(pages)
-        self._released_later.clear()
+    def step_planned(self, number: int) -> None:
+        """A step is in flight; it may use every page that is held now."""
+        self._planned = number
+
+    def step_done(self, number: int) -> None:
+        """A step is over: what no later one may use is given back."""
+        self._done = number
+        while self._released_later and self._released_later[0][0] <= number:
+            self.pool.release(self._released_later.popleft()[1])
 
     def publish(self, sequence: Sequence, *, computed: bool) -> None:
         """Publishes the blocks that are complete now; a block that another page holds already is shared from there."""
@@ -142,7 +153,7 @@ class Residency:
             holder = self.pool.publish(page, hashes[block])
             if holder != page:
                 self.pool.acquire([holder])
-                self.pool.release([page])
+                self._release([page])
                 sequence.pages[block] = holder
                 sequence.pages_sent = min(sequence.pages_sent, block)
             elif computed:
@@ -161,16 +172,22 @@ class Residency:
         self._copies += [PageCopy(sequence.pages[full], page) for page in own]
         self.pool.acquire(sequence.pages[:full])
         twin.pages = sequence.pages[:full] + own
-        twin.num_computed = sequence.num_computed
+        twin.num_computed = twin.num_scheduled = sequence.num_computed
         twin.num_published = sequence.num_published
         self.run(twin)
+
+    def _release(self, pages: list[int]) -> None:
+        if self._planned > self._done:
+            self._released_later.append((self._planned, pages))
+        else:
+            self.pool.release(pages)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless queues, states and pages agree."""
         self.pool.check_integrity()
         holders = list(self.holders())
         held = [page for sequence in holders for page in sequence.pages]
-        self.pool.check_references([*held, *(page for pages in self._released_later for page in pages)])
+        self.pool.check_references([*held, *(page for _, pages in self._released_later for page in pages)])
         for sequence in self.waiting:
             if sequence.pages or sequence.num_computed or sequence.state is not State.WAITING:
                 raise IntegrityError(f"waiting sequence {sequence.id} is {sequence.state} with pages {sequence.pages}")

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from katydid_runtime.block_hash import BLOCK_TOKENS
 
 from katydid_engine.block_pool import BlockPool, IntegrityError
+from katydid_engine.draft_depth import DraftDepth
 from katydid_engine.kv_traffic import Arrival, KvTraffic
 from katydid_engine.ledger import Ledger, Outcome
 from katydid_engine.messages import KvArrived, KvFound, KvStore, Load
@@ -70,14 +72,20 @@ class SchedulerConfig:
 
 class Scheduler:
     """One per TP group. ``clock`` gives the monotonic seconds on which deadlines and phases are measured;
-    ``write_slots`` are the staging slots for finished blocks on their way to the cache service.
+    ``write_slots`` are the staging slots for finished blocks on their way to the cache service; ``drafts`` says how
+    many tokens are drafted behind each.
 
     Raises:
         ValueError: ``max_model_tokens`` exceeds what the pages hold.
     """
 
     def __init__(
-        self, config: SchedulerConfig, pool: BlockPool, clock: Callable[[], float], write_slots: range = range(0)
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        clock: Callable[[], float],
+        write_slots: range = range(0),
+        drafts: DraftDepth | None = None,
     ) -> None:
         if config.max_model_tokens > pool.num_pages * BLOCK_TOKENS:
             raise ValueError(
@@ -93,9 +101,10 @@ class Scheduler:
         self._ids = itertools.count(1)
         self._arrivals = itertools.count(1)
         self._step = 0
-        self._in_flight: StepPlan | None = None
-        self._unpacking: tuple[Arrival, ...] = ()
-        self._packing: tuple[KvStore, ...] = ()
+        self._flights: deque[_Flight] = deque()
+        # Drafts that the last step with runs was told to make.
+        self._drafts = 0
+        self._depth = drafts or DraftDepth(0)
 
     @property
     def num_requests(self) -> int:
@@ -103,8 +112,8 @@ class Scheduler:
 
     def load(self) -> Load:
         waiting, running, loading = self._queues.waiting, self._queues.running, self.kv.sequences()
-        uncached = sum(max(1, sequence.num_uncomputed - sequence.likely_cached) for sequence in waiting)
-        uncached += sum(sequence.num_uncomputed for sequence in (*loading, *running) if not sequence.decodes)
+        uncached = sum(max(1, sequence.num_unscheduled - sequence.likely_cached) for sequence in waiting)
+        uncached += sum(sequence.num_unscheduled for sequence in (*loading, *running) if not sequence.decodes)
         return Load(
             running=len(running) + len(loading),
             waiting=len(waiting),
@@ -137,71 +146,94 @@ class Scheduler:
     def kv_arrived(self, message: KvArrived) -> None:
         self.kv.arrive(message.ticket, message.slots, message.last, message.checksums)
 
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were planned and not committed."""
+        return len(self._flights)
+
     def schedule(self) -> StepPlan | None:
-        """The next step; None when there is nothing to compute or move now. Every plan must be committed."""
-        if self._in_flight is not None:
-            raise IntegrityError(f"step {self._in_flight.number} is not committed yet")
+        """The next step; None when there is nothing to compute or move now. Plans are committed in their order; a plan
+        made while others are in flight continues what these will have sampled."""
         now = self._clock()
         for handle in self._ledger.expired(now):
             self._end_request(handle, FinishReason.ERROR, "DEADLINE_EXCEEDED", "the request's deadline passed")
         packs = self.kv.take_packs(self._pool.hash_of)
-        self._unpacking = self.kv.take_arrivals()
-        decodes, preempted = self._schedule_decodes()
-        if not preempted:
+        unpacking = self.kv.take_arrivals()
+        decodes, q_len, short = self._schedule_decodes()
+        if not short:
             self._admit(now)
             decodes = [sequence for sequence in decodes if sequence.state is State.RUNNING]
-        scheduled = [(sequence, 1) for sequence in decodes]
-        scheduled += self._schedule_prefills(self._config.max_batch_tokens - len(decodes))
+        q_len = q_len if decodes else 1
+        prefills = self._schedule_prefills(self._config.max_batch_tokens - len(decodes) * q_len)
         copies = self._queues.take_copies()
-        if not (scheduled or packs or copies or self._unpacking):
+        if not (decodes or prefills or packs or copies or unpacking):
             return None
-        self._packing = tuple(store for _, store in packs)
-        self._queues.in_flight = True
         self._step += 1
-        self._in_flight = StepPlan(
+        self._queues.step_planned(self._step)
+        sequences = [*decodes, *(sequence for sequence, _ in prefills)]
+        samples = tuple(
+            SampleRow(index, sequence.choice + fork)
+            for index, sequence in enumerate(sequences)
+            if index < len(decodes) or prefills[index - len(decodes)][1] == sequence.num_unscheduled
+            for fork in range(sequence.num_slots)
+        )
+        plan = StepPlan(
             number=self._step,
             ends=self._queues.take_ended_ids(),
-            starts=tuple(_start(sequence) for sequence, _ in scheduled if self._queues.start(sequence)),
+            starts=tuple(_start(sequence) for sequence in sequences if self._queues.start(sequence)),
             packs=tuple(transfer for transfer, _ in packs),
             copies=copies,
-            unpacks=tuple(transfer for arrival in self._unpacking for transfer in arrival.transfers),
-            runs=tuple(_run(sequence, count) for sequence, count in scheduled),
+            unpacks=tuple(transfer for arrival in unpacking for transfer in arrival.transfers),
+            runs=(*map(_decode, decodes), *(_prefill(sequence, count) for sequence, count in prefills)),
             num_decodes=len(decodes),
-            samples=tuple(
-                SampleRow(index, sequence.choice + fork)
-                for index, (sequence, count) in enumerate(scheduled)
-                if count == sequence.num_uncomputed
-                for fork in range(sequence.num_slots)
-            ),
+            decode_q_len=q_len,
+            samples=samples,
+            drafts=self._depth.choose(len(samples)) if samples else 0,
         )
-        return self._in_flight
+        stays = tuple(sequence.stay for sequence in sequences)
+        flight = _Flight(plan, tuple(sequences), stays, tuple(store for _, store in packs), unpacking)
+        self._flights.append(flight)
+        if plan.runs:
+            self._drafts = plan.drafts
+        for sequence in decodes:
+            sequence.num_scheduled = sequence.num_tokens
+            sequence.num_coming += q_len
+        for sequence, count in prefills:
+            sequence.num_scheduled += count
+            sequence.num_coming += sequence.num_unscheduled == 0
+        return plan
 
     def commit(self, plan: StepPlan, output: StepOutput) -> None:
         """Takes over a step's results: moved and finished blocks, tokens, ends."""
-        if plan is not self._in_flight:
-            raise IntegrityError(f"step {plan.number} is not the one in flight")
+        if not self._flights or plan is not self._flights[0].plan:
+            raise IntegrityError(f"step {plan.number} is not the next to be committed")
+        flight = self._flights.popleft()
         now = self._clock()
-        self._in_flight = None
-        self._queues.step_done()
-        for store, checksum in zip(self._packing, output.packed, strict=True):
+        self._queues.step_done(plan.number)
+        for store, checksum in zip(flight.packing, output.packed, strict=True):
             self.kv.packed(store, checksum)
         sums = iter(output.unpacked)
-        for arrival in self._unpacking:
+        for arrival in flight.unpacking:
             self._commit_arrival(arrival, tuple(itertools.islice(sums, len(arrival.transfers))), now)
         for index, run in enumerate(plan.runs):
-            if (sequence := self._queues.started(run.sequence)) is None:
+            if (sequence := flight.sequence(index)) is None:
                 continue
             if index in output.broken:
                 self._end_broken(sequence)
             elif index in output.misfits:
                 self._end(sequence, FinishReason.ERROR, "INVALID_REQUEST", output.misfits[index])
-            else:
-                self._commit_run(sequence, run, output.prompt_logprobs.get(index))
+            elif index >= plan.num_decodes:
+                self._commit_prefill(sequence, run, output.prompt_logprobs.get(index))
         # All choices fork before the first of them can end and take its pages along.
-        sampled = [self._choice(plan.runs[row.run].sequence, row.choice) for row in plan.samples]
-        for row, (sequence, token) in enumerate(zip(sampled, output.tokens, strict=True)):
+        sampled = [self._choice(flight.sequence(row.run), row.choice) for row in plan.samples]
+        for index, sequence in enumerate(sampled):
             if sequence is not None:
-                self._commit_token(sequence, token, output.logprobs.get(row), now, row in output.complete)
+                self._commit_tokens(sequence, flight, index, output, now)
+
+    def took(self, plan: StepPlan, seconds: float) -> None:
+        """How long a step took."""
+        if plan.num_decodes and plan.num_decodes == len(plan.runs) and plan.decode_q_len == 1 + plan.drafts:
+            self._depth.took(plan.num_decodes, plan.drafts, seconds)
 
     def take_outcome(self) -> Outcome:
         """What happened since the last call, for the face."""
@@ -221,18 +253,30 @@ class Scheduler:
         if live != sorted(sequence.id for sequence in (*self._queues.waiting, *self._queues.holders())):
             raise IntegrityError("a live choice is in no queue, or in two")
 
-    def _schedule_decodes(self) -> tuple[list[Sequence], bool]:
-        """Every sequence that decodes, each with a page for its next token; and whether any was preempted for that."""
+    def _schedule_decodes(self) -> tuple[list[Sequence], int, bool]:
+        """Every sequence that decodes, each with pages for what it may compute; how many tokens each computes; and
+        whether there were too few pages."""
+        due = [
+            sequence
+            for sequence in self._queues.running
+            if sequence.decodes and sequence.may_go_on(self._config.max_model_tokens)
+        ]
+        q_len = min(1 + self._drafts, self._config.max_batch_tokens // max(1, len(due)))
         decodes: list[Sequence] = []
-        preempted = False
-        for sequence in [sequence for sequence in self._queues.running if sequence.decodes]:
-            while sequence.state is State.RUNNING and not self._queues.grow(sequence):
+        short = False
+        for sequence in due:
+            while sequence.state is State.RUNNING and not self._queues.grow(
+                sequence, sequence.most_tokens(q_len, self._config.max_model_tokens)
+            ):
+                short = True
+                if self._queues.pages_return:
+                    break  # it waits for the steps in flight; to preempt for it would take more than it needs
                 # The victim is this sequence or one behind it, which is not in ``decodes`` yet.
                 self._preempt(self._queues.last_holder())
-                preempted = True
-            if sequence.state is State.RUNNING:
-                decodes.append(sequence)
-        return decodes, preempted
+            else:
+                if sequence.state is State.RUNNING:
+                    decodes.append(sequence)
+        return decodes, q_len, short
 
     def _schedule_prefills(self, budget: int) -> list[tuple[Sequence, int]]:
         """Chunks for the sequences that prefill: half of what is left for each in order, then the rest in order."""
@@ -240,10 +284,10 @@ class Scheduler:
         least = max(1, min(BLOCK_TOKENS, budget // 2))
         chunks = {}
         for sequence in prefills:
-            chunks[sequence.id] = min(sequence.num_uncomputed, max(budget // 2, least), budget)
+            chunks[sequence.id] = min(sequence.num_unscheduled, max(budget // 2, least), budget)
             budget -= chunks[sequence.id]
         for sequence in prefills:
-            more = min(sequence.num_uncomputed - chunks[sequence.id], budget)
+            more = min(sequence.num_unscheduled - chunks[sequence.id], budget)
             chunks[sequence.id] += more
             budget -= more
         return [(sequence, chunks[sequence.id]) for sequence in prefills if chunks[sequence.id]]
@@ -262,6 +306,8 @@ class Scheduler:
                 if gained is None:
                     passed.append(sequence)
                     continue
+                if gained < 0:
+                    break
                 places += gained
             places -= sequence.num_slots
             for other in passed:
@@ -274,11 +320,14 @@ class Scheduler:
         return 0 if alone else self._config.watermark_pages + sequence.num_slots - 1
 
     def _preempt_for(self, sequence: Sequence, places: int) -> int | None:
-        """Admits a sequence in place of ones of lower priority, if that suffices; returns the places they left."""
+        """Admits a sequence in place of ones of lower priority, if that suffices; returns the places they left, or -1
+        when their pages come with the end of the steps in flight: nobody else may have them."""
         lower = [other for other in self._queues.holders() if other.request.priority < sequence.request.priority]
         gained = sum(other.num_slots for other in lower)
         pages = self._pool.num_available + sum(self._pool.count_sole(other.pages) for other in lower)
         needed = pages_for(sequence.num_tokens) + self._spare_pages(sequence)
+        if self._queues.pages_return and lower:
+            return -1
         if not lower or places + gained < sequence.num_slots or pages < needed:
             return None
         gained = 0
@@ -287,6 +336,8 @@ class Scheduler:
             self._preempt(victim)
             if places + gained >= sequence.num_slots and self._queues.take_pages(sequence, self._spare_pages(sequence)):
                 return gained
+        if self._queues.pages_return:
+            return -1
         raise IntegrityError("preemption freed fewer pages than counted")
 
     def _load(self, sequence: Sequence, now: float) -> None:
@@ -303,7 +354,7 @@ class Scheduler:
 
     def _compute(self, sequence: Sequence) -> None:
         """All that the caches hold is in the pages: what is left is computed, the last token in any case."""
-        sequence.num_computed = min(sequence.num_computed, sequence.num_tokens - 1)
+        sequence.num_computed = sequence.num_scheduled = min(sequence.num_computed, sequence.num_tokens - 1)
         sequence.live.enter(Phase.PREFILL, self._clock())
         self._queues.run(sequence)
 
@@ -334,7 +385,7 @@ class Scheduler:
         if not self.kv.unpacked(arrival, sums):
             return
         ticket, sequence = arrival.ticket, arrival.ticket.sequence
-        sequence.num_computed = ticket.loaded_tokens
+        sequence.num_computed = sequence.num_scheduled = ticket.loaded_tokens
         self._queues.publish(sequence, computed=False)
         if not sequence.live.has_first_token:
             sequence.live.cached = ticket.cached(_reusable(sequence))
@@ -343,16 +394,14 @@ class Scheduler:
         elif (tier := ticket.next_tier) is not None:
             sequence.live.enter(Phase.FETCH, now, tier, ticket.fetch_span_id)
 
-    def _commit_run(self, sequence: Sequence, run: Run, prompt_logprobs: Logprobs | None) -> None:
+    def _commit_prefill(self, sequence: Sequence, run: Run, prompt_logprobs: Logprobs | None) -> None:
         sequence.num_computed = run.start + len(run.tokens)
         if prompt_logprobs is not None:
             self._ledger.prompt_logprobs(sequence, prompt_logprobs)
-        if not sequence.request.bypass_cache:
-            self._queues.publish(sequence, computed=True)
+        self._publish(sequence)
 
-    def _choice(self, sequence_id: int, choice: int) -> Sequence | None:
+    def _choice(self, sequence: Sequence | None, choice: int) -> Sequence | None:
         """The sequence that gets a sampled token: the one computed, or a new fork of it; None when it has left."""
-        sequence = self._queues.started(sequence_id)
         if sequence is None or choice == sequence.choice:
             return sequence
         twin = sequence.fork(next(self._ids), choice)
@@ -360,14 +409,57 @@ class Scheduler:
         self._queues.fork(sequence, twin)
         return twin
 
-    def _commit_token(
-        self, sequence: Sequence, token: int, logprobs: Logprobs | None, now: float, complete: bool
-    ) -> None:
-        sequence.tokens.append(token)
-        self._ledger.token(sequence, token, logprobs, now)
-        reason = sequence.finish_reason(self._config.eos_token_ids, self._config.max_model_tokens, complete)
+    def _commit_tokens(self, sequence: Sequence, flight: _Flight, row: int, output: StepOutput, now: float) -> None:
+        plan, tokens = flight.plan, output.tokens[row]
+        decoded = plan.samples[row].run < plan.num_decodes
+        reason = None
+        new = array("I")
+        for token in tokens:
+            sequence.tokens.append(token)
+            new.append(token)
+            complete = len(new) == len(tokens) and row in output.complete
+            reason = sequence.finish_reason(self._config.eos_token_ids, self._config.max_model_tokens, complete)
+            if reason is not None:
+                break
+        if plan.samples[row].choice == flight.sequences[plan.samples[row].run].choice:
+            sequence.num_coming -= plan.decode_q_len if decoded else 1
+            self._depth.verified(output.drafted[row], len(tokens) - 1)
+            self._ledger.verified(output.drafted[row], len(new) - 1)
+            sequence.num_drafted += output.drafted[row]
+            sequence.num_accepted += len(new) - 1
+        if decoded:
+            # The newest token before, and the drafts that were accepted.
+            sequence.num_computed += len(new)
+        if not sequence.num_coming:
+            sequence.num_scheduled = sequence.num_computed
+        else:
+            sequence.num_scheduled = sequence.num_tokens
+        if decoded:
+            self._publish(sequence)
+        logprobs = output.logprobs.get(row)
+        self._ledger.new_tokens(sequence, new, None if logprobs is None else logprobs.first(len(new)), now)
         if reason is not None:
             self._end(sequence, reason)
+
+    def _publish(self, sequence: Sequence) -> None:
+        if not sequence.request.bypass_cache:
+            self._queues.publish(sequence, computed=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step between its plan and its commit: the sequence of each run, and how often it had left its pages then."""
+
+    plan: StepPlan
+    sequences: tuple[Sequence, ...]
+    stays: tuple[int, ...]
+    packing: tuple[KvStore, ...]
+    unpacking: tuple[Arrival, ...]
+
+    def sequence(self, run: int) -> Sequence | None:
+        """The sequence of a run; None when it has left since."""
+        sequence = self.sequences[run]
+        return sequence if sequence.stay == self.stays[run] else None
 
 
 def _reusable(sequence: Sequence) -> int:
@@ -379,9 +471,24 @@ def _start(sequence: Sequence) -> Start:
     return Start(sequence.id, sequence.request.sampling, sequence.num_prompt, sequence.tokens[:])
 
 
-def _run(sequence: Sequence, count: int) -> Run:
+def _decode(sequence: Sequence) -> Run:
+    """The newest token of a sequence, which may still be coming."""
+    start = sequence.num_tokens + sequence.num_coming - 1
+    ahead = sequence.num_coming > 0
+    table_from, sequence.pages_sent = sequence.pages_sent, len(sequence.pages)
+    return Run(
+        sequence=sequence.id,
+        start=start,
+        tokens=array("I", (0,)) if ahead else sequence.tokens[-1:],
+        table_from=table_from,
+        pages=array("I", sequence.pages[table_from:]),
+        ahead=ahead,
+    )
+
+
+def _prefill(sequence: Sequence, count: int) -> Run:
     """The next ``count`` tokens of a sequence, and its block table as far as the runner does not know it."""
-    start, end = sequence.num_computed, sequence.num_computed + count
+    start, end = sequence.num_scheduled, sequence.num_scheduled + count
     table_from, sequence.pages_sent = sequence.pages_sent, len(sequence.pages)
     first_target, targets = start + 1, array("I")
     if sequence.wants_prompt_logprobs:
@@ -394,6 +501,7 @@ def _run(sequence: Sequence, count: int) -> Run:
         table_from=table_from,
         pages=array("I", sequence.pages[table_from:]),
         writes=end > sequence.num_published * BLOCK_TOKENS,
+        next_token=sequence.tokens[end] if end < sequence.num_tokens else -1,
         prompt_top=sequence.request.sampling.prompt_logprobs or 0,
         prompt_row=first_target - 1 - start,
         prompt_targets=targets,

@@ -75,6 +75,12 @@ class EngineSettings(DialingSettings):
     vllm_protocol: bool = Field(
         False, description="also serve vllm.grpc.engine.VllmEngine, for other gateways (extra vllm-protocol)"
     )
+    mtp: Literal["auto", "0", "1", "2", "3"] = Field(
+        "auto", description="tokens drafted behind every sampled one; auto: what brings most, 0 without a draft layer"
+    )
+    async_scheduling: Literal["auto", "on", "off"] = Field(
+        "auto", description="plan a step while the one before runs; auto: on a GPU, unless ranks pass in lockstep"
+    )
     grammar_timeout_s: float = Field(
         5.0, gt=0, description="time a request's grammar may take to compile, or it is refused"
     )

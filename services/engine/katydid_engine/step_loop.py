@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Protocol
 
 from katydid_engine.block_pool import BlockPool, IntegrityError
@@ -34,6 +36,7 @@ from katydid_engine.messages import (
 from katydid_engine.plan import StepOutput, StepPlan
 from katydid_engine.scheduler import Scheduler
 from katydid_engine.speed import Speed
+from katydid_engine.step_thread import Inline, StepThread
 
 __all__ = ["ALIVE_S", "Peers", "Profiler", "StepLoop"]
 
@@ -70,7 +73,8 @@ class Peers(Protocol):
 
 class StepLoop:
     """The first rank's loop. ``publish`` hands a plan to the other ranks; ``run`` carries it out on this one;
-    ``prepare`` hears of each grammar when its request comes."""
+    ``prepare`` hears of each grammar when its request comes. With a ``thread`` the next step is planned while one
+    runs there; without, every step runs where it was planned."""
 
     def __init__(
         self,
@@ -84,6 +88,7 @@ class StepLoop:
         profiler: Profiler,
         peers: Peers | None = None,
         faults: FaultDelays = FaultDelays(),
+        thread: StepThread | None = None,
     ) -> None:
         self._channel = channel
         self._scheduler = scheduler
@@ -96,6 +101,9 @@ class StepLoop:
         self._profile_call = 0
         self._profile_path = ""
         self._faults = faults
+        self._thread = thread or Inline()
+        self._ahead = thread is not None
+        self._under_way: deque[tuple[StepPlan, Future[tuple[StepOutput, float, bool]]]] = deque()
         self._speed = Speed()
         self._stopped = False
         self._reported = Load()
@@ -108,27 +116,41 @@ class StepLoop:
         while not self._stopped:
             for message in self._channel.receive(self._patience_s()):
                 self._take(message)
-            plan = self._scheduler.schedule()
-            if plan is None:
-                if self._peers is not None:
-                    self._peers.idle()
-                self._idle()
-            else:
-                self._idle_since = None
-                self._step(plan)
+            self._turn()
 
-    def _step(self, plan: StepPlan) -> None:
+    def _turn(self) -> None:
+        plan = self._scheduler.schedule()
+        if plan is not None:
+            self._idle_since = None
+            self._publish(plan)
+            self._under_way.append((plan, self._thread.submit(self._carry_out, plan)))
+        # A step ahead of the one that runs is planned; a third waits for what that one samples.
+        if len(self._under_way) > (plan is not None and self._ahead):
+            self._finish(*self._under_way.popleft())
+        elif plan is None:
+            if self._peers is not None:
+                self._peers.idle()
+            self._idle()
+
+    def _carry_out(self, plan: StepPlan) -> tuple[StepOutput, float, bool]:
+        """What the step brought, how long it took, and whether a profile is complete with it."""
         started = time.monotonic()
-        self._publish(plan)
         output = self._run(plan)
-        prefill_tokens = plan.num_prefill_tokens
         if plan.runs:
-            time.sleep(self._faults.prefill if prefill_tokens else self._faults.decode)
-        self._scheduler.commit(plan, output)
+            time.sleep(self._faults.prefill if plan.num_prefill_tokens else self._faults.decode)
         elapsed = time.monotonic() - started
-        self._speed.note(prefill_tokens, plan.num_decodes, elapsed)
-        self._report(prefill_tokens + plan.num_decodes, elapsed)
-        if self._profiler.step_done():
+        return output, elapsed, self._profiler.step_done()
+
+    def _finish(self, plan: StepPlan, carried_out: Future[tuple[StepOutput, float, bool]]) -> None:
+        output, elapsed, profiled = carried_out.result()
+        self._scheduler.commit(plan, output)
+        self._scheduler.took(plan, elapsed)
+        decoded = sum(
+            len(tokens) for row, tokens in zip(plan.samples, output.tokens, strict=True) if row.run < plan.num_decodes
+        )
+        self._speed.note(plan.num_prefill_tokens, decoded, elapsed)
+        self._report(plan.num_prefill_tokens + plan.num_decodes * plan.decode_q_len, elapsed)
+        if profiled:
             self._channel.send(Reply(self._profile_call, self._profile_path))
 
     def _idle(self) -> None:
@@ -157,6 +179,8 @@ class StepLoop:
                 outcome.blocks,
                 outcome.kv,
                 computed_tokens,
+                outcome.drafted,
+                outcome.accepted,
                 elapsed,
             )
         )
@@ -196,7 +220,7 @@ class StepLoop:
 
     def _start_profile(self, call: int, steps: int, path: str) -> None:
         try:
-            self._profiler.start(steps, path)
+            self._thread.submit(self._profiler.start, steps, path).result()
         except RuntimeError as error:
             self._channel.send(Reply(call, str(error), failed=True))
         else:

@@ -35,6 +35,7 @@ class WorkerConfig:
         rendezvous: how the plan's ranks find each other, as ``torch.distributed`` takes it ("file:///tmp/x").
         rank_timeout_s: how long a rank waits for another before its group has failed.
         micro_batches, rebalance_passes: as in the settings.
+        mtp, async_scheduling: as in the settings.
         num_pages: KV pages; None takes ``kv_memory_bytes``, or on a GPU ``gpu_memory_share`` of what is free.
         max_model_tokens: longest prompt plus output wanted; the model or the pages may allow less.
         ring: None when the group has one member.
@@ -56,6 +57,8 @@ class WorkerConfig:
     micro_batches: int
     rebalance_passes: int
     threads: int
+    mtp: str
+    async_scheduling: str
     num_pages: int | None
     kv_memory_bytes: int
     gpu_memory_share: float

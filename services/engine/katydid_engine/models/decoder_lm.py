@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from katydid_engine.attention_plan import AttentionPlanner
+from katydid_engine.attention_plan import MAX_Q_LEN, AttentionPlanner
 from katydid_engine.collectives import Collectives
 from katydid_engine.forward_batch import ForwardBatch
 from katydid_engine.kv_cache import KvCache
@@ -82,7 +82,8 @@ class DecoderLM:
         self._planner = AttentionPlanner(
             config.num_heads // tp, context.plan.kv_heads(config.num_kv_heads), config.head_dim, weights.device
         )
-        self._table = rotary_table(config.rope, config.head_dim, config.max_positions, weights.device)
+        # The last token's drafts lie behind the last position.
+        self._table = rotary_table(config.rope, config.head_dim, config.max_positions + MAX_Q_LEN, weights.device)
         self._layers = [
             self._decoder_layer(weights.scope(f"model.layers.{index}"), index, feed_forward)
             for index in self._stage.layers(config.num_layers)

@@ -1,0 +1,45 @@
+"""What a rank does to decode faster, from the settings and from what its model and its plan allow."""
+
+from __future__ import annotations
+
+from katydid_runtime.errors import SettingsError
+
+from katydid_engine.draft_depth import MAX_DRAFTS, DraftDepth
+from katydid_engine.drafting import DraftModel
+from katydid_engine.models.decoder_lm import DecoderLM
+from katydid_engine.rank_groups import RankGroups
+from katydid_engine.worker_config import WorkerConfig
+
+__all__ = ["draft_depth", "plans_ahead"]
+
+
+def draft_depth(config: WorkerConfig, model: DecoderLM) -> DraftDepth | None:
+    """None where nothing is drafted. Raises SettingsError where drafts are wanted of a model that makes none."""
+    can = isinstance(model, DraftModel) and model.config.num_mtp_layers > 0 and config.plan.pp == 1
+    if config.mtp == "0" or (config.mtp == "auto" and not can):
+        return None
+    if not can:
+        raise SettingsError(
+            "this model has no draft layer, or lies on several pipeline stages",
+            field="mtp",
+            value=config.mtp,
+            allowed="auto or 0",
+        )
+    if config.mtp == "auto":
+        return DraftDepth(MAX_DRAFTS, automatic=True)
+    return DraftDepth(int(config.mtp))
+
+
+def plans_ahead(config: WorkerConfig, groups: RankGroups) -> bool:
+    """Raises SettingsError where ranks that pass in lockstep, or pipeline stages, are to plan ahead."""
+    can = groups.step.size == 1 and config.plan.pp == 1
+    if config.async_scheduling == "on" and not can:
+        raise SettingsError(
+            "ranks that compute in lockstep, and pipeline stages, plan no step ahead",
+            field="async_scheduling",
+            value="on",
+            allowed="auto or off",
+        )
+    return can and (
+        config.async_scheduling == "on" or (config.async_scheduling == "auto" and config.device.startswith("cuda"))
+    )

@@ -1,0 +1,59 @@
+"""Which tokens each penalised sequence has seen, in one table on the device that steps keep without the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from katydid_kernels.sample import seen_tokens
+from torch import Tensor
+
+from katydid_engine.sequence_sampler import SequenceSampler
+
+__all__ = ["SeenTokens"]
+
+_FIRST_SLOTS = 8
+
+
+class SeenTokens:
+    """A slot a sequence, filled when it is first sampled and from then on by ``verify_draft``: a step costs the same
+    however long the sequence is."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._slots: dict[int, int] = {}
+        self._free: list[int] = []
+        self.table = torch.zeros((0, vocab_size), dtype=torch.int16, device=device)
+
+    def slots(self, sequences: Sequence[SequenceSampler]) -> Tensor | None:
+        """Rows of ``table``, int32 ``[R]``, -1 where a sequence has no penalties; None where none has any."""
+        slots = [self._slot(sequence) if sequence.penalises else -1 for sequence in sequences]
+        if all(slot < 0 for slot in slots):
+            return None
+        return torch.tensor(slots, dtype=torch.int32).to(self._device, non_blocking=True)
+
+    def end(self, sequence: int) -> None:
+        """A sequence is gone; one that never had a slot is no error."""
+        slot = self._slots.pop(sequence, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    def _slot(self, sequence: SequenceSampler) -> int:
+        slot = self._slots.get(sequence.id)
+        if slot is None:
+            if not self._free:
+                self._grow()
+            slot = self._slots[sequence.id] = self._free.pop()
+            tokens, end = np.frombuffer(sequence.start.tokens, dtype=np.int32), sequence.start.num_prompt
+            prompt, output = (torch.from_numpy(part.copy()) for part in (tokens[:end], tokens[end:]))
+            self.table[slot] = seen_tokens(prompt, output, self._vocab_size).to(self._device)
+        return slot
+
+    def _grow(self) -> None:
+        size = len(self.table)
+        larger = torch.zeros((max(_FIRST_SLOTS, 2 * size), self._vocab_size), dtype=torch.int16, device=self._device)
+        larger[:size] = self.table
+        self.table = larger
+        self._free = list(range(len(larger) - 1, size - 1, -1))
