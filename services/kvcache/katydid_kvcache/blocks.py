@@ -20,17 +20,20 @@ ROW = struct.Struct("<QQ16sQ")
 class Namespace:
     """All blocks of one model identity. `slot_bytes` is the block size rounded up to whole pages."""
 
-    __slots__ = ("all_heads", "blocks", "identity", "layout", "slot_bytes")
+    __slots__ = ("all_heads", "block_bytes", "blocks", "identity", "layout", "slot_bytes")
 
     def __init__(self, identity: bytes, layout: BlockLayout) -> None:
         self.identity = identity
         self.layout = layout
+        self.block_bytes = layout.block_bytes
         self.slot_bytes = -(-layout.block_bytes // PAGE_BYTES) * PAGE_BYTES
         self.all_heads = (1 << layout.kv_heads) - 1
         self.blocks: dict[bytes, Block] = {}
 
     def mask(self, heads: Span) -> int:
         """One bit a head of the range. Raises InvalidRequestError for heads that don't exist."""
+        if not heads.first and heads.count in (0, self.layout.kv_heads):
+            return self.all_heads
         wanted = heads.resolve(self.layout.kv_heads, "heads")
         return (1 << wanted.stop) - (1 << wanted.start)
 

@@ -29,6 +29,11 @@ class Write:
     heads: Span
     mask: int
 
+    @property
+    def whole(self) -> bool:
+        """Whether it is all heads that are written."""
+        return self.mask == self.block.namespace.all_heads
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:

@@ -101,7 +101,7 @@ def _claims(request: pb.CommitRequest, writes: Sequence[Write]) -> Sequence[Clai
         return [packed[at : at + CHECKSUM_BYTES] for at in range(0, len(packed), CHECKSUM_BYTES)]
     requests.exact_bytes(request.checksums, (0,), "checksums")
     packed = requests.exact_bytes(request.linear_checksums, (_LINEAR.size * len(writes),), "linear_checksums")
-    if not all(write.block.namespace.covers(write.heads) for write in writes):
+    if not all(write.whole for write in writes):
         raise InvalidRequestError(
             "linear checksums of a part of the heads", field="linear_checksums", allowed="reservations of all heads"
         )

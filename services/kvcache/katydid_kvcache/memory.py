@@ -22,7 +22,8 @@ class MemoryTier:
     def view(self, block: Block) -> memoryview:
         """The object of a block that is in memory."""
         assert block.memory is not None
-        return self.pages(block, block.memory)[: block.namespace.layout.block_bytes]
+        start = self.slots.position(block.memory)
+        return self.arena.view(0, start, block.namespace.block_bytes)
 
     def pages(self, block: Block, slot: Slot) -> memoryview:
         """All pages of a slot for `block`, page-aligned: what direct I/O moves."""

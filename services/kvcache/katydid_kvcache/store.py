@@ -308,7 +308,7 @@ class Store:
             block.disk = None
         if block.complete and block.checksum:
             books.blocks -= 1
-            books.bytes -= block.namespace.layout.block_bytes
+            books.bytes -= block.namespace.block_bytes
             self._changed(Change(block, books.tier, stored=False))
         if block.only_shared and block.shared is not None:
             # What is left of it may have been computed by another instance.
@@ -383,5 +383,5 @@ class Store:
 
     def _entered(self, books: TierBooks, block: Block) -> None:
         books.blocks += 1
-        books.bytes += block.namespace.layout.block_bytes
+        books.bytes += block.namespace.block_bytes
         self._changed(Change(block, books.tier, stored=True))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from katydid_cache.in_place import GIVEN_UP, NOT_WRITTEN
 from katydid_cache.records import PutOutcome, PutRefusal, PutStatus
@@ -27,11 +27,19 @@ from katydid_kvcache.store import Store, Write
 __all__ = ["Claim", "Writer", "commit"]
 
 _FLUSH_BLOCKS = 64
+_SIGHT_BLOCKS = 8
 # What is claimed of a slot that was given up; no need to look at its bytes.
 _NOT_WRITTEN = (GIVEN_UP, NOT_WRITTEN)
 
 Claim: TypeAlias = bytes | int
 """What a client says of the bytes it wrote: xxh3-128 (16 bytes), or of a whole block its 64-bit linear checksum."""
+
+
+class Sight(NamedTuple):
+    """Checksums of the bytes that lie in a slot: xxh3-128, and where a client claims it the linear one, else 0."""
+
+    checksum: bytes
+    linear: int
 
 
 def _refused(refusal: PutRefusal) -> PutOutcome:
@@ -73,29 +81,33 @@ class Writer:
         """Bytes on their way to disk."""
         return self._bytes_in_flight
 
-    def finish(self, write: Write, claimed: Claim, keep: Keep) -> PutOutcome:
+    def sight(self, write: Write, claimed: Claim) -> Callable[[], Sight | None]:
+        """What looks at the bytes in the slot of `write` for `finish`, in whatever thread; None: there are none."""
+        if write.block.memory is None or claimed in _NOT_WRITTEN:
+            return lambda: None
+        view, namespace = self._memory.view(write.block), write.block.namespace
+        runs = [range(len(view))] if write.whole else namespace.layout.runs(write.heads)
+        linear = isinstance(claimed, int)
+        return lambda: Sight(payload_checksum(view, runs), linear_checksum(view) if linear else 0)
+
+    def finish(self, write: Write, claimed: Claim, keep: Keep, seen: Sight | None = None) -> PutOutcome:
         """All bytes of `write` are in its slot; `claimed` is the checksum the client sent for them.
 
-        A block that has all its heads now is visible, and on its way to disk if the disk keeps up.
+        A block that has all its heads now is visible, and on its way to disk if the disk keeps up. `seen` is what
+        `sight` gave; without it the bytes are looked at now.
         """
         store, block = self._store, write.block
+        seen = seen or self.sight(write, claimed)()
         if block.memory is None:
             store.abort_write(write)
             return _refused(PutRefusal.CORRUPT)
-        if claimed in _NOT_WRITTEN:
+        if seen is None or claimed != (seen.linear if isinstance(claimed, int) else seen.checksum):
             store.abort_write(write)
             return _refused(PutRefusal.CHECKSUM)
-        view = self._memory.view(block)
-        computed = payload_checksum(view, block.namespace.layout.runs(write.heads))
-        if isinstance(claimed, int):
-            block.linear = linear_checksum(view)
-        if claimed != (block.linear if isinstance(claimed, int) else computed):
-            store.abort_write(write)
-            return _refused(PutRefusal.CHECKSUM)
+        block.linear, computed = seen.linear, seen.checksum
         try:
             if store.finish_write(write, computed):
-                whole = block.namespace.covers(write.heads)
-                checksum = computed if whole else self._memory.join(block)
+                checksum = computed if write.whole else self._memory.join(block)
                 if checksum is None:
                     store.leave(store.memory, block, corrupt=True)
                     return _refused(PutRefusal.CORRUPT)
@@ -282,18 +294,26 @@ class Writer:
 async def commit(
     writer: Writer, writes: Sequence[Write], claims: Sequence[Claim], keep: Keep, *, durable: bool
 ) -> list[PutOutcome]:
-    """Finish `writes` whose slots were written in place, one claim each; other work goes on in between."""
+    """Finish `writes` whose slots were written in place, one claim each.
+
+    The bytes are looked at in a thread, some at a time: to hash them takes longer than everything else here, and the
+    loop has others to serve.
+    """
     outcomes: list[PutOutcome] = []
     reaching: list[tuple[int, asyncio.Task[PutOutcome]]] = []
     left = list(writes)
     try:
         while left:
-            write = left.pop(0)
-            outcome = writer.finish(write, claims[len(outcomes)], keep)
-            outcomes.append(outcome)
-            if durable and outcome.status is PutStatus.STORED:
-                reaching.append((len(outcomes) - 1, writer.reach_disk(write.block, outcome)))
-            await asyncio.sleep(0)
+            some = claims[len(outcomes) : len(outcomes) + _SIGHT_BLOCKS]
+            sights = [writer.sight(write, claim) for write, claim in zip(left, some, strict=False)]
+            # The thread may read slots that are given up meanwhile; it writes nothing.
+            seen = await asyncio.to_thread(lambda: [look() for look in sights])  # noqa: B023 - awaited right here
+            for claim, each in zip(some, seen, strict=True):
+                write = left.pop(0)
+                outcome = writer.finish(write, claim, keep, each)
+                outcomes.append(outcome)
+                if durable and outcome.status is PutStatus.STORED:
+                    reaching.append((len(outcomes) - 1, writer.reach_disk(write.block, outcome)))
         for index, task in reaching:
             outcomes[index] = await task
         return outcomes
