@@ -9,17 +9,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+_OF_THE_ENGINE = ("queue", "lookup", "fetch", "prefill", "handover")
+
 __all__ = ["Exchanged", "Wire", "percentile"]
 
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """One request: seconds to its first output and to its end, events of a stream, and when each came."""
+    """One request: seconds to its first output and to its end, events of a stream, and when each came.
+
+    `engine_s` is what the first output took in the engine, where a stream's account says so.
+    """
 
     first_s: float
     total_s: float
     events: int
     times: tuple[float, ...] = ()
+    engine_s: float = 0.0
 
 
 class Wire:
@@ -51,7 +57,7 @@ class Wire:
         return await self._stream(reader, began, times)
 
     async def _stream(self, reader: asyncio.StreamReader, began: float, times: bool) -> Exchanged:
-        first, events, seen = 0.0, 0, []
+        first, events, seen, account = 0.0, 0, [], b""
         while size := int(await reader.readline(), 16):
             chunk = await reader.readexactly(size + 2)
             found = chunk.count(b"data: {")
@@ -59,10 +65,11 @@ class Wire:
             # The first event of a stream is the role, which comes with the first token here.
             first = first or now - began
             events += found
+            account = chunk if b'"timing"' in chunk else account
             if times:
                 seen.append(now)
         await reader.readline()
-        return Exchanged(first, time.perf_counter() - began, events, tuple(seen))
+        return Exchanged(first, time.perf_counter() - began, events, tuple(seen), _engine_s(account))
 
     async def get(self, path: str) -> float:
         """Seconds that a GET takes."""
@@ -84,6 +91,15 @@ class Wire:
         if self._reader is None or self._writer is None:
             self._reader, self._writer = await asyncio.open_connection(self._host, self._port, limit=2**20)
         return self._reader, self._writer
+
+
+def _engine_s(account: bytes) -> float:
+    """Of the chunk with an answer's account, the phases that were the engine's."""
+    for line in account.splitlines():
+        if b'"timing"' in line:
+            phases = json.loads(line.removeprefix(b"data: "))["timing"]["phases_ms"]
+            return sum(phases.get(name, 0.0) for name in _OF_THE_ENGINE) / 1e3
+    return 0.0
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -370,6 +370,7 @@ def main() -> None:
     parser.add_argument("--prefill-ms", type=float, default=0.0)
     parser.add_argument("--vocab-size", type=int, default=1000)
     parser.add_argument("--max-model-tokens", type=int, default=8192)
+    parser.add_argument("--pages", type=int, default=4096)
     arguments = parser.parse_args()
     options = MockOptions(
         tokenizer_digest=tokenizer_digest(arguments.model),
@@ -378,6 +379,7 @@ def main() -> None:
         prefill_s=arguments.prefill_ms / 1e3,
         vocab_size=arguments.vocab_size,
         max_model_tokens=arguments.max_model_tokens,
+        pages=arguments.pages,
     )
     asyncio.run(_serve(arguments.listen, options))
 

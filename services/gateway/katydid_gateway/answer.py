@@ -144,12 +144,13 @@ class Answer:
         Raises the KatydidError the answer failed with. At the end there is a `result`.
         """
         while True:
-            try:
-                async with asyncio.timeout(idle_s):
-                    await self._ready.wait()
-            except TimeoutError:
-                yield []
-                continue
+            if not self._ready.is_set():
+                try:
+                    async with asyncio.timeout(idle_s):
+                        await self._ready.wait()
+                except TimeoutError:
+                    yield []
+                    continue
             self._ready.clear()
             if self._to_send and self._failure is None:
                 await self._send_all()

@@ -82,8 +82,9 @@ class Exchange:
         """Part of an event stream; waits while the client's socket is full."""
         await self._send({"type": "http.response.body", "body": content, "more_body": True})
 
-    async def end(self) -> None:
-        await self._send({"type": "http.response.body", "body": b""})
+    async def end(self, content: bytes = b"") -> None:
+        """The last part of an event stream."""
+        await self._send({"type": "http.response.body", "body": content})
 
     async def send_error(self, error: KatydidError) -> None:
         """A response of its own, or the last event of a stream that has begun; no end mark follows an error.
@@ -96,8 +97,7 @@ class Exchange:
                     self.started = True
                     await error_response(error, self.request_id, self.errors)(self._scope, self._receive, self._send)
                 else:
-                    await self.write(self.errors.event(error))
-                    await self.end()
+                    await self.end(self.errors.event(error))
 
     async def while_connected(self, answers: list[Answer], writing: Coroutine[None, None, None]) -> None:
         """Run `writing` until it ends or the client is gone; a stuck writer is stopped soon after its answer failed.

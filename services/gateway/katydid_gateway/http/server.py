@@ -12,7 +12,7 @@ import uvicorn
 from katydid_runtime.errors import AddressInUseError
 from katydid_runtime.exposition import split_address
 from katydid_runtime.tls import CertificateWatch, ServerTls
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 __all__ = ["HttpServer"]
 
@@ -33,7 +33,7 @@ class HttpServer:
     An authority of clients that is taken out of its file stays trusted until the process starts again.
     """
 
-    def __init__(self, app: Starlette, tls: ServerTls | None = None) -> None:
+    def __init__(self, app: ASGIApp, tls: ServerTls | None = None) -> None:
         config = uvicorn.Config(
             app,
             http="httptools",
@@ -41,6 +41,8 @@ class HttpServer:
             log_config=None,
             access_log=False,
             server_header=False,
+            # Who a caller is, says its key alone.
+            proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
             ssl_certfile=tls.cert_file if tls else None,

@@ -107,8 +107,7 @@ async def _stream(exchange: Exchange, answers: list[Answer], form: Form, keepali
         content = b"".join([form.chunk(place, delta) for delta in batch]) if batch else _KEEP_ALIVE
         if content:
             await exchange.write(content)
-    await exchange.write(form.last_events())
-    await exchange.end()
+    await exchange.end(form.last_events())
 
 
 async def _whole(exchange: Exchange, answers: list[Answer], form: Form) -> None:

@@ -59,7 +59,8 @@ class ChatTemplate:
         try:
             text = self._template.render(variables)
             # Half a surrogate pair, which JSON within a call's arguments can escape, is no text.
-            text.encode()
+            if not text.isascii():
+                text.encode()
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses this conversation: {error}", field="messages"
