@@ -4,9 +4,9 @@
 
 FOLDER is any model folder; its tokenizer and chat template are used, tokenising is part of every figure. The mock
 engine (tests/gateway/mock_engine.py) answers at once and keeps every block it has seen, so a first token's time is the
-gateway's, the loopback's and the engine's own: hashing the prompt and a step of 1 ms, which the added time of agent turns
-leaves out. With --peers other gateways (bench/gateway_peers) take turns with ours, before mock engines that speak HTTP;
-they route text and tokenise nothing.
+gateway's, the loopback's and the engine's own: hashing the prompt and a step of 1 ms, which the added time of agent
+turns leaves out. With --peers other gateways (bench/gateway_peers) take turns with ours, before mock engines that speak
+HTTP; they route text and tokenise nothing. Without, the figures of theirs that the file has stay there.
 """
 
 from __future__ import annotations

@@ -27,6 +27,9 @@ WITHHELD = frozenset({"prompt", "messages", "text", "content", "token_ids", "ids
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, default=str).encode
+
+
 class JsonFormatter(logging.Formatter):
     """Formats a record as one JSON object; see the module's first lines for the fields."""
 
@@ -50,7 +53,7 @@ class JsonFormatter(logging.Formatter):
         )
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return _encode(line)
 
 
 def configure(service: str, level: str = "info", stream: TextIO | None = None) -> None:
@@ -59,6 +62,8 @@ def configure(service: str, level: str = "info", stream: TextIO | None = None) -
     handler.setFormatter(JsonFormatter(service))
     root = logging.getLogger()
     root.handlers[:] = [handler]
+    # No line says these of itself, and finding them out takes as long as writing the line.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = logging.logAsyncioTasks = False
     root.setLevel(level.upper())
 
 
