@@ -63,7 +63,7 @@ def configure(service: str, level: str = "info", stream: TextIO | None = None) -
     root = logging.getLogger()
     root.handlers[:] = [handler]
     # No line says these of itself, and finding them out takes as long as writing the line.
-    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = logging.logAsyncioTasks = False
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     root.setLevel(level.upper())
 
 
