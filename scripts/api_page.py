@@ -5,6 +5,7 @@ Bodies are listed field by field as the gateway's typed structs have them, and r
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -14,7 +15,6 @@ import typing
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -49,7 +49,7 @@ class Endpoint:
     what: str
     body: type[msgspec.Struct] | None = None
     method: str = "GET"
-    key: bool = True
+    key: str = "inference"
 
 
 ENDPOINTS = (
@@ -61,24 +61,30 @@ ENDPOINTS = (
         "/v1/responses", "OpenAI's Responses, none of which is kept", responses_schema.ResponsesBody, method="POST"
     ),
     Endpoint("/v1/messages", "Anthropic's Messages", messages_schema.MessagesBody, method="POST"),
-    Endpoint("/v1/messages/count_tokens", "how long a conversation is", messages_schema.CountTokensBody, method="POST"),
-    Endpoint("/tokenize", "token ids of text or of a conversation", tokenization.TokenizeBody, method="POST"),
-    Endpoint("/detokenize", "text of token ids", tokenization.DetokenizeBody, method="POST"),
-    Endpoint("/v1/models", "the model that is served, with its context length"),
-    Endpoint("/v1/models/{model:path}", "the same by its name"),
-    Endpoint("/healthz", "200 while the process lives; also at `--probe-listen`", key=False),
-    Endpoint("/readyz", "200 while an engine is connected and no drain runs; also at `--probe-listen`", key=False),
     Endpoint(
-        "/metrics", "[figures](metrics.md), as Prometheus' text or OpenMetrics; also at `--probe-listen`", key=False
+        "/v1/messages/count_tokens",
+        "how long a conversation is",
+        messages_schema.CountTokensBody,
+        method="POST",
+        key="tokenize",
+    ),
+    Endpoint(
+        "/tokenize", "token ids of text or of a conversation", tokenization.TokenizeBody, method="POST", key="tokenize"
+    ),
+    Endpoint("/detokenize", "text of token ids", tokenization.DetokenizeBody, method="POST", key="tokenize"),
+    Endpoint("/v1/models", "the model that is served, with its context length", key="any"),
+    Endpoint("/v1/models/{model:path}", "the same by its name", key="any"),
+    Endpoint("/healthz", "200 while the process lives; also at `--probe-listen`", key="no"),
+    Endpoint("/readyz", "200 while an engine is connected and no drain runs; also at `--probe-listen`", key="no"),
+    Endpoint(
+        "/metrics", "[figures](metrics.md), as Prometheus' text or OpenMetrics; also at `--probe-listen`", key="no"
     ),
 )
 
 
 def page() -> str:
-    parts = [INTRODUCTION, "\n| | | key |\n|---|---|---|\n"]
-    parts += [
-        f"| `{each.method} {_plain(each.path)}` | {each.what} | {'yes' if each.key else 'no'} |\n" for each in ENDPOINTS
-    ]
+    parts = [INTRODUCTION, "\n| | | scope of the key |\n|---|---|---|\n"]
+    parts += [f"| `{each.method} {_plain(each.path)}` | {each.what} | {each.key} |\n" for each in ENDPOINTS]
     parts.append("\n`/console` and what is below it is the page of `--console`, no API.\n")
     for endpoint in ENDPOINTS:
         if endpoint.body is not None:
@@ -87,14 +93,10 @@ def page() -> str:
 
 
 def routes() -> set[tuple[str, str]]:
-    """Method and path of everything the gateway serves but its console."""
-    nothing: Any = None
-    settings: Any = SimpleNamespace(sse_keepalive_s=1.0, max_prompts=1, max_body_bytes=1, console=False)
-    served = app.http_app(settings, nothing, nothing, nothing, nothing)
-    return {
-        ("POST" if "POST" in (route.methods or ()) else "GET", route.path)  # type: ignore[attr-defined]
-        for route in served.routes
-    }
+    """Method and path of everything the gateway serves but its console, as the code that serves it spells them."""
+    source = inspect.getsource(app.http_app)
+    posts = {("POST", path) for path in re.findall(r'^        "(/[^"]+)": post\(', source, re.MULTILINE)}
+    return posts | {("GET", path) for path in re.findall(r'Route\("(/[^"]+)", \w+\)', source)}
 
 
 def _plain(path: str) -> str:
