@@ -187,6 +187,7 @@ class Engine:
         )
         for rank, group in enumerate(self.groups):
             group.on_report = functools.partial(self.face.on_report, rank)
+            group.on_balance = functools.partial(metrics.note_balance, rank)
 
     def _prefill_speed(self, dp_rank: int) -> float:
         """Tokens a second to weigh fetching against; 0: fetch whatever is found."""
@@ -420,9 +421,10 @@ def _worker_config(
         micro_batches=settings.micro_batches,
         rebalance_passes=settings.rebalance_passes,
         threads=settings.worker_threads,
-        num_pages=settings.kv_pages,
         mtp=settings.mtp,
         async_scheduling=settings.async_scheduling,
+        tpot_target_s=settings.tpot_target_s,
+        num_pages=settings.kv_pages,
         kv_memory_bytes=settings.kv_memory_mib * 1024 * 1024,
         gpu_memory_share=settings.gpu_memory_share,
         max_model_tokens=settings.max_model_tokens,

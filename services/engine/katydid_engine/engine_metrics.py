@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from katydid_runtime.metrics import STEP_SECONDS, TOKENS, TTFT_SECONDS, Metrics
 
+from katydid_engine.messages import ExpertBalance
+
 __all__ = ["EngineMetrics"]
 
 
@@ -23,10 +25,10 @@ class EngineMetrics:
         self.step = metrics.histogram("step_seconds", "Time of a step", rank, bounds=STEP_SECONDS)
         self.computed = metrics.counter("computed_tokens", "Tokens computed in steps, prompt and output", rank)
         self.output = metrics.counter("output_tokens", "Tokens sampled", rank)
-        self.prompt = metrics.histogram("prompt_tokens", "Prompt tokens of a request", bounds=TOKENS)
-        self.cached = metrics.counter("cached_tokens", "Prompt tokens found in a cache, by tier", ("tier",))
         self.drafted = metrics.counter("draft_tokens", "Draft tokens verified", rank)
         self.accepted = metrics.counter("accepted_draft_tokens", "Draft tokens that were the model's own", rank)
+        self.prompt = metrics.histogram("prompt_tokens", "Prompt tokens of a request", bounds=TOKENS)
+        self.cached = metrics.counter("cached_tokens", "Prompt tokens found in a cache, by tier", ("tier",))
         self.phase = metrics.histogram(
             "phase_seconds", "Time of a request in a phase", ("phase", "tier"), bounds=TTFT_SECONDS
         )
@@ -54,4 +56,22 @@ class EngineMetrics:
         self.expert_placement = metrics.gauge(
             "expert_placement_timestamp_seconds", "Unix time at which redundant experts were placed last", rank
         )
+        self.expert_imbalance = metrics.gauge(
+            "expert_imbalance_ratio", "Load of the busiest rank's experts over the mean, averaged over layers", rank
+        )
+        self.expert_progress = metrics.gauge(
+            "expert_rebalanced_ratio", "Share of layers that the rebalancing under way has come to; 1 without one", rank
+        )
+        self.expert_rebalancings = metrics.gauge(
+            "expert_rebalancings", "Rebalancings of experts since the start, by outcome", ("dp_rank", "outcome")
+        )
         self.kv_attached = metrics.gauge("attached_caches", "1 while the cache service can be asked")
+
+    def note_balance(self, dp_rank: int, balance: ExpertBalance) -> None:
+        rank = str(dp_rank)
+        self.expert_imbalance.labels(rank).set(balance.imbalance)
+        self.expert_progress.labels(rank).set(balance.layers_moved / balance.layers)
+        self.expert_rebalancings.labels(rank, "finished").set(balance.finished)
+        self.expert_rebalancings.labels(rank, "abandoned").set(balance.abandoned)
+        if balance.placed_at is not None:
+            self.expert_placement.labels(rank).set(balance.placed_at)

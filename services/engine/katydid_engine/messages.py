@@ -15,6 +15,7 @@ __all__ = [
     "Alive",
     "ChoiceEnd",
     "ChoiceTokens",
+    "ExpertBalance",
     "Failed",
     "FirstToken",
     "Flush",
@@ -187,9 +188,9 @@ class ChoiceEnd:
     output_tokens: int
     cached: CachedTokens
     preemptions: int
-    stop_token: int | None = None
     drafted: int = 0
     accepted: int = 0
+    stop_token: int | None = None
     error: str = ""
     message: str = ""
     intervals: tuple[Interval, ...] = ()
@@ -289,9 +290,28 @@ class StepReport:
     blocks: BlockEvents = field(default_factory=BlockEvents)
     kv: tuple[KvAsk, ...] = ()
     computed_tokens: int = 0
-    step_s: float = 0.0
     drafted: int = 0
     accepted: int = 0
+    step_s: float = 0.0
 
 
-FromWorker: TypeAlias = Ready | Alive | Failed | Reply | StepReport
+@dataclass(frozen=True, slots=True)
+class ExpertBalance:
+    """How redundant experts lie.
+
+    Attributes:
+        imbalance: load of the busiest rank over the mean, averaged over layers.
+        layers_moved, layers: of the rebalancing under way; equal when none is.
+        finished, abandoned: rebalancings since the start.
+        placed_at: unix time of the last that finished; None before.
+    """
+
+    imbalance: float
+    layers_moved: int
+    layers: int
+    finished: int
+    abandoned: int
+    placed_at: float | None
+
+
+FromWorker: TypeAlias = Ready | Alive | Failed | Reply | StepReport | ExpertBalance

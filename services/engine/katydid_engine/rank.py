@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pickle
 import time
@@ -20,10 +21,10 @@ from katydid_engine.collectives import TorchCollectives
 from katydid_engine.compiled_grammars import CompiledGrammars
 from katydid_engine.decode_options import draft_depth, plans_ahead
 from katydid_engine.draft_depth import DraftDepth
-from katydid_engine.eplb.rebalancer import Rebalancer
+from katydid_engine.eplb.rebalancer import BalanceState, Rebalancer
 from katydid_engine.loader import load_model
 from katydid_engine.lockstep import Lockstep
-from katydid_engine.messages import Ready, Stop
+from katydid_engine.messages import ExpertBalance, Ready, Stop
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.page_budget import count_pages
 from katydid_engine.plan_ring import PlanReader, PlanWriter
@@ -35,6 +36,7 @@ from katydid_engine.slot_memory import SlotMemory
 from katydid_engine.staging import Staging
 from katydid_engine.step_loop import StepLoop
 from katydid_engine.step_thread import OwnThread
+from katydid_engine.token_budget import TokenBudget
 from katydid_engine.worker_config import WorkerConfig
 
 __all__ = ["work"]
@@ -87,7 +89,7 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
     runner.warm_up()
     lockstep = None
     if groups.step.size > 1:
-        lockstep = Lockstep(groups.step, model.take_part, _rebalancer(config, model, groups))
+        lockstep = Lockstep(groups.step, model.take_part, _rebalancer(config, model, groups, channel))
         model.before_pass = lockstep.enter
     ready = Ready(
         num_pages=num_pages,
@@ -135,6 +137,7 @@ def _lead(
         time.monotonic,
         config.staging.writing if config.staging is not None else range(0),
         drafts,
+        TokenBudget(config.tpot_target_s, BLOCK_TOKENS),
     )
     writer = PlanWriter(config.ring.memory, config.ring.bells) if config.ring is not None else None
     publish = (lambda _: None) if writer is None else writer.write
@@ -152,10 +155,18 @@ def _lead(
     )
 
 
-def _rebalancer(config: WorkerConfig, model: DecoderLM, groups: RankGroups) -> Rebalancer | None:
+def _rebalancer(
+    config: WorkerConfig, model: DecoderLM, groups: RankGroups, channel: BlockingChannel
+) -> Rebalancer | None:
     if not config.plan.redundant_experts:
         return None
-    return Rebalancer(model.dispatched, groups.movers, interval=config.rebalance_passes)
+
+
+    def tell(state: BalanceState) -> None:
+        if config.member == 0:
+            channel.send(ExpertBalance(**dataclasses.asdict(state)))
+
+    return Rebalancer(model.dispatched, groups.movers, interval=config.rebalance_passes, tell=tell)
 
 
 class _Peers:

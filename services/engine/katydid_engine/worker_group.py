@@ -21,7 +21,18 @@ from katydid_runtime.errors import EngineLostError, InternalError, KatydidError,
 from katydid_runtime.rpc_errors import internal_error
 
 from katydid_engine.channel import ChannelClosed, FaceChannel
-from katydid_engine.messages import Alive, Failed, Flush, Profile, Ready, Reply, StepReport, Stop, ToWorker
+from katydid_engine.messages import (
+    Alive,
+    ExpertBalance,
+    Failed,
+    Flush,
+    Profile,
+    Ready,
+    Reply,
+    StepReport,
+    Stop,
+    ToWorker,
+)
 from katydid_engine.plan_ring import ring_bytes
 from katydid_engine.worker_config import RingEnds, WorkerConfig
 
@@ -35,13 +46,15 @@ _FLUSH_TIMEOUT_S = 10.0
 class WorkerGroup:
     """``config`` is that of rank 0. ``failure`` is set once, when a worker ends on its own, and holds why.
 
-    ``on_report`` gets every StepReport; before the first request they hold nothing but loads.
+    ``on_report`` gets every StepReport; before the first request they hold nothing but loads. ``on_balance`` hears of
+    redundant experts.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
         self.failure: asyncio.Future[KatydidError] = asyncio.get_running_loop().create_future()
         self._config = config
         self.on_report: Callable[[StepReport], None] = lambda _: None
+        self.on_balance: Callable[[ExpertBalance], None] = lambda _: None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[FaceChannel] = []
         self._readers: list[asyncio.Task[None]] = []
@@ -176,6 +189,8 @@ class WorkerGroup:
                         self.on_report(message)
                     case Alive():
                         pass
+                    case ExpertBalance():
+                        self.on_balance(message)
                     case Reply(call) if call in self._replies:
                         self._replies[call].set_result(message)
                     case Ready() if not self._ready[rank].done():

@@ -36,7 +36,7 @@ TOKENS = (64, 256, 1024, 4096, 8192, 16384, 32768, 65536, 98304, 131072, 196608,
 
 UNITS = (
     "seconds", "bytes", "tokens", "blocks", "pages", "requests", "choices", "preemptions", "ratio", "celsius",
-    "clients", "leases", "engines", "caches", "lanes", "replicas",
+    "clients", "leases", "engines", "caches", "lanes", "replicas", "rebalancings",
 )  # fmt: skip
 
 SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from katydid_engine.collectives import SingleRank
 from katydid_engine.eplb.balance import imbalance
-from katydid_engine.eplb.rebalancer import Rebalancer
+from katydid_engine.eplb.rebalancer import BalanceState, Rebalancer
 from katydid_engine.layers.expert_table import ExpertTable
 from torch import Tensor
 
@@ -91,9 +91,16 @@ class Ranks:
     def __init__(self, interval: int = 3) -> None:
         self.total = torch.ones((LAYERS, EXPERTS), dtype=torch.int64)
         post = Post()
+        self.told: list[BalanceState] = []
         self.layers = [[Layer(rank, layer) for layer in range(LAYERS)] for rank in range(RANKS)]
         self.ranks = [
-            Rebalancer(self.layers[rank], Group(post, rank, self.total), interval=interval, clock=lambda: 7.0)
+            Rebalancer(
+                self.layers[rank],
+                Group(post, rank, self.total),
+                interval=interval,
+                clock=lambda: 7.0,
+                tell=self.told.append,
+            )
             for rank in range(RANKS)
         ]
 
@@ -132,8 +139,9 @@ def test_a_skewed_load_is_balanced_layer_by_layer(ranks: Ranks) -> None:
         seen.append(ranks.ranks[0].state.layers_moved)
     assert max(ranks.imbalances()) < 1.3
     assert {1, 2} <= set(seen)  # not all at once
+    assert {told.layers_moved for told in ranks.told} == {0, 1, 2, 3}
     state = ranks.ranks[0].state
-    assert (state.finished, state.abandoned, state.age_s) == (1, 0, 0.0)
+    assert (state.finished, state.abandoned, state.placed_at) == (1, 0, 7.0)
     assert state.layers_moved == state.layers == LAYERS
 
 

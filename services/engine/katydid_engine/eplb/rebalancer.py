@@ -48,7 +48,7 @@ class BalanceState:
     Attributes:
         layers_moved, layers: of the rebalancing that is under way; equal when none is.
         finished, abandoned: rebalancings that moved something, and that had to be given up, since the start.
-        age_s: since the last one finished; None before.
+        placed_at: when the last one came to its end, whether or not anything had to move; None before.
         imbalance: load of the busiest rank over the mean, averaged over layers, as the last statistics had it.
     """
 
@@ -56,7 +56,7 @@ class BalanceState:
     layers: int = 0
     finished: int = 0
     abandoned: int = 0
-    age_s: float | None = None
+    placed_at: float | None = None
     imbalance: float = 1.0
 
 
@@ -67,6 +67,7 @@ class Rebalancer:
         layers: in the same order on every rank.
         group: the ranks that hold the experts, for nothing but moving them.
         interval: passes between the beginnings of two rebalancings.
+        tell: hears of every change.
     """
 
     def __init__(
@@ -75,25 +76,28 @@ class Rebalancer:
         group: Collectives,
         *,
         interval: int,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.time,
+        tell: Callable[[BalanceState], None] = lambda _: None,
     ) -> None:
         self._layers = layers
         self._group = group
         self._interval = interval
         self._clock = clock
+        self._tell = tell
         self._window = np.zeros((len(layers), len(layers[0].table.chosen)))
         self._passes = 0
         self._next = len(layers)
         self._staged: _Staged | None = None
         self._failed = self._moved = False
         self._finished = self._abandoned = 0
-        self._finished_at: float | None = None
+        self._placed_at: float | None = None
         self._imbalance = 1.0
 
     @property
     def state(self) -> BalanceState:
-        age = None if self._finished_at is None else self._clock() - self._finished_at
-        return BalanceState(self._next, len(self._layers), self._finished, self._abandoned, age, self._imbalance)
+        return BalanceState(
+            self._next, len(self._layers), self._finished, self._abandoned, self._placed_at, self._imbalance
+        )
 
     def progress(self) -> int:
         """0: a layer's weights are under way; 1: its buffers are there; 2: its weights are; -1: there is no room."""
@@ -110,13 +114,18 @@ class Rebalancer:
                 self._abandon()
             elif self._staged is not None and set(progress) == {_PREPARED}:
                 self._staged.start()
+                return
             elif set(progress) == {_ARRIVED}:
                 self._swap()
+            else:
+                return
+            self._tell(self.state)
             return
         self._passes += passing
         if self._passes >= self._interval:
             self._passes = 0
             self._begin()
+            self._tell(self.state)
 
     def _begin(self) -> None:
         counts = torch.stack([layer.table.chosen for layer in self._layers])
@@ -150,9 +159,8 @@ class Rebalancer:
                     self._failed = True
                 return
             self._next += 1
-        if self._moved:
-            self._finished += 1
-            self._finished_at = self._clock()
+        self._finished += self._moved
+        self._placed_at = self._clock()
 
     def _swap(self) -> None:
         assert self._staged is not None

@@ -72,10 +72,14 @@ class DecoderLayer:
             return (yield from block.steps(self._post_norm, attended, residual, kept))
         if self._exchange.sequence_parallel:
             normed, residual = self._post_norm.add(attended, residual)
-            out = block(self._exchange.enter(normed, batch.num_tokens))
+            out = block(self._exchange.enter_for(None, normed, batch.num_tokens))
         else:
             out, residual = block.after_norm(self._post_norm, attended, residual)
         return self._exchange.leave(out), residual
+
+    def attend_sparsely(self) -> None:
+        """From now on prompts that a batch plans sparsely are computed so in this layer."""
+        self._attention.sparse = True
 
     def take_part(self) -> Steps[None]:
         """What this layer owes the other ranks in a step in which this one has no tokens."""

@@ -68,10 +68,10 @@ class Phases:
         heads = config.num_heads // plan.tp
         flop = 4 * heads * config.head_dim * tokens * (context + tokens / 2)
         attention = speeds["attention_s"] + flop / speeds["attention_flop_per_s"]
-        return self._pass(attention, self._prefill_rows(tokens), tokens, 1)
+        return self._pass(attention, self._prefill_rows(tokens) + self._qkv_post(tokens), tokens, 1)
 
     def prefill_rows(self, tokens: int) -> float:
-        """Element-wise work and router of a whole prompt, all layers, seconds."""
+        """Norms, quantisation and router of a whole prompt, all layers, seconds."""
         return self._prefill_rows(tokens) * self._config.num_layers
 
     def sent_bytes(self, tokens: int) -> float:
@@ -79,15 +79,22 @@ class Phases:
         return sum(size for size, _ in self._sendings(tokens))
 
     def _prefill_rows(self, tokens: int) -> float:
+        """Norms with quantisation, and the router: what a split residual splits."""
         config, plan, speeds = self._config, self._plan, self._speeds
         own = tokens / (plan.tp if plan.sp else 1)
-        through = speeds["copy_bytes_per_s"] * speeds["rows_share_of_copy"]
         # Two norms: two rows in, the residual and a quantised row out.
-        norms = 2 * own * config.hidden_size * 7 / through
-        q = (config.num_heads // plan.tp + 2 * plan.kv_heads(config.num_kv_heads)) * config.head_dim
-        post = tokens * q * 3 / through
-        constants = speeds["qkv_post_s"] + speeds["norm_s"] + speeds["norm_router_s"]
-        return constants + norms + post + own * speeds["router_s_per_token"]
+        norms = 2 * own * config.hidden_size * 7 / self._through
+        return speeds["norm_s"] + speeds["norm_router_s"] + norms + own * speeds["router_s_per_token"]
+
+    def _qkv_post(self, tokens: int) -> float:
+        """Cut by heads in every plan."""
+        config, plan = self._config, self._plan
+        columns = (config.num_heads // plan.tp + 2 * plan.kv_heads(config.num_kv_heads)) * config.head_dim
+        return self._speeds["qkv_post_s"] + tokens * columns * 3 / self._through
+
+    @property
+    def _through(self) -> float:
+        return self._speeds["copy_bytes_per_s"] * self._speeds["rows_share_of_copy"]
 
     def _pass(self, attention: float, rows: float, tokens: float, sampled: float) -> PhaseTime:
         config, speeds = self._config, self._speeds
