@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from katydid_cli.cache_app import cache_app
+from katydid_cli.gateway_app import gateway_app
 from katydid_cli.load.choices import Arrivals, Workload
 from katydid_cli.model_folder import default_cache_dir
 
@@ -26,6 +27,7 @@ app = typer.Typer(
 models_app = typer.Typer(help="Models a laptop can get: list, prepare, verify.")
 app.add_typer(models_app, name="models")
 app.add_typer(cache_app, name="cache")
+app.add_typer(gateway_app, name="gateway")
 
 CacheDir = Annotated[Path, typer.Option(envvar="KATYDID_CACHE_DIR", help="Where prepared models live.")]
 Address = Annotated[str, typer.Option(help="gRPC address of the gateway.")]
