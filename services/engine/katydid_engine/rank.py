@@ -161,7 +161,6 @@ def _rebalancer(
     if not config.plan.redundant_experts:
         return None
 
-
     def tell(state: BalanceState) -> None:
         if config.member == 0:
             channel.send(ExpertBalance(**dataclasses.asdict(state)))

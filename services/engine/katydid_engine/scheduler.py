@@ -20,60 +20,29 @@ import itertools
 from array import array
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from katydid_runtime.block_hash import BLOCK_TOKENS
 
+from katydid_engine.admission import Admission
 from katydid_engine.block_pool import BlockPool, IntegrityError
 from katydid_engine.draft_depth import DraftDepth
 from katydid_engine.kv_traffic import Arrival, KvTraffic
 from katydid_engine.ledger import Ledger, Outcome
-from katydid_engine.messages import KvArrived, KvFound, KvStore, Load
-from katydid_engine.plan import Logprobs, Run, SampleRow, Start, StepOutput, StepPlan
-from katydid_engine.request import CachedTokens, FinishReason, LiveRequest, Phase, Request, Sequence, State, pages_for
+from katydid_engine.messages import KvArrived, KvFound, Load
+from katydid_engine.plan import Logprobs, Run, SampleRow, StepOutput, StepPlan
+from katydid_engine.request import CachedTokens, FinishReason, LiveRequest, Phase, Request, Sequence, State
 from katydid_engine.residency import Residency
+from katydid_engine.scheduler_config import SchedulerConfig
+from katydid_engine.step_flight import StepFlight, decode_run, prefill_run, start_of
+from katydid_engine.token_budget import TokenBudget, deal_chunks
 
 __all__ = ["Scheduler", "SchedulerConfig"]
-
-_LOOKAHEAD = 16
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Limits of one scheduler.
-
-    Attributes:
-        max_model_tokens: longest prompt plus output; at most what the pages hold.
-        max_batch_tokens: tokens a step computes at most; at least ``max_sequences``.
-        max_sequences: sequences in a step at most.
-        eos_token_ids: tokens that end every output but those with ``ignore_eos``.
-        watermark_pages: pages that an admission leaves free for running sequences to grow into.
-        max_bypass: how often a sequence that does not fit is passed by ones behind it.
-        queue_delay_s: a fault for tests: nobody is admitted before this time after arrival.
-
-    Raises:
-        ValueError: ``max_batch_tokens`` is below ``max_sequences``.
-    """
-
-    max_model_tokens: int
-    max_batch_tokens: int
-    max_sequences: int
-    eos_token_ids: frozenset[int] = frozenset()
-    watermark_pages: int = 0
-    max_bypass: int = 64
-    queue_delay_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.max_batch_tokens < self.max_sequences:
-            raise ValueError(
-                f"max_batch_tokens={self.max_batch_tokens}: expected at least max_sequences={self.max_sequences}"
-            )
 
 
 class Scheduler:
     """One per TP group. ``clock`` gives the monotonic seconds on which deadlines and phases are measured;
     ``write_slots`` are the staging slots for finished blocks on their way to the cache service; ``drafts`` says how
-    many tokens are drafted behind each.
+    many tokens are drafted behind each, ``budget`` how many prompt tokens go into a step with decodes.
 
     Raises:
         ValueError: ``max_model_tokens`` exceeds what the pages hold.
@@ -86,6 +55,7 @@ class Scheduler:
         clock: Callable[[], float],
         write_slots: range = range(0),
         drafts: DraftDepth | None = None,
+        budget: TokenBudget | None = None,
     ) -> None:
         if config.max_model_tokens > pool.num_pages * BLOCK_TOKENS:
             raise ValueError(
@@ -101,10 +71,12 @@ class Scheduler:
         self._ids = itertools.count(1)
         self._arrivals = itertools.count(1)
         self._step = 0
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[StepFlight] = deque()
         # Drafts that the last step with runs was told to make.
         self._drafts = 0
         self._depth = drafts or DraftDepth(0)
+        self._budget = budget or TokenBudget(None, 1)
+        self._admission = Admission(config, pool, self._queues, preempt=self._preempt, load=self._load)
 
     @property
     def num_requests(self) -> int:
@@ -161,10 +133,10 @@ class Scheduler:
         unpacking = self.kv.take_arrivals()
         decodes, q_len, short = self._schedule_decodes()
         if not short:
-            self._admit(now)
+            self._admission.admit(now)
             decodes = [sequence for sequence in decodes if sequence.state is State.RUNNING]
         q_len = q_len if decodes else 1
-        prefills = self._schedule_prefills(self._config.max_batch_tokens - len(decodes) * q_len)
+        prefills = self._schedule_prefills(len(decodes), q_len)
         copies = self._queues.take_copies()
         if not (decodes or prefills or packs or copies or unpacking):
             return None
@@ -180,18 +152,18 @@ class Scheduler:
         plan = StepPlan(
             number=self._step,
             ends=self._queues.take_ended_ids(),
-            starts=tuple(_start(sequence) for sequence in sequences if self._queues.start(sequence)),
+            starts=tuple(start_of(sequence) for sequence in sequences if self._queues.start(sequence)),
             packs=tuple(transfer for transfer, _ in packs),
             copies=copies,
             unpacks=tuple(transfer for arrival in unpacking for transfer in arrival.transfers),
-            runs=(*map(_decode, decodes), *(_prefill(sequence, count) for sequence, count in prefills)),
+            runs=(*map(decode_run, decodes), *(prefill_run(sequence, count) for sequence, count in prefills)),
             num_decodes=len(decodes),
             decode_q_len=q_len,
             samples=samples,
             drafts=self._depth.choose(len(samples)) if samples else 0,
         )
         stays = tuple(sequence.stay for sequence in sequences)
-        flight = _Flight(plan, tuple(sequences), stays, tuple(store for _, store in packs), unpacking)
+        flight = StepFlight(plan, tuple(sequences), stays, tuple(store for _, store in packs), unpacking)
         self._flights.append(flight)
         if plan.runs:
             self._drafts = plan.drafts
@@ -234,6 +206,8 @@ class Scheduler:
         """How long a step took."""
         if plan.num_decodes and plan.num_decodes == len(plan.runs) and plan.decode_q_len == 1 + plan.drafts:
             self._depth.took(plan.num_decodes, plan.drafts, seconds)
+        if plan.runs:
+            self._budget.took(plan.num_prefill_tokens, plan.num_decodes, seconds)
 
     def take_outcome(self) -> Outcome:
         """What happened since the last call, for the face."""
@@ -278,67 +252,15 @@ class Scheduler:
                     decodes.append(sequence)
         return decodes, q_len, short
 
-    def _schedule_prefills(self, budget: int) -> list[tuple[Sequence, int]]:
-        """Chunks for the sequences that prefill: half of what is left for each in order, then the rest in order."""
+    def _schedule_prefills(self, decodes: int, q_len: int) -> list[tuple[Sequence, int]]:
+        """Chunks of the sequences that prefill, for what decodes leave of the step's tokens and of its time."""
         prefills = [sequence for sequence in self._queues.running if not sequence.decodes]
-        least = max(1, min(BLOCK_TOKENS, budget // 2))
-        chunks = {}
-        for sequence in prefills:
-            chunks[sequence.id] = min(sequence.num_unscheduled, max(budget // 2, least), budget)
-            budget -= chunks[sequence.id]
-        for sequence in prefills:
-            more = min(sequence.num_unscheduled - chunks[sequence.id], budget)
-            chunks[sequence.id] += more
-            budget -= more
-        return [(sequence, chunks[sequence.id]) for sequence in prefills if chunks[sequence.id]]
-
-    def _admit(self, now: float) -> None:
-        """Moves waiting sequences to computing or loading while places and pages last."""
-        places = self._config.max_sequences - sum(sequence.num_slots for sequence in self._queues.holders())
-        passed: list[Sequence] = []
-        for sequence in list(self._queues.waiting):
-            if len(passed) == _LOOKAHEAD or any(other.bypassed >= self._config.max_bypass for other in passed):
-                break
-            if now < sequence.request.received_at + self._config.queue_delay_s:
-                continue
-            if places < sequence.num_slots or not self._queues.take_pages(sequence, self._spare_pages(sequence)):
-                gained = self._preempt_for(sequence, places)
-                if gained is None:
-                    passed.append(sequence)
-                    continue
-                if gained < 0:
-                    break
-                places += gained
-            places -= sequence.num_slots
-            for other in passed:
-                other.bypassed += 1
-            self._load(sequence, now)
-
-    def _spare_pages(self, sequence: Sequence) -> int:
-        """Pages to leave free beside its own input; none when it runs alone, so that it can always run."""
-        alone = next(self._queues.holders(), None) is None
-        return 0 if alone else self._config.watermark_pages + sequence.num_slots - 1
-
-    def _preempt_for(self, sequence: Sequence, places: int) -> int | None:
-        """Admits a sequence in place of ones of lower priority, if that suffices; returns the places they left, or -1
-        when their pages come with the end of the steps in flight: nobody else may have them."""
-        lower = [other for other in self._queues.holders() if other.request.priority < sequence.request.priority]
-        gained = sum(other.num_slots for other in lower)
-        pages = self._pool.num_available + sum(self._pool.count_sole(other.pages) for other in lower)
-        needed = pages_for(sequence.num_tokens) + self._spare_pages(sequence)
-        if self._queues.pages_return and lower:
-            return -1
-        if not lower or places + gained < sequence.num_slots or pages < needed:
-            return None
-        gained = 0
-        for victim in sorted(lower, key=lambda other: other.order, reverse=True):
-            gained += victim.num_slots
-            self._preempt(victim)
-            if places + gained >= sequence.num_slots and self._queues.take_pages(sequence, self._spare_pages(sequence)):
-                return gained
-        if self._queues.pages_return:
-            return -1
-        raise IntegrityError("preemption freed fewer pages than counted")
+        budget = self._config.max_batch_tokens - decodes * q_len
+        in_time = self._budget.prompt_tokens(decodes, self._depth.tokens(q_len - 1))
+        if in_time is not None:
+            budget = min(budget, in_time)
+        chunks = deal_chunks([sequence.num_unscheduled for sequence in prefills], budget)
+        return [(sequence, chunk) for sequence, chunk in zip(prefills, chunks, strict=True) if chunk]
 
     def _load(self, sequence: Sequence, now: float) -> None:
         """Sends an admitted sequence to the cache service for more of its blocks, or straight to computing."""
@@ -409,7 +331,7 @@ class Scheduler:
         self._queues.fork(sequence, twin)
         return twin
 
-    def _commit_tokens(self, sequence: Sequence, flight: _Flight, row: int, output: StepOutput, now: float) -> None:
+    def _commit_tokens(self, sequence: Sequence, flight: StepFlight, row: int, output: StepOutput, now: float) -> None:
         plan, tokens = flight.plan, output.tokens[row]
         decoded = plan.samples[row].run < plan.num_decodes
         reason = None
@@ -446,63 +368,6 @@ class Scheduler:
             self._queues.publish(sequence, computed=True)
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A step between its plan and its commit: the sequence of each run, and how often it had left its pages then."""
-
-    plan: StepPlan
-    sequences: tuple[Sequence, ...]
-    stays: tuple[int, ...]
-    packing: tuple[KvStore, ...]
-    unpacking: tuple[Arrival, ...]
-
-    def sequence(self, run: int) -> Sequence | None:
-        """The sequence of a run; None when it has left since."""
-        sequence = self.sequences[run]
-        return sequence if sequence.stay == self.stays[run] else None
-
-
 def _reusable(sequence: Sequence) -> int:
     """Prompt tokens that a cache can save it: all but the last token of its input."""
     return min(sequence.num_prompt, sequence.num_tokens - 1)
-
-
-def _start(sequence: Sequence) -> Start:
-    return Start(sequence.id, sequence.request.sampling, sequence.num_prompt, sequence.tokens[:])
-
-
-def _decode(sequence: Sequence) -> Run:
-    """The newest token of a sequence, which may still be coming."""
-    start = sequence.num_tokens + sequence.num_coming - 1
-    ahead = sequence.num_coming > 0
-    table_from, sequence.pages_sent = sequence.pages_sent, len(sequence.pages)
-    return Run(
-        sequence=sequence.id,
-        start=start,
-        tokens=array("I", (0,)) if ahead else sequence.tokens[-1:],
-        table_from=table_from,
-        pages=array("I", sequence.pages[table_from:]),
-        ahead=ahead,
-    )
-
-
-def _prefill(sequence: Sequence, count: int) -> Run:
-    """The next ``count`` tokens of a sequence, and its block table as far as the runner does not know it."""
-    start, end = sequence.num_scheduled, sequence.num_scheduled + count
-    table_from, sequence.pages_sent = sequence.pages_sent, len(sequence.pages)
-    first_target, targets = start + 1, array("I")
-    if sequence.wants_prompt_logprobs:
-        first_target = max(first_target, sequence.live.prompt_tokens_reported)
-        targets = sequence.tokens[first_target : min(end + 1, sequence.num_prompt)]
-    return Run(
-        sequence=sequence.id,
-        start=start,
-        tokens=sequence.tokens[start:end],
-        table_from=table_from,
-        pages=array("I", sequence.pages[table_from:]),
-        writes=end > sequence.num_published * BLOCK_TOKENS,
-        next_token=sequence.tokens[end] if end < sequence.num_tokens else -1,
-        prompt_top=sequence.request.sampling.prompt_logprobs or 0,
-        prompt_row=first_target - 1 - start,
-        prompt_targets=targets,
-    )

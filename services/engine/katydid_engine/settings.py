@@ -81,6 +81,11 @@ class EngineSettings(DialingSettings):
     async_scheduling: Literal["auto", "on", "off"] = Field(
         "auto", description="plan a step while the one before runs; auto: on a GPU, unless ranks pass in lockstep"
     )
+    tpot_target_ms: float | None = Field(
+        None,
+        gt=0,
+        description="time between a request's tokens that others' prompts leave it; by default 50 on a GPU, else any",
+    )
     grammar_timeout_s: float = Field(
         5.0, gt=0, description="time a request's grammar may take to compile, or it is refused"
     )
@@ -180,6 +185,12 @@ class EngineSettings(DialingSettings):
     @property
     def sequences(self) -> int:
         return self.max_sequences or min(64 if self.device == "cpu" else 256, self.batch_tokens)
+
+    @property
+    def tpot_target_s(self) -> float | None:
+        if self.tpot_target_ms is None:
+            return None if self.device == "cpu" else 0.05
+        return self.tpot_target_ms / 1000
 
     @property
     def worker_threads(self) -> int:

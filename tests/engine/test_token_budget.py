@@ -1,0 +1,102 @@
+"""Prompts beside decodes: these keep their pace as soon as a few steps were measured, and the prompt still ends."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections import deque
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from katydid_engine.block_pool import BlockPool
+from katydid_engine.plan import StepOutput, StepPlan
+from katydid_engine.request import Request, Sampling
+from katydid_engine.scheduler import Scheduler, SchedulerConfig
+from katydid_engine.token_budget import TokenBudget, deal_chunks
+from katydid_runtime.block_hash import ChainKey
+
+
+@given(st.lists(st.integers(1, 1000), max_size=6), st.integers(0, 2000))
+def test_chunks(wanted: list[int], budget: int) -> None:
+    chunks = deal_chunks(wanted, budget)
+    assert all(0 <= chunk <= want for chunk, want in zip(chunks, wanted, strict=True))
+    assert sum(chunks) == min(budget, sum(wanted)), "nothing is left over that somebody wants"
+    if len(wanted) > 1 and budget >= 2:
+        assert chunks[1] > 0, "the second always moves"
+
+
+def test_no_target_and_no_decodes_mean_no_limit() -> None:
+    assert TokenBudget(None, 64).prompt_tokens(3) is None
+    budget = TokenBudget(0.05, 64)
+    assert budget.prompt_tokens(0) is None
+    assert budget.prompt_tokens(3) == 64, "nothing is measured yet"
+
+
+def test_what_is_left_of_the_target_goes_to_the_prompt() -> None:
+    budget = TokenBudget(0.05, 64)
+    for _ in range(30):
+        budget.took(0, 8, 0.01)
+        budget.took(500, 8, 0.06)
+    assert budget.prompt_tokens(8) == pytest.approx(400, rel=0.02)
+    assert budget.prompt_tokens(8, 2.0) == pytest.approx(900, rel=0.02), "two tokens a step, twice the time"
+    for _ in range(30):
+        budget.took(500, 8, 2.0)
+    assert budget.prompt_tokens(8) == 64, "too slow for the target: it moves all the same"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_running_streams_keep_their_pace_while_a_long_prompt_comes(ahead: bool) -> None:
+    """Steps that cost 5 ms, 0.1 ms a token and more with context; 8 streams, then a prompt of 128,000 tokens and, in
+    the middle of it, a short one."""
+    now, handles = 0.0, itertools.count(1)
+    config = SchedulerConfig(max_model_tokens=131_072, max_batch_tokens=8192, max_sequences=16)
+    scheduler = Scheduler(config, BlockPool(2300), lambda: now, budget=TokenBudget(0.05, 64))
+
+    def submit(length: int, **sampling: int) -> int:
+        request = Request(next(handles), array("I", [7] * length), ChainKey(b"m" * 32), Sampling(**sampling))
+        scheduler.add(replace(request, bypass_cache=True, received_at=now))
+        return request.handle
+
+    for index in range(8):
+        submit(10, max_tokens=100_000, seed=index)
+    long = short = 0
+    submitted: dict[int, float] = {}
+    ended: dict[int, float] = {}
+    gaps: list[float] = []
+    in_flight: deque[StepPlan] = deque()
+    while long not in ended:
+        plan = scheduler.schedule()
+        if plan is not None:
+            in_flight.append(plan)
+        if len(in_flight) > (ahead and plan is not None):
+            done = in_flight.popleft()
+            tokens = sum(len(run.tokens) for run in done.runs)
+            seconds = 0.005 + tokens * (1e-4 + max(run.start for run in done.runs) * 2e-9)
+            now += seconds
+            gaps.append(seconds)
+            scheduler.commit(done, StepOutput((array("I", (1,)),) * len(done.samples), (0,) * len(done.samples)))
+            scheduler.took(done, seconds)
+        for end in scheduler.take_outcome().ends:
+            ended[end.handle] = now
+        if not long and len(gaps) == 20:
+            long = submit(128_000, max_tokens=1)
+            submitted[long] = now
+        if long and not short and now > submitted[long] + 5:
+            short = submit(200, max_tokens=1)
+            submitted[short] = now
+    assert ended[short] - submitted[short] < 0.5, "the short one is not starved"
+    gaps = sorted(gaps[21:])
+    assert gaps[len(gaps) * 99 // 100] <= 0.052
+    work = 128_000 * (1e-4 + 64_000 * 2e-9)
+    assert ended[long] - submitted[long] < 1.35 * work, "and the long one gets what the streams leave"
+
+
+def test_an_outlier_does_not_stop_a_prompt() -> None:
+    budget = TokenBudget(0.05, 16)
+    for _ in range(20):
+        budget.took(0, 8, 0.01)
+        budget.took(100, 8, 0.02)
+    budget.took(100, 8, 30.0)
+    assert (budget.prompt_tokens(8) or 0) >= 100
