@@ -85,7 +85,7 @@ def log_level(
     typer.echo(f"it was {_call('SetLogLevel', address, api_key, tls_ca_file, level=level).previous}")
 
 
-def _call(method: str, address: str, api_key: str | None, ca_file: Path | None, **fields: Any) -> Any:
+def _call(method: str, target: str, api_key: str | None, ca_file: Path | None, /, **fields: Any) -> Any:
     """One RPC. Raises KatydidError."""
     import grpc
     from katydid.gateway.v1 import admin_pb2
@@ -96,12 +96,12 @@ def _call(method: str, address: str, api_key: str | None, ca_file: Path | None, 
     from katydid_runtime.tls import client_tls
 
     async def call() -> Any:
-        async with open_channel(address, client_tls(str(ca_file) if ca_file else None, None)) as channel:
+        async with open_channel(target, client_tls(str(ca_file) if ca_file else None, None)) as channel:
             try:
                 request = getattr(admin_pb2, f"{method}Request")(**fields)
                 rpc = getattr(AdminServiceStub(channel), method)
                 return await rpc(request, timeout=_TIMEOUT_S, metadata=headers(api_key))
             except grpc.RpcError as error:
-                raise from_rpc_error(error, address) from error
+                raise from_rpc_error(error, target) from error
 
     return asyncio.run(call())

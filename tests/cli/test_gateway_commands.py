@@ -33,8 +33,8 @@ def test_every_command_does_what_it_says(tmp_path: Path) -> None:
             code, text, _ = await run("posture")
             assert (code, "OPEN  prefix caches" in text, "set cache_salt_secret" in text) == (1, True, True)
             assert "engine-0" in (await run("engines"))[1]
-            code, text, _ = await run("add-engine", "late=127.0.0.1:65001")
-            assert (code, text) == (0, "added, at 127.0.0.1:65001\n")
+            code, text, failure = await run("add-engine", "late=127.0.0.1:65001")
+            assert (code, text, failure) == (0, "added, at 127.0.0.1:65001\n", None)
             assert "late" in (await run("engines"))[1]
             assert (await run("remove-engine", "late"))[0] == 0
             assert isinstance((await run("remove-engine", "late"))[2], KatydidError)
