@@ -64,22 +64,18 @@ def sparse_plan(
 
     Args:
         prompt_lens: how long each whole prompt is, of which the row brings a chunk; None for a row that keeps every
-            block.
-
-    Raises ValueError for a chunk that ends behind its prompt.
+            block. So do blocks behind the prompt: tokens that were decoded once and are computed again.
     """
     records: list[list[int]] = []
     sparse_rows: list[SparseRow] = []
     begin = 0
     for row, (new, length, prompt) in enumerate(zip(q_lens, context_lens, prompt_lens, strict=True)):
-        if prompt is not None and length > prompt:
-            raise ValueError(f"prompt_lens[{row}] is {prompt}, but the chunk ends at {length}")
         kept = None if prompt is None else kept_blocks(rule, prompt)
         position, end, first_tile = length - new, begin + new, len(records)
         while begin < end:
             block = position // BLOCK
             stop = min(end, begin + (block + 1) * BLOCK - position)
-            count = block + 1 if kept is None else kept[block]
+            count = block + 1 if kept is None or block >= len(kept) else kept[block]
             records.append([row, begin, stop, position, length, count, len(records), -1])
             position += stop - begin
             begin = stop

@@ -8,10 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from katydid_kernels import DecodeScratch, decode_ctas, decode_plan, prefill_plan
+from katydid_kernels import (
+    DecodeScratch,
+    SparsePlan,
+    StemRule,
+    decode_ctas,
+    decode_plan,
+    prefill_plan,
+    sparse_plan,
+)
 from torch import Tensor
 
 from katydid_engine.forward_batch import ForwardBatch
+from katydid_engine.sparse_prefill import SparsePrefill
 
 __all__ = ["MAX_Q_LEN", "AttentionPlan", "AttentionPlanner"]
 
@@ -26,6 +35,7 @@ class AttentionPlan:
         prefill_cu_q_lens: int32 ``[prefills + 1]``, where each prefill chunk begins among the prefills' tokens.
         decode: of ``decode_plan``; None on a CPU and in a batch without decodes.
         prefill: of ``prefill_plan``; None on a CPU and in a batch without prefill chunks.
+        sparse: of ``sparse_plan``, where a prefill chunk is of a prompt that is computed sparsely.
         scratch: what decode calls of this stream share; None on a CPU.
     """
 
@@ -33,6 +43,7 @@ class AttentionPlan:
     decode: Tensor | None = None
     prefill: Tensor | None = None
     scratch: DecodeScratch | None = None
+    sparse: SparsePlan | None = None
 
 
 class AttentionPlanner:
@@ -40,9 +51,13 @@ class AttentionPlanner:
 
     Args:
         heads, kv_heads: of this rank.
+
+    Attributes:
+        sparse_prefill: how long prompts of batches that say so are computed.
     """
 
     def __init__(self, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> None:
+        self.sparse_prefill: SparsePrefill | None = None
         self._kv_heads = kv_heads
         self._ctas = 0
         self._scratch: DecodeScratch | None = None
@@ -67,4 +82,19 @@ class AttentionPlanner:
             )
         if self._scratch is not None and decodes < batch.num_seqs:
             prefill = prefill_plan(batch.context_lens[decodes:], cu_q_lens, batch.num_tokens - tokens)
-        return replace(batch, attention=AttentionPlan(cu_q_lens, decode, prefill, self._scratch))
+        sparse = self._sparse_plan(batch)
+        return replace(batch, attention=AttentionPlan(cu_q_lens, decode, prefill, self._scratch, sparse))
+
+    def _sparse_plan(self, batch: ForwardBatch) -> SparsePlan | None:
+        options, chunks = self.sparse_prefill, batch.prefills
+        if options is None:
+            return None
+        prompts = [
+            chunk.prompt if chunk.prompt is not None and chunk.prompt >= options.min_tokens else None
+            for chunk in chunks
+        ]
+        if not any(prompts):
+            return None
+        rule = StemRule(options.budget, options.rule, options.decay)
+        new, ends = [chunk.new for chunk in chunks], [chunk.end for chunk in chunks]
+        return sparse_plan(rule, new, ends, prompts, batch.token_ids.device)

@@ -17,7 +17,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from katydid_engine.attention_plan import AttentionPlan
 
-__all__ = ["PAGE_SIZE", "ForwardBatch", "TokenRun"]
+__all__ = ["PAGE_SIZE", "ForwardBatch", "PrefillChunk", "TokenRun"]
 
 PAGE_SIZE = 64
 
@@ -38,6 +38,16 @@ class TokenRun:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """``new`` tokens of a sequence, the last of ``end``; of a prompt of ``prompt`` tokens that may be sparse,
+    or None."""
+
+    new: int
+    end: int
+    prompt: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """``num_seqs`` (S) sequences, ``num_tokens`` (T) tokens in all, packed one after the other.
 
@@ -54,6 +64,7 @@ class ForwardBatch:
         decode_q_len: 1, or ``1 + drafts`` when draft tokens are verified; at most 8.
         max_q_len: longest run.
         max_context_len: largest of ``context_lens``.
+        prefills: the rows behind the decodes as the host knows them, where some may be computed sparsely; else empty.
         attention: made by the model from the rest, once for all its layers.
     """
 
@@ -67,6 +78,7 @@ class ForwardBatch:
     decode_q_len: int
     max_q_len: int
     max_context_len: int
+    prefills: tuple[PrefillChunk, ...] = ()
     attention: AttentionPlan | None = None
 
     @property
@@ -109,6 +121,7 @@ class ForwardBatch:
                     block_table=self.block_table[first:last],
                     slot_mapping=self.slot_mapping[start:end],
                     num_decodes=min(max(self.num_decodes - first, 0), last - first),
+                    prefills=self.prefills[max(first - self.num_decodes, 0) : max(last - self.num_decodes, 0)],
                     max_q_len=self.decode_q_len
                     if borders is None
                     else max(after - before for before, after in pairwise(borders[first : last + 1])),

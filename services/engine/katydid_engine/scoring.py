@@ -7,18 +7,19 @@ probes of a kernel's effect on answers build on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from katydid_runtime.errors import InvalidRequestError, PromptTooLongError, UnsupportedError
 from torch import Tensor
 
-from katydid_engine.forward_batch import PAGE_SIZE, ForwardBatch, TokenRun
+from katydid_engine.forward_batch import PAGE_SIZE, ForwardBatch, PrefillChunk, TokenRun
 from katydid_engine.kv_cache import KvCache
 from katydid_engine.loader import load_model
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.models.hy_v3 import HyV3
+from katydid_engine.sparse_prefill import SparsePrefill
 
 __all__ = ["Continuation", "ModelScorer", "TokenScores"]
 
@@ -60,10 +61,13 @@ class ModelScorer:
         dtype: torch.dtype | None = None,
         quantization: str = "auto",
         kv_cache_dtype: str = "auto",
+        sparse_prefill: SparsePrefill | None = None,
     ) -> None:
         self.model: DecoderLM = load_model(
             folder, device=device, dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype
         )
+        if sparse_prefill is not None:
+            self.model.use_sparse_prefill(sparse_prefill)
         self.vocabulary = self.model.config.vocab_size
         self.max_length = self.model.config.max_positions
         self.drafts = isinstance(self.model, HyV3) and self.model.config.num_mtp_layers > 0
@@ -173,10 +177,11 @@ class ModelScorer:
     def _prefill(self, ids: Sequence[int], room: int = 0) -> tuple[Tensor, KvCache]:
         """Hidden states [len(ids), hidden] and the pages that hold the ids, with space for `room` more."""
         cache = self.model.new_kv_cache(-(-(len(ids) + room) // PAGE_SIZE))
-        hidden = [
-            self.model.forward(self._batch(ids[start : start + _CHUNK], start, cache), cache)
-            for start in range(0, len(ids), _CHUNK)
-        ]
+        hidden = []
+        for start in range(0, len(ids), _CHUNK):
+            batch = self._batch(ids[start : start + _CHUNK], start, cache)
+            chunk = PrefillChunk(batch.num_tokens, start + batch.num_tokens, len(ids))
+            hidden.append(self.model.forward(replace(batch, prefills=(chunk,)), cache))
         return torch.cat(hidden), cache
 
     def _replay(

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TypedDict
 
 import torch
-from katydid_kernels import QkNorm, decode_attention, prefill_attention, qkv_post, qkv_post_fp8
+from katydid_kernels import (
+    QkNorm,
+    block_sparse_prefill,
+    decode_attention,
+    prefill_attention,
+    qkv_post,
+    qkv_post_fp8,
+    stem_select,
+)
 from katydid_runtime.errors import ModelFolderError
 from torch import Tensor
 
@@ -26,15 +35,28 @@ class _Norms(TypedDict):
     hadamard: bool
 
 
+class _Scales(TypedDict):
+    scale: float
+    q_scale: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+
 class Attention:
     """This rank's heads; the result is its summand of the output projection.
 
     Args:
         kv_dtype: of the pages. e4m3 pages hold K and V over the checkpoint's constant scales, or over 1, and q is then
             quantised too, with a scale for each token and head.
+        output_parts: of the hidden columns that the result comes in.
+
+    Attributes:
+        sparse: whether prompts that a batch plans sparsely are computed so here.
     """
 
-    def __init__(self, weights: Weights, config: ModelConfig, kv_dtype: torch.dtype) -> None:
+    def __init__(
+        self, weights: Weights, config: ModelConfig, kv_dtype: torch.dtype, *, output_parts: int = 1
+    ) -> None:
         q_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         self._qkv = ColumnLinear(
@@ -45,20 +67,25 @@ class Attention:
             # With more ranks than KV heads several ranks hold the same one.
             copies={name: max(1, weights.size // config.num_kv_heads) for name in ("k_proj", "v_proj")},
         )
-        self._output = RowLinear(weights.scope("o_proj"), q_size, config.hidden_size, bias=config.attention_bias)
+        self._output = RowLinear(
+            weights.scope("o_proj"), q_size, config.hidden_size, bias=config.attention_bias, parts=output_parts
+        )
         self._q_norm = weights.tensor("q_norm.weight", (config.head_dim,)) if config.qk_norm else None
         self._k_norm = weights.tensor("k_norm.weight", (config.head_dim,)) if config.qk_norm else None
         scales = [_page_scale(weights, name, config.num_kv_heads) for name in ("k", "v")]
         quantised = kv_dtype.itemsize == 1
         self._k_scale, self._v_scale = (scale if quantised else None for scale in scales)
+        self.sparse = False
         self.input = self._qkv.input
         self._dtype = weights.dtype
         self._eps = config.rms_norm_eps
         self._rotated_keys = config.quantization.rotated_keys
         self._scale = config.head_dim**-0.5
 
-    def __call__(self, x: Activations, table: Tensor, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor) -> Tensor:
-        """``[T, hidden] -> [T, hidden]``; stores the tokens' K and V first.
+    def __call__(
+        self, x: Activations, table: Tensor, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor
+    ) -> Iterator[Tensor]:
+        """``[T, hidden] -> [T, hidden]``, in parts of its columns; stores the tokens' K and V first.
 
         Args:
             table: the model's rotary table.
@@ -76,7 +103,7 @@ class Attention:
             q, q_scale = qkv_post(*operands, **norms), None
         else:
             q, q_scale = qkv_post_fp8(*operands, **norms, k_scale=self._k_scale, v_scale=self._v_scale)
-        return self._output(self._attend(q, q_scale, batch, k_pages, v_pages).flatten(1))
+        return self._output.in_parts(self._attend(q, q_scale, batch, k_pages, v_pages).flatten(1))
 
     def _attend(
         self, q: Tensor, q_scale: Tensor | None, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor
@@ -101,7 +128,17 @@ class Attention:
                 scratch=plan.scratch,
                 out=out[:split_tokens].view(shape),
             )
-        if split < batch.num_seqs:
+        if split < batch.num_seqs and plan.sparse is not None and self.sparse:
+            scales: _Scales = {
+                "scale": self._scale,
+                "q_scale": None if q_scale is None else q_scale[split_tokens:],
+                "k_scale": self._k_scale,
+                "v_scale": self._v_scale,
+            }
+            rows = (q[split_tokens:], k_pages, v_pages, batch.block_table[split:], batch.context_lens[split:])
+            blocks = stem_select(*rows, plan.sparse, **scales)
+            block_sparse_prefill(*rows, plan.sparse, blocks, **scales, out=out[split_tokens:])
+        elif split < batch.num_seqs:
             prefill_attention(
                 q[split_tokens:],
                 k_pages,

@@ -44,7 +44,7 @@ class DecoderLayer:
         kv_dtype: torch.dtype,
     ) -> None:
         self._input_norm = RmsNorm(weights.scope("input_layernorm"), config.hidden_size, config.rms_norm_eps)
-        self._attention = Attention(weights.scope("self_attn"), config, kv_dtype)
+        self._attention = Attention(weights.scope("self_attn"), config, kv_dtype, output_parts=exchange.parts)
         self._post_norm = RmsNorm(weights.scope("post_attention_layernorm"), config.hidden_size, config.rms_norm_eps)
         self.feed_forward = feed_forward
         self._exchange = exchange
@@ -65,7 +65,7 @@ class DecoderLayer:
         else:
             entered, residual = self._input_norm.add_for(self._early_input, x, residual)
         entered = self._exchange.enter_for(self._attention.input, entered, batch.num_tokens)
-        attended = self._exchange.leave(self._attention(entered, table, batch, k_pages, v_pages))
+        attended = self._exchange.leave_in_parts(self._attention(entered, table, batch, k_pages, v_pages))
         block = self.feed_forward
         if isinstance(block, DispatchedMoe):
             kept = self._exchange.num_kept(batch.num_tokens)

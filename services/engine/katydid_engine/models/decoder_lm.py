@@ -23,6 +23,7 @@ from katydid_engine.layers.steps import Steps, finish, interleave
 from katydid_engine.model_config import ModelConfig
 from katydid_engine.models.pipeline import Stage
 from katydid_engine.parallel import ParallelPlan
+from katydid_engine.sparse_prefill import SparsePrefill
 from katydid_engine.weights import Weights
 
 __all__ = ["DecoderLM", "FeedForward", "FeedForwardBuilder", "RankContext"]
@@ -116,6 +117,13 @@ class DecoderLM:
         """The blocks that send rows to experts on other ranks, in order of layers."""
         blocks = (layer.feed_forward for layer in self._every_layer())
         return [block for block in blocks if isinstance(block, DispatchedMoe)]
+
+    def use_sparse_prefill(self, options: SparsePrefill) -> None:
+        """From now on prompts that batches say may be computed sparsely are, if they are long enough."""
+        self._planner.sparse_prefill = options
+        for index, layer in zip(self._stage.layers(self.config.num_layers), self._layers, strict=True):
+            if index >= options.dense_layers:
+                layer.attend_sparsely()
 
     def new_kv_cache(self, num_pages: int) -> KvCache:
         """Zeroed pages for this rank's KV heads, every layer (an MTP layer's last)."""

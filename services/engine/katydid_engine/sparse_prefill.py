@@ -1,0 +1,84 @@
+"""The option ``sparse_prefill``: long prompts of requests that allow it attend to a part of their blocks.
+
+    stem:budget=0.25,dense_layers=2,min_tokens=32768
+
+What it says is part of the model's identity: pages made so are never taken for others. Requests that do not allow it
+are computed densely, and their pages have the identity of a model without the option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+__all__ = ["SparsePrefill"]
+
+_METHOD = "stem"
+_RULES = ("share", "paper", "released")
+_KINDS: dict[str, Callable[[str], object]] = {
+    "budget": float,
+    "rule": str,
+    "decay": float,
+    "dense_layers": int,
+    "min_tokens": int,
+}
+_ALLOWED = {
+    "budget": "above 0, at most 1",
+    "rule": ", ".join(_RULES),
+    "decay": "above 0, at most 1",
+    "dense_layers": "a number of layers",
+    "min_tokens": "a number of tokens above 0",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SparsePrefill:
+    """How long prompts are computed.
+
+    Attributes:
+        budget: share of a prompt's pairs of blocks that is kept, with rule "share".
+        rule: how budgets come about, as in ``katydid_kernels.StemRule``.
+        decay: what the last block of a prompt keeps of the first one's budget.
+        dense_layers: the first layers, which keep everything.
+        min_tokens: prompts below are dense.
+    """
+
+    budget: float = 0.25
+    rule: Literal["share", "paper", "released"] = "share"
+    decay: float = 0.7
+    dense_layers: int = 2
+    min_tokens: int = 32_768
+
+    @classmethod
+    def parse(cls, text: str) -> SparsePrefill:
+        """Raises ValueError naming the part that is wrong and what is allowed."""
+        method, _, rest = text.partition(":")
+        if method != _METHOD:
+            raise ValueError(f"sparse prefill by {method!r}: allowed is {_METHOD}:key=value,...")
+        values: dict[str, Any] = {}
+        for part in filter(None, rest.split(",")):
+            key, _, value = part.partition("=")
+            if key not in _KINDS or key in values:
+                raise ValueError(f"{part!r}: allowed are {', '.join(_KINDS)}, each once, as key=value")
+            try:
+                values[key] = _KINDS[key](value)
+            except ValueError:
+                raise ValueError(f"{key} is {value!r}: allowed is {_ALLOWED[key]}") from None
+        return replace(cls(), **values)
+
+    def __post_init__(self) -> None:
+        sound = {
+            "budget": 0 < self.budget <= 1,
+            "rule": self.rule in _RULES,
+            "decay": 0 < self.decay <= 1,
+            "dense_layers": self.dense_layers >= 0,
+            "min_tokens": self.min_tokens >= 1,
+        }
+        for key, fits in sound.items():
+            if not fits:
+                raise ValueError(f"{key} is {getattr(self, key)}: allowed is {_ALLOWED[key]}")
+
+    def __str__(self) -> str:
+        parts = (f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+        return f"{_METHOD}:{','.join(parts)}"
