@@ -67,10 +67,10 @@ def test_values_out_of_bounds_are_refused(path: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        (nested("kvcache/node/resources/limits/memory", "32Gi"), "it must hold memory_bytes=34359738368"),
+        (nested("kvcache/node/resources/limits/memory", "4Gi"), "it must hold memory_bytes=4294967296"),
         (
-            {"kvcache": {"pool": {"enabled": True, "storage": {"size": "100Gi"}}}},
-            "it must hold disk_bytes=107374182400 and index_map_bytes=4294967296",
+            {"kvcache": {"pool": {"enabled": True, "storage": {"size": "20G"}}}},
+            "it must hold disk_bytes=17179869184 and index_map_bytes=4294967296",
         ),
         (nested("ingress/enabled", True), "networkPolicy.gatewayFrom is empty"),
         (nested("monitoring/enabled", True), "networkPolicy.metricsFrom is empty"),
