@@ -7,3 +7,9 @@ scaleDown:
   stabilizationWindowSeconds: 300
   policies: [{type: Pods, value: 1, periodSeconds: 300}]
 {{- end }}
+
+{{/* Labels of this release's gateways in Prometheus. The job's name is known where the chart's own monitor gives it. */}}
+{{- define "katydid.series" -}}
+namespace="{{ .Release.Namespace }}"
+{{- if .Values.monitoring.enabled }},job="{{ .Release.Name }}-gateway"{{ end }}
+{{- end }}
