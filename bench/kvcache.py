@@ -27,10 +27,11 @@ from typing import Any
 import kvcache_cases as cases
 import kvcache_lanes
 import kvcache_reuse
+from kvcache_elsewhere import elsewhere
 from kvcache_services import HERE, LmCache, Passes, mooncake, redis, service
 
 MIB = 1 << 20
-PARTS = ("memory", "lookups", "hashing", "disk", "restart", "reuse", "lanes")
+PARTS = ("memory", "lookups", "hashing", "disk", "restart", "reuse", "lanes", "elsewhere")
 SHARED_MEMORY, STREAM = "same host, 8 x 2 MiB a call", "stream, 2 MiB blocks"
 LANE = "bulk lanes over TCP, 2 MiB blocks"
 
@@ -162,13 +163,25 @@ def restart(rounds: int, folder: Path) -> list[Row]:
     ]
 
 
+def reuse(model: Path) -> list[Row]:
+    lost = kvcache_reuse.cost(model)
+    known = {"interval": lost.counted_interval, "two_fleets": round(lost.compared, 2)}
+    known["two_fleets_interval"] = lost.compared_interval
+    return [row("workload without reuse: engine time lost with the cache", lost.counted, "%", 1, lower=True, **known)]
+
+
 def write(path: Path, parts: dict[str, list[Row]], rounds: int, load: tuple[float, float]) -> None:
     """Replaces the rows of `parts` in the file; a note that someone wrote into it stays."""
     head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     about = {"commit": head.stdout.strip(), "rounds": rounds, "load": [round(value, 1) for value in load]}
     before = json.loads(path.read_text()) if path.exists() else {"rows": []}
     rows = [row for row in before["rows"] if row.get("part") not in parts]
-    rows += [{"part": part} | row | about for part, measured in parts.items() for row in measured]
+    # What was measured elsewhere has its commit and load there.
+    rows += [
+        {"part": part} | row | ({} if part == "elsewhere" else about)
+        for part, measured in parts.items()
+        for row in measured
+    ]
     content = {"command": "python bench/kvcache.py --peers FOLDER", "cores": os.cpu_count()}
     content |= {"note": note} if (note := before.get("note")) else {}
     path.write_text(json.dumps(content | {"rows": rows}, indent=1) + "\n")
@@ -198,10 +211,11 @@ def main() -> None:
             case "restart":
                 parts[part] = restart(options.rounds, options.disk)
             case "reuse":
-                lost = kvcache_reuse.cost(options.model)
-                parts[part] = [row("workload without reuse: engine time lost with the cache", lost, "%", 1, lower=True)]
+                parts[part] = reuse(options.model)
             case "lanes":
                 parts[part] = asyncio.run(kvcache_lanes.rows((1, 2), (4, 8), rounds=options.rounds))
+            case "elsewhere":
+                parts[part] = elsewhere()
             case _:
                 parser.error(f"no part {part!r}; there are {', '.join(PARTS)}")
         for measured in parts[part]:

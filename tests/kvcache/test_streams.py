@@ -72,7 +72,7 @@ def test_no_sequence_of_messages_breaks_the_service(service: ServiceProcess, dat
     async def scenario() -> None:
         async with grpc.aio.insecure_channel(service.address) as channel:
             attachment, attach = await attached(channel)
-            messages = [_message(kind, attachment if dice.random() < 0.9 else 1, put, dice) for kind in kinds]
+            messages = [message(kind, attachment if dice.random() < 0.9 else 1, put, dice) for kind in kinds]
             try:
                 await stream(channel, "Put" if put else "Get", messages)
             except InternalError:
@@ -85,7 +85,7 @@ def test_no_sequence_of_messages_breaks_the_service(service: ServiceProcess, dat
     assert service.process.poll() is None
 
 
-def _message(kind: str, attachment: int, put: bool, dice: random.Random) -> bytes:
+def message(kind: str, attachment: int, put: bool, dice: random.Random) -> bytes:
     index, offset = dice.choice([0, 0, 0, 1, 2**32 - 1]), dice.choice([0, 0, 5, LAYOUT.block_bytes, 2**63])
     size = dice.choice([0, 1, LAYOUT.block_bytes, MIB + 1])
     heads = pb.HeadRange(first=dice.choice([0, 0, 1, 9]), count=dice.choice([0, 0, 1, 2**32 - 1]))
@@ -97,7 +97,8 @@ def _message(kind: str, attachment: int, put: bool, dice: random.Random) -> byte
         return pb.PutRequest(frame=pb.Frame(index=index, offset=offset, data=bytes(size))).SerializeToString()
     if kind == "block":
         checksum = bytes(dice.choice([16, 16, 3]))
-        block = pb.PutBlock(index=index, hash=dice.randbytes(dice.choice([32, 32, 31])), checksum=checksum)
+        block_hash = dice.randbytes(dice.choice([32, 32, 31]))
+        block = pb.PutBlock(index=index, hash=block_hash, checksum=checksum, resume=dice.random() < 0.3)
         return pb.PutRequest(block=block).SerializeToString()
     if put:
         return pb.PutRequest(start=pb.PutStart(attachment=attachment, heads=heads)).SerializeToString()
