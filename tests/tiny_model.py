@@ -25,6 +25,7 @@ VOCAB_SIZE = 272
 EOS_ID = 256 + _SPECIAL.index("<|im_end|>")
 
 _CHAT_TEMPLATE = (
+    "{% if tools %}<|im_start|>tools, called as <tool_call>: {{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

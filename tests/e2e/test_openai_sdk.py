@@ -200,7 +200,7 @@ BAD: dict[str, tuple[dict[str, Any], type[openai.APIStatusError], str, str]] = {
     ),
     "unknown field": ({"extra_body": {"temperatur": 1}}, openai.BadRequestError, "invalid_request", "temperatur"),
     "grammar": (
-        {"response_format": {"type": "json_object"}},
+        {"extra_body": {"guided_regex": ""}},
         openai.BadRequestError,
         "invalid_request",
         "response_format",
