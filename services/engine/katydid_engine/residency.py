@@ -134,9 +134,13 @@ class Residency:
         sequence.num_published = 0
         sequence.stay += 1
 
-    def step_planned(self, number: int) -> None:
-        """A step is in flight; it may use every page that is held now."""
+    def step_planned(self, number: int, packed: list[int]) -> None:
+        """A step is in flight; it may use every page that is held now, and reads the ``packed`` ones, which may be
+        merely cached."""
         self._planned = number
+        if packed:
+            self.pool.acquire(packed)
+            self._released_later.append((number, packed))
 
     def step_done(self, number: int) -> None:
         """A step is over: what no later one may use is given back."""

@@ -129,19 +129,20 @@ class Scheduler:
         now = self._clock()
         for handle in self._ledger.expired(now):
             self._end_request(handle, FinishReason.ERROR, "DEADLINE_EXCEEDED", "the request's deadline passed")
-        packs = self.kv.take_packs(self._pool.hash_of)
-        unpacking = self.kv.take_arrivals()
         decodes, q_len, short = self._schedule_decodes()
         if not short:
             self._admission.admit(now)
             decodes = [sequence for sequence in decodes if sequence.state is State.RUNNING]
         q_len = q_len if decodes else 1
         prefills = self._schedule_prefills(len(decodes), q_len)
+        # Taken last: what lost its pages just now is not moved.
+        packs = self.kv.take_packs(self._pool.hash_of)
+        unpacking = self.kv.take_arrivals()
         copies = self._queues.take_copies()
         if not (decodes or prefills or packs or copies or unpacking):
             return None
         self._step += 1
-        self._queues.step_planned(self._step)
+        self._queues.step_planned(self._step, [transfer.page for transfer, _ in packs])
         sequences = [*decodes, *(sequence for sequence, _ in prefills)]
         samples = tuple(
             SampleRow(index, sequence.choice + fork)
