@@ -87,10 +87,6 @@ class Counting(ShapeOnly):
         self.sent += _bytes(x) * (self.size - 1)
         return super().all_gather(x, dim)
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        self.sent += _bytes(x) * (self.size - 1) / self.size
-        return super().reduce_scatter(x)
-
     def all_to_all(
         self,
         x: Tensor,

@@ -47,9 +47,6 @@ class ThreadGroup:
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return torch.cat(self._exchange(x), dim)
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        return torch.stack(self._exchange(x)).sum(0).chunk(self.size)[self.rank]
-
     def all_to_all(
         self,
         x: Tensor,

@@ -42,10 +42,6 @@ class Collectives(Protocol):
         """Concatenation over ranks along ``dim``, in rank order."""
         ...
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Sum over ranks, of which each keeps its ``1/size`` of dimension 0 (which ``size`` must divide)."""
-        ...
-
     def all_to_all(
         self,
         x: Tensor,
@@ -89,9 +85,6 @@ class SingleRank:
     def all_gather(self, x: Tensor, dim: int) -> Tensor:  # noqa: ARG002
         return x
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        return x
-
     def all_to_all(
         self,
         x: Tensor,
@@ -133,13 +126,6 @@ class TorchCollectives:
         with _ranks_answer():
             dist.all_gather(parts, x.contiguous(), group=self._group)
         return torch.cat(parts, dim=dim)
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        parts = list(x.contiguous().chunk(self.size))
-        out = torch.empty_like(parts[0])
-        with _ranks_answer():
-            dist.reduce_scatter(out, parts, group=self._group)
-        return out
 
     def all_to_all(
         self,
@@ -192,9 +178,6 @@ class ShapeOnly:
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return torch.cat([x] * self.size, dim=dim)
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        return x.chunk(self.size)[self.rank]
 
     def all_to_all(
         self,

@@ -27,20 +27,16 @@ STEPS = 9
 # (model, plan, prompts, options)
 Case = tuple[str, str, int, dict[str, Any]]
 PAIRS: list[Case] = [
-    ("llama", "tp2", 2, {}),
     ("llama", "tp2,sp", 2, {}),
     ("llama", "pp2", 2, {"micro_batches": 2}),
     ("one_kv_head", "tp2", 2, {}),
     ("hy_v3", "tp2", 2, {}),
-    ("hy_v3", "tp2,sp", 2, {}),
     ("hy_v3", "tp2,ep2", 2, {}),
     ("hy_v3", "tp2,sp,ep2", 2, {}),
     ("hy_v3", "dp2,ep2", 3, {}),
     ("hy_v3", "dp2,ep2", 1, {}),  # the second rank has nothing to compute
-    ("hy_v3", "dp2,ep2", 3, {"capacity": 256}),
-    ("hy_v3", "dp2,ep2", 3, {"micro_batches": 2}),
+    ("hy_v3", "dp2,ep2", 3, {"capacity": 256, "micro_batches": 2}),
     ("hy_v3", "dp2,ep2+4", 3, {}),
-    ("hy_v3", "tp2,ep2,pp1", 1, {}),
 ]
 FOURS: list[Case] = [
     ("one_kv_head", "tp4", 2, {}),

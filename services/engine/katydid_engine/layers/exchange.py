@@ -8,14 +8,19 @@ sums are made in fp32 of what arrives.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from katydid_engine.collectives import Collectives
+from katydid_engine.collectives import Collectives, Pending
 from katydid_engine.layers.activations import Activations, Fp8Input
 from katydid_engine.layers.row_bytes import RowFormat
 
 __all__ = ["Exchange"]
+
+_PARTS = 2
 
 
 class Exchange:
@@ -52,17 +57,32 @@ class Exchange:
         """Whether rows may be quantised for their consumer before ``enter_for``."""
         return self._fp8 or not self.sequence_parallel
 
+    @property
+    def parts(self) -> int:
+        """How many parts a summand should come in: while one is sent the next is made."""
+        return _PARTS if self.sequence_parallel else 1
+
     def leave(self, x: Tensor) -> Tensor:
         """Summands of all rows, one per rank -> their sum, on the rows this rank keeps."""
+        return self.leave_in_parts([x])
+
+    def leave_in_parts(self, parts: Iterable[Tensor]) -> Tensor:
+        """As ``leave``, of parts of the columns; each is under way before the next is asked for."""
         if not self.sequence_parallel:
-            return self.collectives.all_reduce(x)
+            return _joined([self.collectives.all_reduce(part) for part in parts])
+        under_way = [self._send(part) for part in parts]
+        return _joined([self._sum(way, rows.wait()) for way, rows in under_way])
+
+    def _send(self, x: Tensor) -> tuple[RowFormat, Pending]:
+        """Every rank's rows of a summand to it."""
+        way = RowFormat(x.shape[1], x.dtype, fp8=self._fp8)
         padded = F.pad(x, (0, 0, 0, -x.shape[0] % self.collectives.size))
-        if not self._fp8:
-            return self.collectives.reduce_scatter(padded)
-        way = RowFormat(x.shape[1], x.dtype, fp8=True)
-        arrived = way.decode(self.collectives.all_to_all(way.encode(padded)).wait())
-        assert isinstance(arrived, Tensor)
-        return arrived.view(self.collectives.size, -1, x.shape[1]).float().sum(0).to(x.dtype)
+        return way, self.collectives.all_to_all(way.encode(padded))
+
+    def _sum(self, way: RowFormat, arrived: Tensor) -> Tensor:
+        rows = way.decode(arrived)
+        assert isinstance(rows, Tensor)
+        return rows.view(self.collectives.size, -1, rows.shape[1]).float().sum(0).to(rows.dtype)
 
     def split(self, x: Tensor) -> Tensor:
         """Rows every rank has -> the rows this rank keeps."""
@@ -77,3 +97,7 @@ class Exchange:
             return num_tokens
         each = -(-num_tokens // self.collectives.size)
         return min(max(num_tokens - self.collectives.rank * each, 0), each)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

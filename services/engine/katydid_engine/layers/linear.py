@@ -4,7 +4,7 @@ rank makes a summand of y, which the residual exchange adds up). What a layer mu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol, TypeVar
@@ -107,17 +107,31 @@ class ColumnLinear:
 
 
 class RowLinear:
-    """The result is this rank's summand, so only the first rank adds the bias."""
+    """The result is this rank's summand, so only the first rank adds the bias.
 
-    def __init__(self, weights: Weights, in_size: int, out_size: int, *, bias: bool) -> None:
-        part = (slice(0, out_size), _share(weights, in_size))
-        matrix = read_matrix(weights, (out_size, in_size), part, row_scales=True)
+    Args:
+        parts: of the output's columns, which ``in_parts`` yields one by one: one is sent while the next is made.
+    """
+
+    def __init__(self, weights: Weights, in_size: int, out_size: int, *, bias: bool, parts: int = 1) -> None:
         addend = weights.tensor("bias", (out_size,)) if bias else None
-        self._product = _product(weights, [matrix], addend if weights.rank == 0 else None)
-        self.input = self._product.input
+        if weights.rank:
+            addend = None
+        self._products = []
+        for part in range(parts):
+            rows = slice(part * out_size // parts, (part + 1) * out_size // parts)
+            matrix = read_matrix(weights, (out_size, in_size), (rows, _share(weights, in_size)), row_scales=True)
+            self._products.append(_product(weights, [matrix], None if addend is None else addend[rows]))
+        self.input = self._products[0].input
 
     def __call__(self, x: Activations) -> Tensor:
-        return self._product(x)
+        parts = list(self.in_parts(x))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def in_parts(self, x: Activations) -> Iterator[Tensor]:
+        """``[T, out_size / parts]`` each, made as they are asked for."""
+        for product in self._products:
+            yield product(x)
 
 
 def _share(weights: Weights, size: int) -> slice:
