@@ -1,12 +1,14 @@
 """What the gateway costs: agent turns of 800 KB, many streams, small requests; with mock engines, in real processes.
 
-    python -m bench.gateway [--model FOLDER] [--rounds 3] [--peers FOLDER] [--output bench/results/gateway.json]
+    python -m bench.gateway [--model FOLDER] [--rounds 3] [--peers FOLDER] [--only CASE,...] [--trace FILE]
 
 FOLDER is any model folder; its tokenizer and chat template are used, tokenising is part of every figure. The mock
 engine (tests/gateway/mock_engine.py) answers at once and keeps every block it has seen, so a first token's time is the
 gateway's, the loopback's and the engine's own: hashing the prompt and a step of 1 ms, which the added time of agent
 turns leaves out. With --peers other gateways (bench/gateway_peers) take turns with ours, before mock engines that speak
-HTTP; they route text and tokenise nothing. Without, the figures of theirs that the file has stay there.
+HTTP; they route text and tokenise nothing. Without, the figures of theirs that the file has stay there. --only measures
+cases by the beginnings of their names; `routing` are the rows of bench/gateway_routing.py, with Mooncake's conversation
+trace where --trace names it. Rows that are not measured stay as they are.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from katydid_cli.model_folder import default_cache_dir, resolve_model
 from tokenizers import Tokenizer
 
 from bench.gateway_peers.launch import PEERS, start_peer
+from bench.gateway_routing import agents, conversations, even_split, killed_engine, unique_prompts
 from bench.http_load import Exchanged, Wire, encoded, percentile
 from tests.gateway.processes import Process
 
@@ -183,7 +186,7 @@ def started(model: Path, engines: int, **mock: float) -> tuple[list[Process], in
     return processes, port
 
 
-def measured(model: Path, rounds: int, peers: Path | None) -> dict[str, dict[str, Figures]]:
+def measured(model: Path, rounds: int, peers: Path | None, only: tuple[str, ...]) -> dict[str, dict[str, Figures]]:
     """By gateway, "" for ours: medians over rounds. Each measurement has processes of its own; gateways take turns."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     stream = {"tokens_per_step": 16, "step_ms": 20}
@@ -195,6 +198,7 @@ def measured(model: Path, rounds: int, peers: Path | None) -> dict[str, dict[str
         "small, 32 at once": ({}, lambda port, dice: small(port, 32, 3000, dice)),
         "256 streams": (stream, lambda port, dice: streams(port, 256, 2048, dice)),
     }
+    cases = {name: case for name, case in cases.items() if not only or name.startswith(only)}
     others = {"256 streams": lambda port, dice: streams(port, 256, 2048, dice, "/health")}
     found: dict[tuple[str, str], list[Figures]] = {}
     for number in range(rounds):
@@ -256,6 +260,8 @@ def rows(figures: dict[str, dict[str, Figures]]) -> list[dict[str, Any]]:
     )
     made = []
     for figure, case, name, unit, bar, lower in table:
+        if case not in figures.get("", {}):
+            continue
         value = figures[""][case][name]
         peers = {peer: round(cases[case][name], 3) for peer, cases in figures.items() if peer and case in cases}
         if name == "share":
@@ -290,15 +296,26 @@ def kept(made: list[dict[str, Any]], before: Path) -> list[dict[str, Any]]:
     return [*made, *known.values()]
 
 
+def routing_rows(model: Path, trace: Path | None) -> list[dict[str, Any]]:
+    """Rows that do not need the machine for themselves."""
+    made = [*agents(), *(conversations(trace) if trace is not None else ())]
+    return [*made, *unique_prompts(), *even_split(model), *killed_engine(model)]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", type=Path, help="folder of other gateways, see bench/gateway_peers/launch.py")
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "gateway.json")
+    parser.add_argument("--only", default="", help="cases to measure, comma separated; by default all")
+    parser.add_argument("--trace", type=Path, help="Mooncake's conversation trace in JSONL")
     options = parser.parse_args()
     model = resolve_model(options.model, default_cache_dir())
-    made = rows(measured(model, options.rounds, options.peers))
+    only = tuple(name for name in options.only.split(",") if name)
+    made = rows(measured(model, options.rounds, options.peers, only))
+    if not only or "routing" in only:
+        made += routing_rows(model, options.trace)
     for row in made:
         met = f"bar {row['bar']:g}: met {row['met']}"
         print(f"{row['figure']:<45}{row['value']:>12,.2f} {row['unit']:<4} {met} {row['peers'] or ''}")
