@@ -155,6 +155,12 @@ class MockEngine(EngineServiceServicer):
         finally:
             reader.cancel()
             session.detached_at = time.monotonic()
+            asyncio.get_running_loop().call_later(self.options.reattach_window_s, self._abandon, session)
+
+    def _abandon(self, session: _Session) -> None:
+        """Nobody has taken the session up again within its window."""
+        if session.detached_at is not None and time.monotonic() - session.detached_at >= self.options.reattach_window_s:
+            session.running.clear()
 
     async def Watch(self, _request: pb.WatchRequest, _context: object) -> AsyncIterator[pb.WatchResponse]:
         queue: asyncio.Queue[pb.WatchResponse] = asyncio.Queue()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -58,15 +58,23 @@ class Rig:
 
 @asynccontextmanager
 async def rig(
-    folder: Path, *, engines: int = 1, options: MockOptions | None = None, **settings: Any
+    folder: Path,
+    *,
+    engines: int = 1,
+    options: MockOptions | None = None,
+    elsewhere: Sequence[str] = (),
+    **settings: Any,
 ) -> AsyncIterator[Rig]:
-    """Started and connected; everything is stopped at the end, and nothing may be in flight then."""
+    """Started and connected; everything is stopped at the end, and nothing may be in flight then.
+
+    `elsewhere` are addresses of engines that the test starts and stops itself.
+    """
     mocks = []
     for _ in range(engines):
         own = MockOptions(**vars(options)) if options is not None else MockOptions()
         own.tokenizer_digest = own.tokenizer_digest or tokenizer_digest(folder)
         mocks.append(MockEngine(own))
-    addresses = [await mock.start() for mock in mocks]
+    addresses = [*[await mock.start() for mock in mocks], *elsewhere]
     telemetry = Telemetry("gateway", trace_file=settings.pop("trace_file", None))
     loaded = GatewaySettings(
         listen="127.0.0.1:0",
@@ -79,15 +87,29 @@ async def rig(
     await gateway.start()
     built = Rig(gateway, mocks, folder)
     try:
-        await until(lambda: gateway.fleet.healthy == engines or any(not m.options.tokenizer_digest for m in mocks))
+        await until(
+            lambda: gateway.fleet.healthy == len(addresses) or any(not m.options.tokenizer_digest for m in mocks)
+        )
         yield built
         await until(lambda: gateway.generator.idle.is_set() and not any(mock.in_flight for mock in mocks))
+        check_books(gateway)
     finally:
         await built.http.aclose()
         await built.channel.close()
         await gateway.stop()
         await asyncio.gather(*(mock.stop() for mock in mocks))
         await asyncio.to_thread(telemetry.shutdown)
+
+
+def check_books(gateway: Gateway) -> None:
+    """Nothing is left of requests that have ended, and the picture of the caches is sound and within its bound."""
+    router = gateway.fleet.router
+    router.index.check_integrity()
+    assert gateway.generator.flow.budgets.reserved == 0
+    assert {
+        name: [rank.own | rank.unreported.keys() for rank in engine.ranks] for name, engine in router.engines.items()
+    } == {name: [set() for _ in engine.ranks] for name, engine in router.engines.items()}
+    assert not gateway.generator._answers
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:

@@ -71,7 +71,7 @@ def test_a_new_engine_gets_cold_prompts_and_is_not_flooded() -> None:
     built.engines["e3"].since = WARM_UP_S * 10
     now = WARM_UP_S * 10 + 1
     for state in list(built.engines.values())[:3]:
-        state.ranks[0].report = RankReport(running=4, prefill_speed=SPEED)
+        state.ranks[0].reported(RankReport(running=4, prefill_speed=SPEED), now)
     took = [send(built, prompt(*conversation(f"n{number}", 4)), number, now) for number in range(20)]
     assert took[0] == "e3"
     assert 5 <= took.count("e3") <= 9

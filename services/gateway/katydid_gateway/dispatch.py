@@ -84,15 +84,16 @@ class Dispatcher:
     ) -> Dispatch:
         """Submit to `candidate`. Raises UnavailableError when it is gone by now."""
         session = self._fleet.session(candidate.holder.engine)
-        number = session.submit(submission, listener, candidate.holder.rank, timeout_s)
+        number = session.submit(submission, listener, candidate.holder.rank, timeout_s, candidate.prediction.ttft_s)
         book = next(self._books)
         self._router.sent(book, candidate, prompt, time.monotonic())
+        self._router.holds(book, candidate.holder)
         self._metrics.routed.labels(candidate.holder.engine).inc()
         return Dispatch(session, number, candidate, book)
 
     def first_token(self, dispatch: Dispatch, cached: CachedTokens, trace: EngineTrace) -> None:
         """The engine said what it found in caches: learn from it."""
-        self.ended(dispatch)
+        self._router.settled(dispatch.book, dispatch.candidate.holder)
         self._compare(dispatch, cached)
         block_bytes = self._router.engines[dispatch.engine].block_bytes
         # Blocks of two tiers may alternate: a tier's tokens took all the phases of that tier together.
@@ -129,8 +130,8 @@ class Dispatcher:
         self._metrics.handed_off.labels(engine).inc()
 
     def ended(self, dispatch: Dispatch) -> None:
-        """The router need not count the request as unreported any more."""
-        self._router.settled(dispatch.book, dispatch.candidate.holder)
+        """The engine has no more to do for the request."""
+        self._router.ended(dispatch.book, dispatch.candidate.holder)
 
 
 def _why_none(decision: Decision) -> str:

@@ -23,6 +23,7 @@ from katydid_gateway.engines.block_events import follow_engine
 from katydid_gateway.engines.engine_session import EngineSession
 from katydid_gateway.engines.health import HealthWatch
 from katydid_gateway.engines.parity import Parity
+from katydid_gateway.engines.progress import ProgressWatch
 from katydid_gateway.gateway_metrics import GatewayMetrics
 from katydid_gateway.routing.load import EngineState, RankReport, RankState
 from katydid_gateway.routing.router import Router
@@ -78,6 +79,7 @@ class EngineConnection:
         self._state = router.engines[where.name] = EngineState(where.name)
         self._health = HealthWatch(self._channel, self._exclude)
         self._absence = "not connected"
+        self.progress = self._health.progress
 
     @property
     def ready(self) -> bool:
@@ -125,6 +127,7 @@ class EngineConnection:
 
     def on_state(self, reports: Mapping[int, RankReport], *, draining: bool, role: pb.Role.ValueType) -> None:
         self._health.heard(draining)
+        self.progress.reported(sum(report.uncached_tokens for report in reports.values()), time.monotonic())
         self._state.role, self._state.draining = _ROLES.get(role, "both"), draining
         self._absence = "draining" if draining else ""
         self._exclude()
@@ -170,6 +173,7 @@ class EngineConnection:
         self._state.block_bytes = description.block_bytes
         self._state.since = time.monotonic()
         self._learn_cache(description)
+        self._health.progress = self.progress = ProgressWatch()
         self.session = EngineSession(
             self.name,
             self.address,
@@ -178,6 +182,7 @@ class EngineConnection:
             boot_id=description.boot_id,
             reattach_window_s=to_seconds(description.reattach_window),
             observer=self,
+            progress=self.progress,
             transport_delay_s=self._delay_s,
         )
         watch = asyncio.create_task(follow_engine(self.name, len(self._state.ranks), self._channel, self._router.index))
@@ -189,7 +194,8 @@ class EngineConnection:
             if session.done():
                 session.result()
             else:
-                logger.error("engine hangs, its requests are given up", extra={"engine": self.name})
+                why = self._health.ailment
+                logger.error("engine hangs, its requests are given up", extra={"engine": self.name, "ailment": why})
         finally:
             tasks = (session, health, watch, cache)
             for task in tasks:

@@ -21,6 +21,7 @@ from katydid_runtime.errors import EngineLostError, KatydidError, UnavailableErr
 from katydid_runtime.rpc_errors import from_rpc_error
 
 from katydid_gateway.engines.frames import RequestStep, sort_frame
+from katydid_gateway.engines.progress import ProgressWatch
 from katydid_gateway.engines.reachability import refuses_connections
 from katydid_gateway.engines.submission import Submission
 from katydid_gateway.routing.load import RankReport
@@ -71,6 +72,7 @@ class EngineSession:
         boot_id: str,
         reattach_window_s: float,
         observer: SessionObserver,
+        progress: ProgressWatch,
         transport_delay_s: float = 0.0,
     ) -> None:
         self._name = name
@@ -80,6 +82,7 @@ class EngineSession:
         self._boot_id = boot_id
         self._window_s = reattach_window_s
         self._observer = observer
+        self._progress = progress
         self._delay_s = transport_delay_s
         self._listeners: dict[int, EngineListener] = {}
         self._last_request = 0
@@ -96,19 +99,30 @@ class EngineSession:
         """Requests submitted and not ended."""
         return len(self._listeners)
 
-    def submit(self, submission: Submission, listener: EngineListener, dp_rank: int, timeout_s: float) -> int:
-        """Send a request; returns its number in the session. Raises UnavailableError when the stream is down."""
+    def submit(
+        self,
+        submission: Submission,
+        listener: EngineListener,
+        dp_rank: int,
+        timeout_s: float,
+        expected_s: float = 0.0,
+    ) -> int:
+        """Send a request whose first token is expected after `expected_s`; returns its number in the session.
+
+        Raises UnavailableError when the stream is down.
+        """
         if self._outbound is None:
             raise UnavailableError(f"engine {self._name} is not connected")
         number = self._next_request()
         request = pb.SessionRequest(submit=submission.message(number, dp_rank, timeout_s))
         self._listeners[number] = listener
+        self._progress.sent(number, expected_s, time.monotonic())
         self._outbound.put_nowait(request)
         return number
 
     def abort(self, number: int) -> None:
         """Stop a request and hear no more of it; harmless when it has ended."""
-        if self._listeners.pop(number, None) is not None and self._outbound is not None:
+        if self._pop(number) is not None and self._outbound is not None:
             self._outbound.put_nowait(pb.SessionRequest(abort=pb.AbortRequest(request=number)))
 
     def _next_request(self) -> int:
@@ -201,10 +215,13 @@ class EngineSession:
             raise ValueError(f"frame {frame.frame} follows frame {self._last_frame}")
         self._last_frame = frame.frame
         arrived_ns = time.monotonic_ns()
-        for number, step in sort_frame(frame).items():
+        steps = sort_frame(frame)
+        if steps:
+            self._progress.moved(time.monotonic())
+        for number, step in steps.items():
             listener = self._listeners.get(number)
             if listener is not None and listener.on_step(step, arrived_ns):
-                self._listeners.pop(number, None)
+                self._pop(number)
         if frame.unknown_requests:
             self._lose(list(frame.unknown_requests), _lost(self._name))
         reports = {load.dp_rank: _report(load) for load in frame.loads}
@@ -236,9 +253,13 @@ class EngineSession:
 
     def _lose(self, numbers: list[int], error: KatydidError) -> None:
         for number in numbers:
-            listener = self._listeners.pop(number, None)
+            listener = self._pop(number)
             if listener is not None:
                 listener.on_lost(error)
+
+    def _pop(self, number: int) -> EngineListener | None:
+        self._progress.ended(number, time.monotonic())
+        return self._listeners.pop(number, None)
 
 
 def _lost(name: str) -> EngineLostError:

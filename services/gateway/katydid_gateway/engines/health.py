@@ -1,7 +1,7 @@
 """Asks one engine how it is: one that hangs keeps its sockets open and would be waited for without end.
 
 An engine whose step loop is stuck says NOT_SERVING; one that is stopped or cut off says nothing at all, which gRPC's
-keepalive would notice after half a minute.
+keepalive would notice after half a minute; one that is wedged says that it is well, and makes nothing.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from katydid_gateway.engines.progress import WEDGED, ProgressWatch
+
 __all__ = ["HealthWatch"]
 
 PERIOD_S = 1.0
-TIMEOUT_S = 2.0
+TIMEOUT_S = 1.5
 STUCK, SILENT = "not serving", "does not answer"
-# How long an engine may be ill before its requests are given up; one that says it is stuck has waited already.
-PATIENCE_S = {STUCK: 1.5, SILENT: 8.0}
+# How long an engine may be ill before its requests are given up: one that falls silent is found out within 5 s. One
+# that says it is stuck has waited already.
+PATIENCE_S = {STUCK: 1.5, SILENT: 3.5, WEDGED: 6.0}
 
 
 class HealthWatch:
@@ -32,6 +35,7 @@ class HealthWatch:
         self._on_change = on_change
         self._heard_at = 0.0
         self._draining = False
+        self.progress = ProgressWatch()
 
     def heard(self, draining: bool) -> None:
         """A frame has come: as good as an answer. An engine that drains does not serve, and is well."""
@@ -45,7 +49,9 @@ class HealthWatch:
             answer = await self._stub.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
         except grpc.RpcError:
             return SILENT if self._heard_at < asked_at else ""
-        return "" if self._draining or answer.status == health_pb2.HealthCheckResponse.SERVING else STUCK
+        if not self._draining and answer.status != health_pb2.HealthCheckResponse.SERVING:
+            return STUCK
+        return WEDGED if self.progress.wedged(time.monotonic()) else ""
 
     async def run(self) -> None:
         """Asks every second; returns once the engine has been ill for too long."""

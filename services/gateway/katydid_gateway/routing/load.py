@@ -30,10 +30,16 @@ class RankReport:
 
 @dataclass(slots=True)
 class RankState:
-    """A rank's report and the requests it can't know of yet, by request number: (uncached tokens, time sent)."""
+    """A rank's report and the requests it can't know of yet, by request number: (uncached tokens, time sent).
+
+    `own` are requests of this gateway that have not ended, which it counts itself: a report that comes late must not
+    make a rank look idle. `others` is what the last report had beyond them.
+    """
 
     report: RankReport = RankReport()
     unreported: dict[int, tuple[int, float]] = field(default_factory=dict)
+    own: set[int] = field(default_factory=set)
+    others: int = 0
 
     @property
     def queued_tokens(self) -> int:
@@ -43,7 +49,7 @@ class RankState:
     @property
     def requests(self) -> int:
         """Requests it has, running or waiting."""
-        return self.report.running + self.report.waiting + len(self.unreported)
+        return self.others + len(self.own | self.unreported.keys())
 
     def sent(self, request: int, uncached_tokens: int, now: float) -> None:
         self.unreported[request] = (uncached_tokens, now)
@@ -52,11 +58,17 @@ class RankState:
         """The request has its first token or has ended: reports speak for it from now on."""
         self.unreported.pop(request, None)
 
+    def ended(self, request: int) -> None:
+        """The rank has nothing of the request any more."""
+        self.settled(request)
+        self.own.discard(request)
+
     def reported(self, report: RankReport, now: float) -> None:
         self.report = report
         known = [request for request, (_, sent) in self.unreported.items() if now - sent > REPORT_LAG_S]
         for request in known:
             del self.unreported[request]
+        self.others = max(0, report.running + report.waiting - len(self.own - self.unreported.keys()))
 
 
 @dataclass(slots=True)

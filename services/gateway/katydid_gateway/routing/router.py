@@ -149,6 +149,16 @@ class Router:
         if engine is not None and holder.rank < len(engine.ranks):
             engine.ranks[holder.rank].settled(request)
 
+    def holds(self, request: int, holder: Holder) -> None:
+        """The request, which was sent, is counted until it has `ended`."""
+        self.engines[holder.engine].ranks[holder.rank].own.add(request)
+
+    def ended(self, request: int, holder: Holder) -> None:
+        """The request has ended, or its rank has."""
+        engine = self.engines.get(holder.engine)
+        if engine is not None and holder.rank < len(engine.ranks):
+            engine.ranks[holder.rank].ended(request)
+
     def forget(self, engine: str) -> None:
         """The engine lost its caches: it restarted or is gone."""
         for rank in range(len(self.engines[engine].ranks)):
