@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+from array import array
 from pathlib import Path
 
 import pytest
 import torch
+from katydid_engine.collectives import SingleRank
+from katydid_engine.forward_batch import ForwardBatch, PrefillChunk
+from katydid_engine.loader import load_model
+from katydid_engine.plan import Run, Start, StepPlan
+from katydid_engine.request import Sampling
+from katydid_engine.runner import Runner
 from katydid_engine.scoring import ModelScorer
 from katydid_engine.sparse_prefill import SparsePrefill
 from torch import Tensor
 
+from tests.engine.engine_process import engine, session
 from tests.tiny_model import write_tiny_model
 
 # Long enough for a budget to bind: 13 blocks of which 9 are always kept.
@@ -74,3 +83,38 @@ def test_the_option_as_text() -> None:
 def test_what_is_wrong_is_named(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SparsePrefill.parse(text)
+
+
+def test_the_runner_tells_the_model_which_prompts_may_be_sparse(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(folder)
+    batches: list[ForwardBatch] = []
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda batch, cache: batches.append(batch) or forward(batch, cache))
+    runner = Runner(model, 32, collectives=SingleRank())
+    prompt, pages = array("I", PROMPT[:300]), array("I", range(5))
+    starts = tuple(Start(n, Sampling(), 300, prompt, sparse_prefill=n == 1) for n in (1, 2))
+    runs = tuple(Run(n, 0, prompt[:200], 0, array("I", (page + 5 * n for page in pages))) for n in (1, 2))
+    runner.run(StepPlan(0, starts=starts, runs=runs))
+    assert batches[-1].prefills == (PrefillChunk(200, 200, 300), PrefillChunk(200, 200, None))
+    runner.run(StepPlan(1, ends=(1,), runs=(Run(2, 200, prompt[200:], 5, array("I")),)))
+    assert batches[-1].prefills == ()
+
+
+@pytest.mark.e2e
+def test_pages_serve_only_those_who_allow_what_made_them(folder: Path, tmp_path: Path) -> None:
+    with engine(folder, tmp_path, "--sparse-prefill", "stem:budget=0.5,dense_layers=0,min_tokens=1000") as service:
+
+        async def scenario() -> None:
+            async with session(service.address) as client:
+
+                async def ask(allow: bool) -> tuple[int, list[int]]:
+                    answer = client.submit(PROMPT, allow_sparse_prefill=allow, max_tokens=4, ignore_eos=True)
+                    await asyncio.wait_for(answer.done.wait(), 60)
+                    return answer.cached()[0], answer.output
+
+                asked = [await ask(allow) for allow in (True, False, True, False)]
+                assert [cached for cached, _ in asked] == [0, 0, 1599, 1599]
+                assert asked[0][1] == asked[2][1]
+                assert asked[1][1] == asked[3][1]
+
+        asyncio.run(scenario())

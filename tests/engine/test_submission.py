@@ -46,6 +46,15 @@ def test_every_field_arrives() -> None:
     )  # fmt: skip
 
 
+def test_sparse_prefill_only_where_both_sides_allow_it() -> None:
+    """Pages of a request that does not allow it have the identity of a model without the option."""
+    both = replace(LIMITS, dense_identity=b"d" * 32)
+    for limits, allows, identity in ((LIMITS, True, b"i"), (both, False, b"d"), (both, True, b"i")):
+        request = parse_submission(submission(3, [1, 2], allow_sparse_prefill=allows), limits, 9, 1.5)
+        assert request.chain == ChainKey(identity * 32)
+        assert request.sparse_prefill == (allows and limits is both)
+
+
 def test_what_is_not_said() -> None:
     request = parse()
     assert (request.deadline, request.hold_s, request.tenant) == (None, None, b"")

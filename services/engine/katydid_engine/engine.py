@@ -166,6 +166,7 @@ class Engine:
         self.face = Face(
             EngineLimits(
                 identity=model.identity,
+                dense_identity=model.dense_identity,
                 vocab_size=model.config.vocab_size,
                 max_model_tokens=min(worker.ready.max_model_tokens for worker in workers),
                 max_choices=settings.sequences,
@@ -280,6 +281,7 @@ class ModelFacts:
     config: ModelConfig
     dtype: str
     identity: bytes
+    dense_identity: bytes
     layout: BlockLayout
     tokenizer_digest: bytes
     golden_digest: bytes
@@ -368,7 +370,11 @@ async def _read_model(settings: EngineSettings) -> ModelFacts:
     compute = dtype if scheme is Scheme.NONE else f"{dtype} {scheme.value}"
     if settings.parallel_plan.fp8_transfers:
         compute += " fp8 transfers"
-    identity = await asyncio.to_thread(model_identity, settings.model, kv_dtype=pages, compute_dtype=compute)
+    identity_of = functools.partial(model_identity, settings.model, kv_dtype=pages)
+    identity, dense_identity = await asyncio.to_thread(identity_of, compute_dtype=compute), b""
+    if settings.sparse_prefill is not None:
+        compute += f" {settings.sparse_prefill}"
+        dense_identity, identity = identity, await asyncio.to_thread(identity_of, compute_dtype=compute)
     settings.parallel_plan.check_model(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -385,7 +391,7 @@ async def _read_model(settings: EngineSettings) -> ModelFacts:
     if (settings.model / "tokenizer.json").exists():
         digest = tokenizer_digest(settings.model)
         golden = await asyncio.to_thread(tokenised_alone, settings.model)
-    return ModelFacts(config, dtype, identity, layout, digest, golden)
+    return ModelFacts(config, dtype, identity, dense_identity, layout, digest, golden)
 
 
 def _new_staging(settings: EngineSettings, model: ModelFacts) -> Staging:
@@ -411,6 +417,7 @@ def _worker_config(
         dtype=model.dtype,
         quantization=settings.quantization,
         kv_cache_dtype=settings.kv_cache_dtype,
+        sparse_prefill=settings.sparse_prefill,
         plan=plan,
         rank=rank,
         member=0,

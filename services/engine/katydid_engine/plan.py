@@ -22,6 +22,7 @@ class Start:
     sampling: Sampling
     num_prompt: int
     tokens: array[int]
+    sparse_prefill: bool = False
 
 
 @dataclass(frozen=True, slots=True)

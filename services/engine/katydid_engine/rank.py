@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from katydid_kernels.peer_reduce import PeerReducer, symmetric_peers
 from katydid_runtime.block_hash import BLOCK_TOKENS
 from katydid_runtime.errors import EngineLostError, SettingsError
 
@@ -25,6 +26,7 @@ from katydid_engine.eplb.rebalancer import BalanceState, Rebalancer
 from katydid_engine.loader import load_model
 from katydid_engine.lockstep import Lockstep
 from katydid_engine.messages import ExpertBalance, Ready, Stop
+from katydid_engine.model_config import read_model_config
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.page_budget import count_pages
 from katydid_engine.plan_ring import PlanReader, PlanWriter
@@ -33,6 +35,7 @@ from katydid_engine.rank_groups import RankGroups, join_groups
 from katydid_engine.runner import Runner
 from katydid_engine.scheduler import Scheduler, SchedulerConfig
 from katydid_engine.slot_memory import SlotMemory
+from katydid_engine.sparse_prefill import SparsePrefill
 from katydid_engine.staging import Staging
 from katydid_engine.step_loop import StepLoop
 from katydid_engine.step_thread import OwnThread
@@ -70,9 +73,12 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         experts=groups.experts,
         stage=groups.stage,
         micro_batches=config.micro_batches,
+        peers=_row_peers(config, groups, device),
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
     )
+    if config.sparse_prefill is not None:
+        model.use_sparse_prefill(SparsePrefill.parse(config.sparse_prefill))
     _meet(config, device)
     num_pages = count_pages(model, config, TorchCollectives() if config.plan.pp > 1 else collectives)
     drafts, ahead = draft_depth(config, model), plans_ahead(config, groups)
@@ -86,7 +92,7 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         drafts=drafts is not None,
         ahead=ahead,
     )
-    runner.warm_up()
+    _warm_up(config, runner, model, 0 if drafts is None else drafts.most)
     lockstep = None
     if groups.step.size > 1:
         lockstep = Lockstep(groups.step, model.take_part, _rebalancer(config, model, groups, channel))
@@ -110,6 +116,15 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         # Ranks that were told to stop leave one after the other.
         if not any(isinstance(message, Stop) for message in channel.receive(_FAREWELL_S)):
             raise
+
+
+def _warm_up(config: WorkerConfig, runner: Runner, model: DecoderLM, drafts: int) -> None:
+    """On a GPU with the largest step and the longest context there can be; a host's memory is not cut that fine."""
+    if model.device.type == "cuda":
+        longest = min(config.max_model_tokens, model.config.max_positions)
+        runner.warm_up(min(config.max_batch_tokens, longest), config.max_sequences, longest, drafts)
+    else:
+        runner.warm_up(drafts=drafts)
 
 
 def _lead(
@@ -221,6 +236,18 @@ def _join_groups(config: WorkerConfig) -> RankGroups:
         timeout=timedelta(seconds=_LOAD_TIMEOUT_S),
     )
     return join_groups(config.plan, config.rank, timeout_s=config.rank_timeout_s)
+
+
+def _row_peers(config: WorkerConfig, groups: RankGroups, device: torch.device) -> PeerReducer | None:
+    """Memory of the TP group's GPUs for rows of a split residual; None where rows go by collectives."""
+    if device.type != "cuda" or not (config.plan.sp and config.plan.fp8_transfers):
+        return None
+    assert isinstance(groups.tensor, TorchCollectives)
+    assert groups.tensor.group is not None
+    hidden = read_model_config(Path(config.folder)).hidden_size
+    tokens = -(-config.max_batch_tokens // config.plan.tp) * config.plan.tp
+    size = PeerReducer.nbytes(config.plan.tp, hidden, tokens=tokens)
+    return PeerReducer(symmetric_peers(groups.tensor.group, size, device), hidden, tokens=tokens)
 
 
 def _meet(config: WorkerConfig, device: torch.device) -> None:

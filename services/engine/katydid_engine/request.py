@@ -157,6 +157,7 @@ class Request:
         deadline: when it ends with DEADLINE_EXCEEDED, on the same clock; None for never.
         hold_s: how long its blocks should stay in the KV-cache service.
         tenant: opaque 16-byte id, or empty.
+        sparse_prefill: whether its prompt may be computed sparsely; ``chain`` is then that of pages made so.
     """
 
     handle: int
@@ -170,6 +171,7 @@ class Request:
     bypass_cache: bool = False
     hold_s: float | None = None
     tenant: bytes = b""
+    sparse_prefill: bool = False
 
 
 class State(StrEnum):

@@ -21,6 +21,7 @@ from katydid_engine.batch_builder import BatchBuilder, BuiltBatch
 from katydid_engine.collectives import Collectives
 from katydid_engine.compiled_grammars import CompiledGrammars
 from katydid_engine.drafting import DraftModel, draft_tokens, next_token_ids
+from katydid_engine.forward_batch import PrefillChunk
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.plan import Logprobs, PageCopy, Run, SampleRow, Start, StepOutput, StepPlan, Transfer
 from katydid_engine.request import Sampling
@@ -65,6 +66,8 @@ class Runner:
         self._feeds_back = drafts or ahead
         self._batches = BatchBuilder(model.device)
         self._samplers: dict[int, SequenceSampler] = {}
+        # Lengths of the prompts that may be computed sparsely.
+        self._sparse_prompts: dict[int, int] = {}
         self._seen = SeenTokens(model.config.vocab_size, model.device)
         # What the last step sampled, still on the device, and in which row each sequence.
         self._before: Sampled | None = None
@@ -77,9 +80,12 @@ class Runner:
             self._batches.end(sequence)
             self._seen.end(sequence)
             self._last_rows.pop(sequence, None)
+            self._sparse_prompts.pop(sequence, None)
             del self._samplers[sequence]
         for start in plan.starts:
             self._batches.start(start.sequence)
+            if start.sparse_prefill:
+                self._sparse_prompts[start.sequence] = start.num_prompt
             self._samplers[start.sequence] = SequenceSampler(start, self._model.config.eos_token_ids, self._grammars)
         sums = self._move(plan)
         output = self._compute(plan) if plan.runs else StepOutput()
@@ -89,15 +95,42 @@ class Runner:
             output = replace(output, packed=moved[: len(plan.packs)], unpacked=moved[len(plan.packs) :])
         return output
 
-    def warm_up(self) -> None:
-        """Computes a prompt and a decode whose K and V are not stored, so that no request pays for first use."""
+    def warm_up(self, tokens: int = 8, sequences: int = 1, context: int = 9, drafts: int = 0) -> None:
+        """Computes a prompt and decodes, so that no request pays for first use, nor finds too little memory.
+
+        Args:
+            tokens: of the prompt: what a step computes at most.
+            sequences: that decode.
+            context: length of each of them.
+            drafts: verified and made behind each.
+        """
         greedy = Sampling(ignore_eos=True)
-        nothing = array("I")
-        prompt = Run(0, 0, array("I", range(8)), 0, array("I", (0,)), writes=False)
-        decode = Run(0, 8, array("I", (0,)), 1, nothing, writes=False)
-        self.run(StepPlan(0, starts=(Start(0, greedy, 8, prompt.tokens),), runs=(prompt,), samples=(SampleRow(0, 0),)))
-        self.run(StepPlan(0, runs=(decode,), num_decodes=1, samples=(SampleRow(0, 0),)))
-        self.run(StepPlan(0, ends=(0,)))
+        prompt = array("I", [0] * tokens)
+        page = array("I", (0,))
+        starts = tuple(Start(sequence, greedy, tokens, prompt) for sequence in range(sequences))
+        runs = tuple(Run(start.sequence, context - 1, page, 0, page, writes=False) for start in starts)
+        samples = tuple(SampleRow(index, 0) for index in range(sequences))
+        self.run(
+            StepPlan(
+                0,
+                starts=starts,
+                runs=(Run(0, 0, prompt, 0, page, writes=False),),
+                samples=samples[:1],
+                drafts=drafts,
+            )
+        )
+        for _ in range(2):
+            self.run(
+                StepPlan(
+                    0,
+                    runs=runs,
+                    num_decodes=sequences,
+                    decode_q_len=1 + drafts,
+                    samples=samples,
+                    drafts=drafts,
+                )
+            )
+        self.run(StepPlan(0, ends=tuple(range(sequences))))
 
     def _move(self, plan: StepPlan) -> Tensor | None:
         """Moves pages; the linear checksums of packs, then of unpacks, int64 ``[transfers]``; None without any."""
@@ -145,6 +178,8 @@ class Runner:
         built = self._batches.build(plan.runs, plan.num_decodes, plan.decode_q_len)
         num_drafts = self._continue(plan, built)
         batch = built.forward
+        if self._sparse_prompts:
+            batch = replace(batch, prefills=tuple(map(self._chunk, plan.runs[plan.num_decodes :])))
         ends = _ends(plan)
         hidden = self._model.forward(batch, self._kv_cache)
         if not self._model.has_head:
@@ -163,6 +198,10 @@ class Runner:
         if step is None:
             return StepOutput(prompt_logprobs=prompt_logprobs)
         return self._output(plan, step, logits, prompt_logprobs) if self._collectives.rank == 0 else StepOutput()
+
+    def _chunk(self, run: Run) -> PrefillChunk:
+        new = len(run.tokens)
+        return PrefillChunk(new, run.start + new, self._sparse_prompts.get(run.sequence))
 
     def _continue(self, plan: StepPlan, built: BuiltBatch) -> list[int]:
         """Rewrites decodes by what the step before left on the device; returns the drafts that each verifies."""

@@ -16,10 +16,15 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from katydid_engine.faults import FaultDelays
 from katydid_engine.parallel import ParallelPlan, Role
+from katydid_engine.sparse_prefill import SparsePrefill
 
 __all__ = ["EngineSettings"]
 
 _PHASES = tuple(field.name for field in dataclasses.fields(FaultDelays))
+
+
+def _whole_form(option: str | None) -> str | None:
+    return option if option is None else str(SparsePrefill.parse(option))
 
 
 class EngineSettings(DialingSettings):
@@ -41,6 +46,11 @@ class EngineSettings(DialingSettings):
     )
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         "auto", description="of KV pages; auto: dtype, or fp8 (e4m3) where the checkpoint was calibrated for it"
+    )
+    sparse_prefill: Annotated[str | None, BeforeValidator(_whole_form)] = Field(
+        None,
+        description="long prompts of requests that allow it attend to a part of their blocks, as in "
+        "stem:budget=0.25,dense_layers=2,min_tokens=32768",
     )
     plan: str = Field(
         "single",

@@ -32,7 +32,8 @@ class StepFlight:
 
 
 def start_of(sequence: Sequence) -> Start:
-    return Start(sequence.id, sequence.request.sampling, sequence.num_prompt, sequence.tokens[:])
+    request = sequence.request
+    return Start(sequence.id, request.sampling, sequence.num_prompt, sequence.tokens[:], request.sparse_prefill)
 
 
 def decode_run(sequence: Sequence) -> Run:

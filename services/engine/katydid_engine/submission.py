@@ -36,7 +36,11 @@ _SALT_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What this engine can do; the fields are those of DescribeResponse."""
+    """What this engine can do; the fields are those of DescribeResponse.
+
+    ``dense_identity`` is that of pages computed densely in an engine with sparse prefill, whose own is ``identity``;
+    empty in one without.
+    """
 
     identity: bytes
     vocab_size: int
@@ -45,6 +49,7 @@ class EngineLimits:
     max_logprobs: int
     dp_ranks: int
     grammar_kinds: tuple[GrammarKind, ...] = ()
+    dense_identity: bytes = b""
 
 
 def requested_choices(message: pb.SubmitRequest, limits: EngineLimits) -> int:
@@ -82,11 +87,13 @@ def parse_submission(message: pb.SubmitRequest, limits: EngineLimits, handle: in
     _integer("cache_salt", len(message.cache_salt), 0, _SALT_BYTES, what="bytes")
     sampling = _sampling(message.sampling, limits, len(generated))
     timeout_s = _duration("timeout", message.timeout) if message.HasField("timeout") else None
+    sparse = message.allow_sparse_prefill and bool(limits.dense_identity)
+    identity = limits.identity if sparse or not limits.dense_identity else limits.dense_identity
     return Request(
         handle=handle,
         prompt=prompt,
         generated=generated,
-        chain=ChainKey(limits.identity, salt=bytes(message.cache_salt), public_blocks=message.public_blocks),
+        chain=ChainKey(identity, salt=bytes(message.cache_salt), public_blocks=message.public_blocks),
         sampling=sampling,
         priority=message.priority,
         received_at=received_at,
@@ -94,6 +101,7 @@ def parse_submission(message: pb.SubmitRequest, limits: EngineLimits, handle: in
         bypass_cache=message.bypass_cache,
         hold_s=_duration("hold", message.hold) if message.HasField("hold") else None,
         tenant=bytes(message.tenant),
+        sparse_prefill=sparse,
     )
 
 

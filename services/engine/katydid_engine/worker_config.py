@@ -40,6 +40,7 @@ class WorkerConfig:
         num_pages: KV pages; None takes ``kv_memory_bytes``, or on a GPU ``gpu_memory_share`` of what is free.
         max_model_tokens: longest prompt plus output wanted; the model or the pages may allow less.
         ring: None when the group has one member.
+        sparse_prefill: as in the settings, in its whole form; None for dense prompts.
         staging, staging_memory: shape and descriptor of the buffer shared with the face; None without a cache service.
     """
 
@@ -72,3 +73,4 @@ class WorkerConfig:
     ring: RingEnds | None = None
     staging: StagingShape | None = None
     staging_memory: int | None = None
+    sparse_prefill: str | None = None
