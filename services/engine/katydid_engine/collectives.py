@@ -112,19 +112,19 @@ class TorchCollectives:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+        self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         with _ranks_answer():
-            dist.all_reduce(x, group=self._group)
+            dist.all_reduce(x, group=self.group)
         return x
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         parts = [torch.empty_like(x) for _ in range(self.size)]
         with _ranks_answer():
-            dist.all_gather(parts, x.contiguous(), group=self._group)
+            dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, dim=dim)
 
     def all_to_all(
@@ -142,7 +142,7 @@ class TorchCollectives:
                 x.contiguous(),
                 None if receive is None else list(receive),
                 None if send is None else list(send),
-                group=self._group,
+                group=self.group,
                 async_op=True,
             )
         assert work is not None

@@ -12,6 +12,7 @@ from katydid_runtime.errors import ModelFolderError, SettingsError
 
 from katydid_engine.checkpoint import Checkpoint
 from katydid_engine.collectives import Collectives, SingleRank
+from katydid_engine.layers.peer_exchange import RowPeers
 from katydid_engine.model_config import ModelConfig, read_model_config
 from katydid_engine.models.decoder_lm import DecoderLM, RankContext
 from katydid_engine.models.dense import build_dense
@@ -47,6 +48,7 @@ def load_model(
     experts: Collectives | None = None,
     stage: Stage | None = None,
     micro_batches: int = 1,
+    peers: RowPeers | None = None,
     quantization: str = "auto",
     kv_cache_dtype: str = "auto",
 ) -> DecoderLM:
@@ -61,6 +63,7 @@ def load_model(
         experts: the ranks that hold whole experts between them, ``plan.ep`` of them; by default the TP group.
         stage: this rank's pipeline stage, of ``plan.pp``; by default the only one.
         micro_batches: into how many parts a step is cut where ranks wait for each other.
+        peers: sends rows of a split residual in a plan with sp and fp8, where all ranks are GPUs of one host.
         quantization: "auto" takes linear weights as they are stored; "fp8" and "w4a8" quantise plain ones.
         kv_cache_dtype: "auto" for pages of ``dtype``, or fp8 where the checkpoint was calibrated for it; "fp8".
 
@@ -85,6 +88,7 @@ def load_model(
             experts=experts,
             stage=stage,
             micro_batches=micro_batches,
+            peers=peers,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
         )
@@ -113,6 +117,7 @@ def build_model(
     experts: Collectives | None = None,
     stage: Stage | None = None,
     micro_batches: int = 1,
+    peers: RowPeers | None = None,
     quantization: str = "auto",
     kv_cache_dtype: str = "auto",
 ) -> DecoderLM:
@@ -158,7 +163,7 @@ def build_model(
         config = replace(
             config, num_mtp_layers=max(config.num_mtp_layers, count_mtp_layers(weights, config.num_layers))
         )
-    context = RankContext(config, plan, collectives, experts, stage, pages, micro_batches)
+    context = RankContext(config, plan, collectives, experts, stage, pages, micro_batches, peers)
     return _BUILDERS[config.architecture](context, weights)
 
 

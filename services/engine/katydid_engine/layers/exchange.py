@@ -71,18 +71,18 @@ class Exchange:
         if not self.sequence_parallel:
             return _joined([self.collectives.all_reduce(part) for part in parts])
         under_way = [self._send(part) for part in parts]
-        return _joined([self._sum(way, rows.wait()) for way, rows in under_way])
+        return _joined([self._sum(way, rows.wait(), dtype) for way, rows, dtype in under_way])
 
-    def _send(self, x: Tensor) -> tuple[RowFormat, Pending]:
+    def _send(self, x: Tensor) -> tuple[RowFormat, Pending, torch.dtype]:
         """Every rank's rows of a summand to it."""
-        way = RowFormat(x.shape[1], x.dtype, fp8=self._fp8)
+        way = RowFormat(x.shape[1], torch.float32 if self._fp8 else x.dtype, fp8=self._fp8)
         padded = F.pad(x, (0, 0, 0, -x.shape[0] % self.collectives.size))
-        return way, self.collectives.all_to_all(way.encode(padded))
+        return way, self.collectives.all_to_all(way.encode(padded)), x.dtype
 
-    def _sum(self, way: RowFormat, arrived: Tensor) -> Tensor:
+    def _sum(self, way: RowFormat, arrived: Tensor, dtype: torch.dtype) -> Tensor:
         rows = way.decode(arrived)
         assert isinstance(rows, Tensor)
-        return rows.view(self.collectives.size, -1, rows.shape[1]).float().sum(0).to(rows.dtype)
+        return rows.view(self.collectives.size, -1, rows.shape[1]).float().sum(0).to(dtype)
 
     def split(self, x: Tensor) -> Tensor:
         """Rows every rank has -> the rows this rank keeps."""

@@ -52,7 +52,7 @@ class ExpertExchange:
         self._group = group
         self._slots = slots
         self._there = RowFormat(hidden_size, dtype, consumer=consumer, fp8=fp8)
-        self._back = RowFormat(hidden_size, dtype, fp8=fp8)
+        self._back = RowFormat(hidden_size, torch.float32 if fp8 else dtype, fp8=fp8)
         self._hidden = hidden_size
 
     @property

@@ -20,7 +20,7 @@ class RowFormat:
     """How rows of ``width`` columns travel to a consumer.
 
     Args:
-        dtype: of plain rows.
+        dtype: of plain rows, as they are sent or, where they are quantised for the way, as they arrive.
         consumer: what the receiver wants of its rows; quantised rows then go as they are, and nothing is lost by it.
         fp8: plain rows are quantised for the way, with a scale each.
     """

@@ -18,6 +18,7 @@ from katydid_engine.layers.embedding import Embedding, LmHead
 from katydid_engine.layers.exchange import Exchange
 from katydid_engine.layers.expert_share import ExpertShare
 from katydid_engine.layers.norm import RmsNorm
+from katydid_engine.layers.peer_exchange import PeerExchange, RowPeers
 from katydid_engine.layers.rotary import rotary_table
 from katydid_engine.layers.steps import Steps, finish, interleave
 from katydid_engine.model_config import ModelConfig
@@ -42,6 +43,7 @@ class RankContext:
         kv_dtype: of the pages.
         micro_batches: parts that a batch is cut into so that one computes while another's rows are under way, or so
             that pipeline stages work at the same time.
+        peers: what sends rows of a split residual where all ranks are GPUs of one host.
     """
 
     config: ModelConfig
@@ -51,6 +53,7 @@ class RankContext:
     stage: Stage
     kv_dtype: torch.dtype
     micro_batches: int = 1
+    peers: RowPeers | None = None
 
     def expert_share(self, num_experts: int) -> ExpertShare:
         if self.plan.ep == 1:
@@ -76,9 +79,7 @@ class DecoderLM:
         self.before_pass: Callable[[int], None] = lambda _: None
         self._context = context
         self._stage = context.stage
-        self._exchange = Exchange(
-            context.collectives, sequence_parallel=context.plan.sp, fp8=context.plan.sp and context.plan.fp8_transfers
-        )
+        self._exchange = _exchange(context)
         tp = context.plan.tp
         self._planner = AttentionPlanner(
             config.num_heads // tp, context.plan.kv_heads(config.num_kv_heads), config.head_dim, weights.device
@@ -230,3 +231,10 @@ class DecoderLM:
             feed_forward(self._context, weights, index),
             self._context.kv_dtype,
         )
+
+
+def _exchange(context: RankContext) -> Exchange:
+    plan = context.plan
+    if plan.sp and plan.fp8_transfers and context.peers is not None:
+        return PeerExchange(context.collectives, context.peers)
+    return Exchange(context.collectives, sequence_parallel=plan.sp, fp8=plan.sp and plan.fp8_transfers)
