@@ -89,6 +89,7 @@ class Dispatcher:
         self._router.sent(book, candidate, prompt, time.monotonic())
         self._router.holds(book, candidate.holder)
         self._metrics.routed.labels(candidate.holder.engine).inc()
+        self._metrics.index_bytes.set(self._router.size_bytes)
         return Dispatch(session, number, candidate, book)
 
     def first_token(self, dispatch: Dispatch, cached: CachedTokens, trace: EngineTrace) -> None:

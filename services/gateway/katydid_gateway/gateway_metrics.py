@@ -47,6 +47,9 @@ class GatewayMetrics:
         self.predictions_found = metrics.gauge(
             "predicted_cache_found_ratio", "Share of tokens predicted in caches that were found there", ("engine",)
         )
+        self.index_bytes = metrics.gauge(
+            "index_bytes", "Memory of what is known of engines' and cache instances' blocks", add_up=True
+        )
         self.handed_off = metrics.counter(
             "handed_off_choices",
             "Choices whose prompt one engine computed and another continued, by giver",

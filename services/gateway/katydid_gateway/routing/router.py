@@ -143,6 +143,11 @@ class Router:
         self.tiers.touch(prompt.chain)
         self.index.predict(holder, prompt.chain[prediction.device_blocks :], now)
 
+    @property
+    def size_bytes(self) -> int:
+        """Memory of what it knows of blocks."""
+        return self.index.size_bytes + self.tiers.size_bytes + self.heat.size_bytes
+
     def settled(self, request: int, holder: Holder) -> None:
         """The request has its first token, or has ended without one."""
         engine = self.engines.get(holder.engine)
