@@ -27,11 +27,12 @@ from typing import Any
 import kvcache_cases as cases
 import kvcache_lanes
 import kvcache_reuse
+import kvcache_stream_limit
 from kvcache_elsewhere import elsewhere
 from kvcache_services import HERE, LmCache, Passes, mooncake, redis, service
 
 MIB = 1 << 20
-PARTS = ("memory", "lookups", "hashing", "disk", "restart", "reuse", "lanes", "elsewhere")
+PARTS = ("memory", "lookups", "hashing", "disk", "restart", "reuse", "lanes", "limits", "elsewhere")
 SHARED_MEMORY, STREAM = "same host, 8 x 2 MiB a call", "stream, 2 MiB blocks"
 LANE = "bulk lanes over TCP, 2 MiB blocks"
 
@@ -214,6 +215,8 @@ def main() -> None:
                 parts[part] = reuse(options.model)
             case "lanes":
                 parts[part] = asyncio.run(kvcache_lanes.rows((1, 2), (4, 8), rounds=options.rounds))
+            case "limits":
+                parts[part] = kvcache_stream_limit.rows()
             case "elsewhere":
                 parts[part] = elsewhere()
             case _:
