@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,11 @@ from katydid_gateway.requests import Conversation, Prompt, SamplingOptions, Text
 from katydid_gateway.text.chat_template import ChatTemplate
 from katydid_gateway.text.detokenizer import Vocabulary
 from katydid_gateway.text.prefixes import Prefix
+from katydid_gateway.text.render_pace import RenderPace, weight_of
 from katydid_gateway.text.tokenizer import TextTokenizer, load_tokenizer
 
 __all__ = ["EncodedPrompt", "ModelText", "load_model_text"]
 
-# 830,000 characters take a template 11 to 22 ms. In a thread it holds the GIL for 5 ms at a time at most.
-_INLINE_CHARACTERS = 4096
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -53,6 +52,7 @@ class ModelText:
     defaults: SamplingOptions
     tool_format: str
     digest: bytes
+    pace: RenderPace = field(default_factory=RenderPace)
 
     def render(self, conversation: Conversation) -> str:
         """The conversation as prompt text. Raises InvalidRequestError."""
@@ -69,7 +69,11 @@ class ModelText:
         if isinstance(prompt, TextPrompt):
             ids = await self.tokenizer.encode(prompt.text, special_tokens=prompt.special_tokens)
             return EncodedPrompt(ids, prompt.text)
-        text = self.render(prompt) if _is_short(prompt) else await asyncio.to_thread(self.render, prompt)
+        weight = weight_of(prompt)
+        if self.pace.inline(weight):
+            text = self.pace.timed(weight, lambda: self.render(prompt))
+        else:
+            text = await asyncio.to_thread(self.pace.timed, weight, lambda: self.render(prompt))
         encoded = await self.tokenizer.encode_prompt(text)
         return EncodedPrompt(encoded.ids, text, encoded.known, encoded.prefix)
 
@@ -96,12 +100,6 @@ def load_model_text(folder: str | Path, *, tool_format: str = "auto", cache_byte
         tool_format=tool_format,
         digest=tokenizer_digest(folder),
     )
-
-
-def _is_short(conversation: Conversation) -> bool:
-    """Whether rendering takes no longer than the way to a thread and back; what tools weigh is not looked at."""
-    texts = (part for message in conversation.messages for part in (message.content, message.reasoning) if part)
-    return not conversation.tools and sum(map(len, texts)) <= _INLINE_CHARACTERS
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
