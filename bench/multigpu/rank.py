@@ -1,0 +1,207 @@
+"""One rank of ``run.py``: arguments rank, ranks, where to meet, the jobs, and where rank 0 writes rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from katydid_engine.eplb.rebalancer import Rebalancer
+from katydid_engine.forward_batch import ForwardBatch, TokenRun
+from katydid_engine.loader import build_model, load_model
+from katydid_engine.lockstep import Lockstep
+from katydid_engine.model_config import ModelConfig
+from katydid_engine.models.decoder_lm import DecoderLM
+from katydid_engine.parallel import ParallelPlan
+from katydid_engine.planning.known_models import KNOWN_MODELS
+from katydid_engine.rank_groups import RankGroups, join_groups
+from katydid_engine.weights import RandomSource
+from katydid_kernels.peer_reduce import PeerReducer, symmetric_peers
+
+TINY = Path(__file__).parents[2] / "models" / "hy3-tiny"
+Rows = list[dict[str, Any]]
+
+
+class Rank:
+    def __init__(self, rank: int, ranks: int, meet: str, *, layers: int, dry: bool) -> None:
+        self.rank, self.ranks, self.layers, self.dry = rank, ranks, layers, dry
+        self.device = torch.device("cpu" if dry else f"cuda:{rank}")
+        if not dry:
+            torch.cuda.set_device(self.device)
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo" if dry else "nccl", init_method=meet, rank=rank, world_size=ranks)
+        self.first_ttft: dict[int, float] = {}
+        self.rows: Rows = []
+
+    def note(self, figure: str, value: float, unit: str, bar: float | None = None, *, most: bool = True) -> None:
+        met = None if bar is None else bool(value <= bar if most else value >= bar)
+        self.rows.append({"figure": figure, "value": round(value, 5), "unit": unit, "bar": bar, "met": met})
+
+    def hy3(self) -> ModelConfig:
+        """Some layers of Hy3; in a dry run as narrow as a test."""
+        config = replace(
+            KNOWN_MODELS["hy3"], num_layers=self.layers, sparse_layers=(True,) * self.layers, num_mtp_layers=0
+        )
+        if not self.dry:
+            return config
+        assert config.moe is not None
+        moe = replace(config.moe, num_experts=16, intermediate_size=32, shared_intermediate_size=32)
+        return replace(
+            config, num_layers=2, sparse_layers=(True, True), hidden_size=128, vocab_size=512, head_dim=16, moe=moe
+        )
+
+    def build(self, plan: ParallelPlan, groups: RankGroups, tokens: int) -> DecoderLM:
+        config, dtype = self.hy3(), torch.float32 if self.dry else torch.bfloat16
+        peers = None
+        if not self.dry and plan.sp and plan.fp8_transfers:
+            size = PeerReducer.nbytes(plan.tp, config.hidden_size, tokens=tokens)
+            memory = symmetric_peers(groups.tensor.group, size, self.device)  # type: ignore[attr-defined]
+            peers = PeerReducer(memory, config.hidden_size, tokens=tokens)
+        return build_model(
+            config,
+            RandomSource(self.device, dtype),
+            device=self.device,
+            dtype=dtype,
+            plan=plan,
+            collectives=groups.tensor,
+            experts=groups.experts,
+            peers=peers,
+            quantization="auto" if self.dry else "fp8",
+            kv_cache_dtype="auto" if self.dry else "fp8",
+        )
+
+    def seconds(self, call: Callable[[], object], repeats: int = 5) -> list[float]:
+        """Of each call, after two that are not counted; every rank is done before the next begins."""
+        times = []
+        for index in range(repeats + 2):
+            self.meet()
+            started = time.perf_counter()
+            call()
+            self.meet()
+            if index > 1:
+                times.append(time.perf_counter() - started)
+        return times
+
+    def meet(self) -> None:
+        if not self.dry:
+            torch.cuda.synchronize()
+        dist.barrier()
+
+    def correct(self, plan: ParallelPlan, groups: RankGroups) -> None:
+        ids = torch.randint(3, 4000, (300,), generator=torch.Generator().manual_seed(1)).tolist()
+        pages = list(range(6))
+
+        def run(model: DecoderLM) -> tuple[torch.Tensor, list[int]]:
+            cache = model.new_kv_cache(6)
+            pack = ForwardBatch.pack
+            logits = model.logits(model.forward(pack([TokenRun(ids, 0, pages)], device=self.device), cache))
+            tokens = [int(logits[-1].argmax())]
+            for step in range(16):
+                batch = pack([TokenRun([tokens[-1]], 300 + step, pages)], num_decodes=1, device=self.device)
+                tokens.append(int(model.logits(model.forward(batch, cache)).argmax()))
+            return logits, tokens
+
+        options = {"device": self.device, "dtype": torch.float32}
+        whole, tokens = run(load_model(TINY, **options))
+        model = load_model(TINY, plan=plan, collectives=groups.tensor, experts=groups.experts, **options)
+        found, own = run(model)
+        error = float((found - whole).norm() / whole.norm())
+        self.note(
+            f"correct, {plan}: relative error of logits, fp32", error, "", bar=0.1 if plan.fp8_transfers else 1e-5
+        )
+        same = sum(a == b for a, b in zip(tokens, own, strict=True))
+        self.note(
+            f"correct, {plan}: greedy tokens equal of 17", same, "", None if plan.fp8_transfers else 17, most=False
+        )
+
+    def prefill(self, plan: ParallelPlan, groups: RankGroups, tokens: int) -> None:
+        chunk = min(tokens, 8192)
+        model = self.build(plan, groups, chunk)
+        cache = model.new_kv_cache(-(-tokens // 64))
+        pages = list(range(-(-tokens // 64)))
+        batches = [
+            ForwardBatch.pack(
+                [TokenRun([7 + i % 400 for i in range(start, min(start + chunk, tokens))], start, pages)],
+                device=self.device,
+            )
+            for start in range(0, tokens, chunk)
+        ]
+        took = float(np.median(self.seconds(lambda: [model.forward(batch, cache) for batch in batches])))
+        layers = len(model.new_kv_cache(1).k_pages)
+        whole = took * KNOWN_MODELS["hy3"].num_layers / layers
+        self.note(f"prefill of {tokens}, {plan}: {layers} layers", took, "s")
+        self.note(f"prefill of {tokens}, {plan}: as for 80 layers", whole, "s")
+        if plan == ParallelPlan(tp=plan.tp):
+            self.first_ttft[tokens] = whole
+        elif tokens in self.first_ttft:
+            lower = 100 * (1 - whole / self.first_ttft[tokens])
+            bar = 24.5 if (tokens, self.ranks) == (32768, 8) else None
+            self.note(f"prefill of {tokens}, {plan}: lower than tp{plan.tp}", lower, "%", bar, most=False)
+
+    def decode_batch(self, plan: ParallelPlan, batch: int, context: int) -> tuple[ForwardBatch | None, int]:
+        """This rank's part of ``batch`` requests, and the pages it needs."""
+        own = range(plan.place(self.rank).dp, batch, plan.dp)
+        each = -(-(context + 1) // 64)
+        runs = [
+            TokenRun([7 + number % 400], context, list(range(index * each, (index + 1) * each)))
+            for index, number in enumerate(own)
+        ]
+        made = ForwardBatch.pack(runs, num_decodes=len(runs), device=self.device) if runs else None
+        return made, max(1, len(runs) * each)
+
+    def decode(self, plan: ParallelPlan, groups: RankGroups, batch: int, context: int) -> None:
+        model = self.build(plan, groups, batch)
+        own, pages = self.decode_batch(plan, batch, context)
+        cache = model.new_kv_cache(pages)
+        step = model.take_part if own is None else lambda: model.logits(model.forward(own, cache))
+        took = float(np.median(self.seconds(step, 20)))
+        layers = len(cache.k_pages)
+        self.note(f"decode of {batch} x {context}, {plan}: {layers} layers, eager", 1e3 * took, "ms")
+        rate = batch / (took * KNOWN_MODELS["hy3"].num_layers / layers) / self.ranks
+        self.note(f"decode of {batch} x {context}, {plan}: tokens a GPU-second, as for 80 layers", rate, "1/s")
+
+    def rebalance(self, plan: ParallelPlan, groups: RankGroups, batch: int, context: int) -> None:
+        model = self.build(plan, groups, batch)
+        own, pages = self.decode_batch(plan, batch, context)
+        cache = model.new_kv_cache(pages)
+        balancer = Rebalancer(model.dispatched, groups.movers, interval=40)
+        lockstep = Lockstep(groups.step, model.take_part, balancer)
+        model.before_pass = lockstep.enter
+        step = lockstep.idle if own is None else lambda: model.forward(own, cache)
+        still, moving = [], []
+        for _ in range(400):
+            under_way = balancer.state.layers_moved < balancer.state.layers
+            (moving if under_way else still).append(self.seconds(step, 1)[0])
+        finished = balancer.state.finished
+        self.note(f"rebalance, {plan}: rebalancings that moved something", finished, "", 1, most=False)
+        if moving:
+            usual, worst = float(np.median(still)), float(np.max(moving))
+            self.note(f"rebalance, {plan}: longest step more than the usual one", 1e3 * (worst - usual), "ms", 5.0)
+            jitter = 100 * (float(np.median(moving)) / usual - 1)
+            self.note(f"rebalance, {plan}: median step while experts move, against the usual one", jitter, "%", 5.0)
+
+
+def main() -> None:
+    rank, ranks, meet, output = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[5])
+    work = json.loads(sys.argv[4])
+    own = Rank(rank, ranks, meet, layers=work["layers"], dry=work["dry"])
+    for job in work["jobs"]:
+        plan = ParallelPlan.parse(job.pop("plan"))
+        groups = join_groups(plan, rank, timeout_s=120)
+        getattr(own, job.pop("part"))(plan, groups, **job)
+    if rank == 0:
+        output.write_text(json.dumps(own.rows))
+    own.meet()
+    os._exit(0)  # gloo's threads have been seen to abort a process while it was torn down
+
+
+if __name__ == "__main__":
+    main()
