@@ -54,7 +54,7 @@ class Gateway:
 
     def __init__(self, settings: GatewaySettings, text: ModelText, door: Door, telemetry: Telemetry) -> None:
         self._settings = settings
-        metrics = GatewayMetrics()
+        metrics = GatewayMetrics(several_processes=settings.process_pipe is not None)
         if settings.vllm_metric_names:
             labels = {"engine": "all", "model_name": Path(settings.model).resolve().name}
             metrics.registry.register(MetricAliases(metrics.registry, VLLM_NAMES, labels))

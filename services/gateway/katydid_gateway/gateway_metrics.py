@@ -24,8 +24,8 @@ MOST_TENANTS = 64
 class GatewayMetrics:
     """The gateway's metrics; `render` gives the text for /metrics."""
 
-    def __init__(self) -> None:
-        self.metrics = metrics = Metrics("gateway")
+    def __init__(self, *, several_processes: bool = False) -> None:
+        self.metrics = metrics = Metrics("gateway", several_processes=several_processes)
         self.registry = metrics.registry
         self.render = metrics.render
         self.finished = metrics.counter("finished_requests", "Requests ended, by api and outcome", ("api", "outcome"))

@@ -72,20 +72,17 @@ class Supervisor:
                 for name, option in _PORTS.items():
                     if (address := getattr(self._settings, name)) is not None:
                         words += [option, held.enter_context(_held(name, address))]
-                environment = {**os.environ, SHARED_METRICS: shared}
-                await asyncio.gather(
-                    *(self._keep(number, words, environment) for number in range(self._settings.processes))
-                )
+                await asyncio.gather(*(self._keep(number, words, shared) for number in range(self._settings.processes)))
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
         return self._code
 
-    async def _keep(self, number: int, words: Sequence[str], environment: dict[str, str]) -> None:
+    async def _keep(self, number: int, words: Sequence[str], shared: str) -> None:
         failures = 0
         while not self._stopping.is_set():
             began = time.monotonic()
-            code = await self._one(number, words, environment)
+            code = await self._one(number, words, shared)
             if self._stopping.is_set():
                 # One that was told to stop while it loaded has done so.
                 self._code = self._code or (0 if code in _STOPPED else code)
@@ -100,14 +97,14 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), _BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)])
 
-    async def _one(self, number: int, words: Sequence[str], environment: dict[str, str]) -> int:
+    async def _one(self, number: int, words: Sequence[str], shared: str) -> int:
         """One life of a process; returns its exit code."""
         read, write = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "katydid_gateway", *words, "--process-pipe", str(write)),
+                *("env", f"{SHARED_METRICS}={shared}", sys.executable, "-m", "katydid_gateway", *words),
+                *("--process-pipe", str(write)),
                 pass_fds=[write],
-                env=environment,
             )
         finally:
             os.close(write)
@@ -121,7 +118,7 @@ class Supervisor:
             del self._running[number]
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
-            _forget_metrics(environment[SHARED_METRICS], process.pid)
+            _forget_metrics(shared, process.pid)
 
     async def _watch(self, number: int, process: asyncio.subprocess.Process, pipe: int) -> None:
         """Reads its signs of life; a process without any is killed."""

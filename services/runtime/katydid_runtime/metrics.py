@@ -6,7 +6,6 @@ histogram instead of being interpolated between two buckets.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
@@ -40,7 +39,7 @@ UNITS = (
 )  # fmt: skip
 
 SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
-"""The variable of the folder in which several processes of one service keep their metrics, which each shows as one."""
+"""The variable that tells Prometheus' library the folder where processes of one service keep their metrics together."""
 TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _NAME = re.compile(rf"[a-z][a-z0-9_]*_(?:{'|'.join(UNITS)})")
@@ -49,15 +48,17 @@ _NAME = re.compile(rf"[a-z][a-z0-9_]*_(?:{'|'.join(UNITS)})")
 class Metrics:
     """The metrics of one process. Names are given without prefix: `ttft_seconds`, `evicted_blocks`.
 
-    Counters get Prometheus' own `_total` behind the unit. A name that ends in no unit raises ValueError.
+    Counters get Prometheus' own `_total` behind the unit. A name that ends in no unit raises ValueError. With
+    `several_processes` each shows the figures of all that were started with the same folder in `SHARED_METRICS`.
     """
 
-    def __init__(self, service: str) -> None:
+    def __init__(self, service: str, *, several_processes: bool = False) -> None:
         from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector, disable_created_metrics
 
         # A second series for every counter and histogram, which says what the first scrape says.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry: CollectorRegistry = CollectorRegistry()
+        self._several_processes = several_processes
         self._prefix = f"katydid_{service}_"
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
@@ -88,9 +89,9 @@ class Metrics:
 
         encode, content_type = choose_encoder(accept)
         registry = self.registry
-        if folder := os.environ.get(SHARED_METRICS):
+        if self._several_processes:
             registry = CollectorRegistry()
-            MultiProcessCollector(registry, folder)  # type: ignore[no-untyped-call]
+            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         return encode(registry), content_type
 
     def _full(self, name: str) -> str:
