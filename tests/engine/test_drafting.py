@@ -10,6 +10,8 @@ import torch
 from katydid_engine.loader import load_model
 from katydid_engine.messages import ChoiceEnd
 from katydid_engine.models.decoder_lm import DecoderLM
+from katydid_engine.request import FinishReason, Request, Sampling
+from katydid_runtime.block_hash import ChainKey
 
 from tests.engine.test_runner import Output, generate, requests
 from tests.tiny_model import write_tiny_model
@@ -26,8 +28,7 @@ def plain(model: DecoderLM) -> Output:
     return generate(model, requests())
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("drafts", [0, 1, 2, 3])
+@pytest.mark.parametrize(("drafts", "ahead"), [(0, True), (1, False), (2, True), (3, False)])
 def test_the_same_tokens(model: DecoderLM, plain: Output, drafts: int, ahead: bool) -> None:
     finished: list[ChoiceEnd] = []
     assert generate(model, requests(), drafts=drafts, ahead=ahead, finished=finished) == plain
@@ -35,9 +36,10 @@ def test_the_same_tokens(model: DecoderLM, plain: Output, drafts: int, ahead: bo
     assert (drafted > 0) == (drafts > 0)
     assert 0 <= sum(end.accepted for end in finished) <= drafted
     fields = {"drafts": drafts, "ahead": ahead}
-    assert generate(model, requests(), chunk=40, **fields) == plain, "in small chunks"  # type: ignore[arg-type]
-    few = {"num_pages": 10, "chunk": 100, **fields}
-    assert generate(model, requests(), **few) == plain, "preempted again and again"  # type: ignore[arg-type]
+    few = {"num_pages": 10, "chunk": 60, **fields}
+    finished.clear()
+    assert generate(model, requests(), finished=finished, **few) == plain, "in small chunks"  # type: ignore[arg-type]
+    assert sum(end.preemptions for end in finished) > 3, "and preempted again and again"
     resumed = []
     for request in requests():
         if request.sampling.n == 1:
@@ -46,3 +48,32 @@ def test_the_same_tokens(model: DecoderLM, plain: Output, drafts: int, ahead: bo
     rest = generate(model, resumed, **fields)  # type: ignore[arg-type]
     for request in resumed:
         assert [*request.generated, *rest[request.handle, 0]] == plain[request.handle, 0]
+
+
+@pytest.mark.parametrize("offset", range(60, 70))
+def test_prefix_hits_at_any_offset_in_a_block(model: DecoderLM, offset: int) -> None:
+    """A second request finds the first one's blocks, draft layer's pages included, and its tokens are those of one that
+    found nothing."""
+    prompt = array("I", [(place * 5 + 1) % 250 for place in range(128 + offset)])
+    first = Request(1, prompt[:-3], ChainKey(b"m" * 32), Sampling(max_tokens=12, ignore_eos=True))
+    again = Request(2, prompt, ChainKey(b"m" * 32), Sampling(max_tokens=12, ignore_eos=True, temperature=0.5, seed=4))
+    alone = generate(model, [again])
+    assert generate(model, [first, again], drafts=3, ahead=offset % 2 == 0)[2, 0] == alone[2, 0]
+
+
+def test_a_sequence_that_ends_amid_its_drafts_keeps_what_counts(model: DecoderLM, plain: Output) -> None:
+    """Stop tokens, length limits and log probabilities cut where plain decoding does."""
+    (request, *_) = (request for request in requests() if request.sampling == replace(request.sampling, n=1))
+    output = plain[request.handle, 0]
+    for length in range(1, 8):
+        stopped = replace(request, sampling=replace(request.sampling, max_tokens=length, logprobs=1))
+        for drafts in (1, 3):
+            finished: list[ChoiceEnd] = []
+            tokens = generate(model, [stopped], drafts=drafts, ahead=drafts == 3, finished=finished)
+            assert tokens[request.handle, 0] == output[:length]
+            assert (finished[0].reason, finished[0].output_tokens) == (FinishReason.LENGTH, length)
+    stop = output[4]
+    sampling = replace(request.sampling, stop_token_ids=(stop,), min_tokens=3)
+    want = generate(model, [replace(request, sampling=sampling)])
+    assert want[request.handle, 0][-1] == stop
+    assert generate(model, [replace(request, sampling=sampling)], drafts=2, ahead=True) == want
