@@ -157,10 +157,9 @@ def usual(lab: Lab) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("phase", SLOW_PHASES)
-def test_a_delay_grows_its_phase_and_no_other(lab: Lab, usual: dict[str, float], phase: str) -> None:
+def test_a_delay_grows_its_phase_and_no_other(lab: Lab, phase: str) -> None:
     """Margins are half the delay: medians of a machine busy with other things move by tens of milliseconds."""
-    slowed = lab.slow[phase].measure(prompt(3), REPEATS)
-    growth = {name: slowed[name] - usual[name] for name in usual}
+    growth = lab.slow[phase].growth(lab.plain, prompt(3), REPEATS)
     assert {"receive", "prepare", "handover", "deliver", "rest", *SLOW_PHASES} <= growth.keys()
     assert 0.9 * DELAY_MS < growth.pop(phase) < 1.5 * DELAY_MS
     assert all(abs(change) < 0.5 * DELAY_MS for change in growth.values()), growth

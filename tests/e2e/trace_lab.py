@@ -131,12 +131,22 @@ class Line:
         """Median milliseconds of every phase, over requests whose prompt is in the cache service alone; TPOT as
         `decode`."""
         self.store(prompt)
-        accounts = []
-        for _ in range(times):
-            self.empty_engine()
-            timing = self.complete(prompt)["timing"]
-            accounts.append(timing["phases_ms"] | {"decode": timing["tpot_ms"]})
-        return {name: statistics.median(account[name] for account in accounts) for name in accounts[0]}
+        return _medians([self._account(prompt) for _ in range(times)])
+
+    def growth(self, usual: Line, prompt: str, times: int) -> dict[str, float]:
+        """Median milliseconds by which every phase takes longer here than over `usual`: measured in turn, because a
+        machine that is busy with other things now need not be a minute later."""
+        usual.store(prompt)
+        self.store(prompt)
+        pairs = [(usual._account(prompt), self._account(prompt)) for _ in range(times)]
+        return _medians([{name: slowed[name] - plain[name] for name in plain} for plain, slowed in pairs])
+
+    def _account(self, prompt: str) -> dict[str, float]:
+        """Milliseconds of every phase of one request."""
+        self.empty_engine()
+        timing = self.complete(prompt)["timing"]
+        phases: dict[str, float] = timing["phases_ms"]
+        return phases | {"decode": timing["tpot_ms"]}
 
 
 @dataclass(frozen=True)
@@ -214,6 +224,10 @@ def running_lab(model: Path, folder: Path) -> Iterator[Lab]:
         for process in started:
             process.stop()
         collector.stop()
+
+
+def _medians(accounts: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(account[name] for account in accounts) for name in accounts[0]}
 
 
 def _until(condition: Any) -> None:

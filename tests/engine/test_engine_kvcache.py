@@ -85,15 +85,17 @@ async def attached(client: SessionClient, wanted: bool) -> None:
 
 
 def test_blocks_move_between_engines_and_survive_the_service(tmp_path: Path) -> None:
-    """Over a Unix socket, so in the service's own memory; the restarted service has another."""
+    """Over a Unix socket, so in the service's own memory; the restarted service has another. Whatever is found is
+    fetched: on a busy machine the engine would rather compute what a slow disk has."""
     model = write_tiny_model(tmp_path / "tiny")
     fields = {"max_tokens": 6, "temperature": 0.7, "seed": 3, "ignore_eos": True}
     address = f"unix:{tmp_path}/cache.sock"
+    caching = ("--kvcache-address", address, "--kvcache-fetch", "always")
     cache = Service("katydid_kvcache", tmp_path / "cache.log", "--listen", address, *cache_options(tmp_path))
     try:
         with (
-            engine(model, tmp_path, "--kvcache-address", address, "--kv-pages", "64") as a,
-            engine(model, tmp_path, "--kvcache-address", address, "--kv-pages", "64", "--plan", "tp2") as b,
+            engine(model, tmp_path, *caching, "--kv-pages", "64") as a,
+            engine(model, tmp_path, *caching, "--kv-pages", "64", "--plan", "tp2") as b,
         ):
 
             async def scenario() -> None:
