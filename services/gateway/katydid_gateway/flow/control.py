@@ -47,6 +47,7 @@ class FlowControl:
         self._ttft_limit_s = ttft_limit_s
         self.budgets = Budgets(terms)
         self.gate = Gate(self._room, self._speed, max_queued)
+        self._observe()
 
     def admit(self, tenant: str, priority: int, prediction: Prediction, timeout_s: float) -> Admission:
         """Take a request that may last `timeout_s`.
