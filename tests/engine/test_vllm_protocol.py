@@ -186,7 +186,6 @@ def test_unset_numbers_are_defaults() -> None:
     [
         ({"logprobs": -1}, UnsupportedError),
         ({"truncate_prompt_tokens": 5}, UnsupportedError),
-        ({"structural_tag": "{}"}, UnsupportedError),
         ({"logit_bias": {-4: 1.0}}, InvalidRequestError),
     ],
 )
@@ -201,6 +200,7 @@ def test_what_cannot_be_done_is_said(fields: dict[str, Any], kind: type[Exceptio
         ({"json_object": True}, pb.Grammar(json_schema='{"type": "object"}')),
         ({"regex": "a+"}, pb.Grammar(regex="a+")),
         ({"grammar": "root ::= 'a'"}, pb.Grammar(ebnf="root ::= 'a'")),
+        ({"structural_tag": "{}"}, pb.Grammar(structural_tag="{}")),
         (
             {"choice": vllm.ChoiceConstraint(choices=["a", "b"])},
             pb.Grammar(choice=pb.ChoiceGrammar(choices=["a", "b"])),

@@ -13,7 +13,7 @@ import tempfile
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from katydid.engine.v1 import engine_pb2 as pb
 from katydid.engine.v1.engine_pb2_grpc import (
@@ -23,7 +23,7 @@ from katydid.engine.v1.engine_pb2_grpc import (
 from katydid_cache import BlockLayout, Cache, keep_buffers_mapped, open_cache
 from katydid_runtime.block_hash import BLOCK_TOKENS, fingerprint
 from katydid_runtime.duration import to_duration
-from katydid_runtime.errors import KatydidError, SettingsError
+from katydid_runtime.errors import KatydidError
 from katydid_runtime.exposition import Exposition
 from katydid_runtime.golden_prompts import tokenised_alone
 from katydid_runtime.server import RpcServer
@@ -41,6 +41,7 @@ from katydid_engine.identity import model_identity
 from katydid_engine.kv_connector import KvConnector
 from katydid_engine.messages import Load, Ready
 from katydid_engine.model_config import ModelConfig, read_model_config
+from katydid_engine.other_protocol import add_other_protocol
 from katydid_engine.quantization import Scheme, kv_dtype, scheme_to_apply
 from katydid_engine.service import EngineService
 from katydid_engine.settings import EngineSettings
@@ -49,9 +50,6 @@ from katydid_engine.submission import EngineLimits
 from katydid_engine.vllm_names import VllmNames
 from katydid_engine.worker_config import WorkerConfig
 from katydid_engine.worker_group import WorkerGroup
-
-if TYPE_CHECKING:
-    from katydid_engine.vllm_protocol.service import VllmEngine
 
 __all__ = ["serve"]
 
@@ -86,7 +84,7 @@ async def serve(settings: EngineSettings, telemetry: Telemetry) -> None:
     _register(settings, metrics)
     add_EngineServiceServicer_to_server(service, server.grpc)
     add_AdminServiceServicer_to_server(admin, server.grpc)
-    other = _other_protocol(settings, server)
+    other = add_other_protocol(server, wanted=settings.vllm_protocol)
     exposition = Exposition(metrics.metrics, lambda: server.serving)
     await server.start()
     async with contextlib.AsyncExitStack() as stack:
@@ -101,24 +99,6 @@ async def serve(settings: EngineSettings, telemetry: Telemetry) -> None:
             stack.callback(other.open(engine.face, settings.model, settings.name).cancel)
         exposition.alive = lambda: not engine.stalled
         await engine.attend(server)
-
-
-def _other_protocol(settings: EngineSettings, server: RpcServer) -> VllmEngine | None:
-    """Adds vllm.grpc.engine.VllmEngine where it is wanted. Raises SettingsError without the package of its messages."""
-    if not settings.vllm_protocol:
-        return None
-    try:
-        from katydid_engine.vllm_protocol.service import VllmEngine, add_to_server
-    except ImportError as error:
-        raise SettingsError(
-            f"the protocol's messages are not installed: {error}",
-            field="vllm_protocol",
-            value=True,
-            allowed="false, or pip install 'katydid[vllm-protocol]'",
-        ) from error
-    other = VllmEngine()
-    add_to_server(other, server.grpc)
-    return other
 
 
 def _register(settings: EngineSettings, metrics: EngineMetrics) -> None:

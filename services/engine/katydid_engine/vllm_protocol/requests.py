@@ -27,7 +27,7 @@ def submission(request: vllm.GenerateRequest, limits: EngineLimits, dp_rank: int
 
     Raises:
         InvalidRequestError: the prompt is not given as token ids, or an id is negative.
-        UnsupportedError: media, another engine's cache, prompt truncation or a structural tag is asked for.
+        UnsupportedError: media, another engine's cache or prompt truncation is asked for.
     """
     for field in _MEDIA:
         if request.HasField(field):
@@ -96,5 +96,7 @@ def _grammar(sampling: vllm.SamplingParams) -> pb.Grammar | None:
             return pb.Grammar(ebnf=sampling.grammar)
         case "choice":
             return pb.Grammar(choice=pb.ChoiceGrammar(choices=sampling.choice.choices))
+        case "structural_tag":
+            return pb.Grammar(structural_tag=sampling.structural_tag)
         case kind:
             raise UnsupportedError(f"this engine has no {kind}", field=f"sampling_params.{kind}")
