@@ -132,7 +132,8 @@ class Gateway:
         self._scaling_task = asyncio.create_task(self.scaling.run())
         if self._settings.process_pipe is not None:
             self._lifeline = asyncio.create_task(Lifeline(self._settings.process_pipe).run())
-        log_posture(self._settings)
+        else:
+            log_posture(self._settings)
         logger.info(
             "HTTP on %s",
             self.http_address,

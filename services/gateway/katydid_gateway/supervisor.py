@@ -23,6 +23,7 @@ from katydid_runtime.exposition import split_address
 from katydid_runtime.metrics import SHARED_METRICS
 
 from katydid_gateway.lifeline import READY
+from katydid_gateway.posture import log_posture
 from katydid_gateway.settings import GatewaySettings
 
 __all__ = ["Supervisor"]
@@ -72,6 +73,7 @@ class Supervisor:
                 for name, option in _PORTS.items():
                     if (address := getattr(self._settings, name)) is not None:
                         words += [option, held.enter_context(_held(name, address))]
+                log_posture(self._settings)
                 await asyncio.gather(*(self._keep(number, words, shared) for number in range(self._settings.processes)))
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
