@@ -1,4 +1,4 @@
-"""Serves vllm.grpc.engine.VllmEngine beside the engine's own protocol where it is wanted, which needs another package."""
+"""Serves vllm.grpc.engine.VllmEngine beside the engine's own protocol where it is wanted: it needs another package."""
 
 from __future__ import annotations
 
