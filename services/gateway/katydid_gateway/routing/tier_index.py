@@ -75,7 +75,9 @@ class TierIndex:
             self._drop(block, bits)
 
     def touch(self, chain: Sequence[bytes]) -> None:
-        """A prompt wants these blocks: they leave last."""
+        """A prompt wants these blocks: they leave last. In an index that is half empty nothing leaves soon."""
+        if 2 * len(self._places) < self._most:
+            return
         for block in reversed(chain):
             if block in self._places:
                 self._places.move_to_end(block)
