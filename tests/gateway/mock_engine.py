@@ -118,6 +118,7 @@ class MockEngine(EngineServiceServicer):
             max_logprobs=options.max_logprobs,
             tokenizer_digest=options.tokenizer_digest,
             golden_digest=options.golden_digest,
+            kv_cache_attached=options.kv_cache_attached,
             kvcache_instance=options.kvcache_instance,
             grammar_kinds=options.grammar_kinds,
             block_bytes=1 << 20,

@@ -32,6 +32,7 @@ class MockOptions:
     identity: bytes = hashlib.sha256(b"mock model").digest()
     tokenizer_digest: bytes = b""
     golden_digest: bytes = b""
+    kv_cache_attached: bool = False
     kvcache_instance: str = ""
     vocab_size: int = 1000
     max_model_tokens: int = 8192

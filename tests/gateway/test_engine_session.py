@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from katydid.engine.v1 import engine_pb2 as pb
-from katydid_gateway.engines import health
+from katydid_gateway.engines import connection, health
 from katydid_gateway.engines.parity import check_parity
 from katydid_runtime.block_hash import fingerprint
 from katydid_runtime.errors import IdentityMismatchError
@@ -230,6 +230,19 @@ def test_a_draining_engine_gets_no_new_requests(chatml: Path) -> None:
         assert not built.engines[0].submitted
 
     run(chatml, scenario, engines=2)
+
+
+def test_an_engine_finds_its_cache_service_later(chatml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "CACHE_LOOK_S", 0.05)
+
+    async def scenario(built: Rig) -> None:
+        state = built.gateway.fleet.router.engines["engine-0"]
+        assert (state.kv_cache_attached, state.near) == (False, "")
+        built.engines[0].options.kvcache_instance = "host-a:7301"
+        built.engines[0].options.kv_cache_attached = True
+        await until(lambda: (state.kv_cache_attached, state.near) == (True, "host-a:7301"))
+
+    run(chatml, scenario)
 
 
 def test_roles_are_heard_of_and_the_last_engine_takes_whole_requests(chatml: Path) -> None:
