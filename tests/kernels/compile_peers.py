@@ -24,10 +24,8 @@ def main() -> None:
     reducer = op.PeerReducer(memory, HIDDEN, tokens=TOKENS)
     x, weight = torch.zeros(16, HIDDEN, dtype=torch.bfloat16), torch.ones(HIDDEN)
     record({
-        "few bf16": lambda: reducer.all_reduce_few(x, x, weight, 1e-5, overlap=True),
-        "few fp8": lambda: reducer.all_reduce_few(x, x, weight, 1e-5, fp8=True),
-        "many bf16": lambda: reducer.all_reduce_many(x[:2], weight, 1e-5, 16),
-        "many fp8": lambda: reducer.all_reduce_many(x[:2], weight, 1e-5, 16, fp8=True, overlap=True),
+        "few": lambda: reducer.all_reduce_few(x, x, weight, 1e-5, overlap=True),
+        "many": lambda: reducer.all_reduce_many(x[:2], weight, 1e-5, 16, fp8=True, overlap=True),
         "gather": lambda: reducer.quantized_all_gather(x),
         "scatter": lambda: reducer.quantized_reduce_scatter(x),
     })  # fmt: skip

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+# Half a minute of compiling, most of it one kernel.
+pytestmark = pytest.mark.soak
+
 
 @pytest.fixture(scope="module")
 def compiled() -> list[dict]:
@@ -21,7 +24,7 @@ def compiled() -> list[dict]:
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:
-    assert {line["case"] for line in compiled} == {"all", "plain bf16", "logprobs", "verify", "advance"}
+    assert {line["case"] for line in compiled} == {"all", "logprobs", "verify", "advance"}
     assert [line for line in compiled if line["stack_bytes"]] == []
 
 

@@ -31,7 +31,7 @@ def test_hardly_anything_spills(compiled: list[dict]) -> None:
 
 def test_hopper_instructions(compiled: list[dict]) -> None:
     attends = [line for line in compiled if line["case"].startswith("attend")]
-    assert len(attends) == 4
+    assert len(attends) == 2
     for line in attends:
         multiply, other = ("QGMMA", "HGMMA") if "fp8" in line["case"] else ("HGMMA", "QGMMA")
         assert line["opcodes"].get(multiply, 0) >= 6, line["case"]
@@ -39,4 +39,4 @@ def test_hopper_instructions(compiled: list[dict]) -> None:
         assert line["opcodes"].get("UTMALDG", 0) >= 2, line["case"]
     scores = [line for line in compiled if line["kernel"] == "score_kernel"]
     assert all(any(name.startswith("HGMMA") for name in line["opcodes"]) for line in scores)
-    assert len(scores) == 2
+    assert len(scores) == 1
