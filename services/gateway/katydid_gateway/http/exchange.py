@@ -105,21 +105,31 @@ class Exchange:
         Raises what `writing` raises, RequestAbortedError when the client left.
         """
         loop = asyncio.get_running_loop()
-        writer = loop.create_task(writing)
         watch = loop.create_task(self._gone())
-        for answer in answers:
-            answer.on_failed = lambda: loop.call_later(SLOW_CLIENT_GRACE_S, writer.cancel)
         try:
-            await asyncio.wait((writer, watch), return_when=asyncio.FIRST_COMPLETED)
-            if not writer.done():
-                raise RequestAbortedError("the client left")
-            if writer.cancelled():
-                raise RequestAbortedError("the client stopped reading")
-            await writer
+            async with asyncio.timeout(None) as patience:
+                writes = True
+
+                def end_in(seconds: float) -> None:
+                    # A timeout that is over may not be touched.
+                    if writes and not patience.expired():
+                        patience.reschedule(loop.time() + seconds)
+
+                watch.add_done_callback(lambda _: end_in(0))
+                for answer in answers:
+                    answer.on_failed = lambda: None if watch.done() else end_in(SLOW_CLIENT_GRACE_S)
+                try:
+                    await writing
+                finally:
+                    writes = False
+        except TimeoutError:
+            if not patience.expired():
+                raise
+            left = watch.done() and not watch.cancelled()
+            raise RequestAbortedError("the client left" if left else "the client stopped reading") from None
         finally:
-            for task in (writer, watch):
-                task.cancel()
-            await asyncio.gather(writer, watch, return_exceptions=True)
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
 
     async def _gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
