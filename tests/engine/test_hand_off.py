@@ -23,14 +23,19 @@ FIELDS = {"max_tokens": 10, "temperature": 0.7, "seed": 11, "ignore_eos": True}
 
 
 @pytest.mark.e2e
-def test_prefill_over_all_ranks_then_decode_on_one_each(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "plan",
+    # The second has more ranks than KV heads: two hold the same one, which counts once in a block's checksum.
+    ["tp2,sp,ep2", pytest.param("tp4,sp,ep4", marks=pytest.mark.soak)],
+)
+def test_prefill_over_all_ranks_then_decode_on_one_each(plan: str, tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "tiny", "hy_v3")
     address = f"unix:{tmp_path}/cache.sock"
     both = ("--kv-pages", "64", "--kvcache-address", address, "--kvcache-fetch", "always")
     with (
         service("katydid_kvcache", tmp_path, "--listen", address, *cache_options(tmp_path)),
         engine(model, tmp_path, "--kv-pages", "64") as alone,
-        engine(model, tmp_path, *both, "--plan", "tp2,sp,ep2", "--role", "prefill") as prefill,
+        engine(model, tmp_path, *both, "--plan", plan, "--role", "prefill") as prefill,
         engine(model, tmp_path, *both, "--plan", "dp2,ep2", "--role", "decode") as decode,
     ):
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from katydid_engine.parallel import ParallelPlan, Role
 from katydid_runtime.errors import SettingsError
@@ -52,12 +52,14 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
     )
 
 
+@settings(deadline=None)
 @given(plans())
 def test_a_plan_is_spelled_in_one_way(plan: ParallelPlan) -> None:
     assert ParallelPlan.parse(str(plan), plan.role) == plan
     assert ParallelPlan.parse(str(plan).replace(",", "", 1), plan.role) == plan
 
 
+@settings(deadline=None)
 @given(plans())
 def test_every_rank_has_a_place_of_its_own(plan: ParallelPlan) -> None:
     places = {plan.place(rank) for rank in range(plan.world_size)}
@@ -124,9 +126,3 @@ def test_kv_heads_of_a_rank(tp: int, kv_heads: int, held: int, first: list[int])
     plan = ParallelPlan(tp=tp)
     assert plan.kv_heads(kv_heads) == held
     assert [plan.first_kv_head(kv_heads, rank) for rank in range(tp)] == first
-
-
-def test_too_few_gpus() -> None:
-    ParallelPlan(tp=8).check_gpus(8)
-    with pytest.raises(SettingsError, match="it needs 16 GPUs"):
-        ParallelPlan(tp=8, dp=2).check_gpus(8)

@@ -177,11 +177,6 @@ class ParallelPlan:
         if self.pp > num_layers:
             raise _wrong("pp", self.pp, f"at most num_hidden_layers={num_layers}")
 
-    def check_gpus(self, available: int) -> None:
-        """Raises SettingsError when the plan needs more GPUs than there are."""
-        if self.world_size > available:
-            raise _wrong("plan", str(self), f"at most {available} ranks: it needs {self.world_size} GPUs")
-
 
 def _wrong(field: str, value: object, allowed: str) -> SettingsError:
     return SettingsError(

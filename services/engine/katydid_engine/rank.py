@@ -30,7 +30,9 @@ from katydid_engine.model_config import read_model_config
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.page_budget import count_pages
 from katydid_engine.plan_ring import PlanReader, PlanWriter
+from katydid_engine.planning.memory import check_memory
 from katydid_engine.profiling import StepProfiler
+from katydid_engine.quantization import Scheme, scheme_to_apply
 from katydid_engine.rank_groups import RankGroups, join_groups
 from katydid_engine.runner import Runner
 from katydid_engine.scheduler import Scheduler, SchedulerConfig
@@ -64,6 +66,7 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
     device = torch.device(config.device)
     if device.type == "cuda":
         _choose_gpu(device)
+        _check_memory(config, device)
     model = load_model(
         Path(config.folder),
         device=device,
@@ -223,6 +226,15 @@ def _choose_gpu(device: torch.device) -> None:
             f"there is no GPU {index}: torch {torch.__version__} sees {seen}", field="device", value=str(device)
         )
     torch.cuda.set_device(device)
+
+
+def _check_memory(config: WorkerConfig, device: torch.device) -> None:
+    """Raises SettingsError where this rank's weights cannot fit."""
+    model = read_model_config(Path(config.folder))
+    scheme = scheme_to_apply(config.quantization, model.quantization)
+    stored = model.quantization.scheme if scheme is Scheme.NONE else scheme
+    size = {Scheme.NONE: getattr(torch, config.dtype).itemsize, Scheme.FP8: 1.0, Scheme.W4A8: 0.5}[stored]
+    check_memory(model, config.plan, free_bytes=torch.cuda.mem_get_info(device)[0], weight_bytes=size)
 
 
 def _join_groups(config: WorkerConfig) -> RankGroups:

@@ -140,9 +140,12 @@ class Runner:
         unpacked = self._transfer(kv_unpack, plan.unpacks)
         if not (plan.packs or plan.unpacks):
             return None
+        sums = torch.cat((packed, unpacked))
+        if not self._model.sums_kv_heads:
+            sums.zero_()
         # The sum over ranks is that of the whole object. Rank 0 tells the face that slots are full or free: every rank
         # must be done with its heads by then, summed or not.
-        return self._collectives.all_reduce(torch.cat((packed, unpacked)))
+        return self._collectives.all_reduce(sums)
 
     def _copy(self, copies: Sequence[PageCopy]) -> None:
         sources = [copy.source for copy in copies]

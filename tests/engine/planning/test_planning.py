@@ -11,7 +11,7 @@ from katydid_engine.parallel import ParallelPlan, Role
 from katydid_engine.planning.choose import Target, candidates, choose, predict
 from katydid_engine.planning.known_models import KNOWN_MODELS
 from katydid_engine.planning.measured import measured
-from katydid_engine.planning.memory import rank_memory
+from katydid_engine.planning.memory import check_memory, rank_memory
 from katydid_engine.planning.phases import Phases
 from katydid_engine.planning.pool import Pool, read_pool
 from katydid_runtime.errors import SettingsError
@@ -46,6 +46,13 @@ def test_what_a_rank_holds(plan: str, experts: int, page: int) -> None:
     memory = rank_memory(HY3, ParallelPlan.parse(plan), memory_bytes=141 * GB)
     assert (memory.expert_weights, memory.page_bytes_per_token) == (experts, page)
     assert memory.tokens == (int(141 * GB * 0.92) - memory.weights - (6 << 30)) // page
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_loaded() -> None:
+    check_memory(HY3, ParallelPlan(tp=8), free_bytes=40 * GB, weight_bytes=1.0)
+    check_memory(HY3, ParallelPlan(tp=8), free_bytes=20 * GB, weight_bytes=0.5)
+    with pytest.raises(SettingsError, match=r"plan tp8: a rank's weights take 37\.0 GB, 36\.0 GB of its GPU are free"):
+        check_memory(HY3, ParallelPlan(tp=8), free_bytes=36 * GB, weight_bytes=1.0)
 
 
 def phases(plan: str) -> Phases:

@@ -114,6 +114,12 @@ class DecoderLM:
         return self._context.plan.first_kv_head(self.config.num_kv_heads, self._context.collectives.rank)
 
     @property
+    def sums_kv_heads(self) -> bool:
+        """Whether this rank is the first of those that hold its KV heads."""
+        rank, plan = self._context.collectives.rank, self._context.plan
+        return rank == 0 or self.first_kv_head != plan.first_kv_head(self.config.num_kv_heads, rank - 1)
+
+    @property
     def dispatched(self) -> list[DispatchedMoe]:
         """The blocks that send rows to experts on other ranks, in order of layers."""
         blocks = (layer.feed_forward for layer in self._every_layer())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from katydid_runtime.errors import SettingsError
+
 from katydid_engine.model_config import ModelConfig
 from katydid_engine.parallel import ParallelPlan
 
-__all__ = ["RankMemory", "rank_memory"]
+__all__ = ["RankMemory", "check_memory", "rank_memory"]
 
 _PLAIN = 2
 _GRAPHS_AND_SCRATCH = 6 << 30
@@ -38,12 +40,35 @@ class RankMemory:
         return max(0, self.tokens) // context
 
 
-def rank_memory(config: ModelConfig, plan: ParallelPlan, *, memory_bytes: int, share: float = 0.92) -> RankMemory:
+def check_memory(config: ModelConfig, plan: ParallelPlan, *, free_bytes: int, weight_bytes: float) -> None:
+    """Before anything is loaded.
+
+    Args:
+        free_bytes: of this rank's GPU.
+        weight_bytes: a weight of a linear or an expert.
+
+    Raises:
+        SettingsError: the weights alone do not fit.
+    """
+    needed = rank_memory(config, plan, memory_bytes=free_bytes, weight_bytes=weight_bytes).weights
+    if needed > free_bytes:
+        raise SettingsError(
+            f"plan {plan}: a rank's weights take {needed / 1e9:.1f} GB, {free_bytes / 1e9:.1f} GB of its GPU are free",
+            field="plan",
+            value=str(plan),
+            allowed="a plan over more ranks, or weights quantised further",
+        )
+
+
+def rank_memory(
+    config: ModelConfig, plan: ParallelPlan, *, memory_bytes: int, share: float = 0.92, weight_bytes: float = 1.0
+) -> RankMemory:
     """Of the fullest rank.
 
     Args:
         memory_bytes: of a GPU.
         share: of it that weights, pages and scratch may fill together.
+        weight_bytes: a weight of a linear or an expert; by default fp8's.
     """
     hidden, layers = config.hidden_size, -(-config.num_layers // plan.pp)
     q, kv = config.num_heads * config.head_dim, plan.kv_heads(config.num_kv_heads) * config.head_dim
@@ -61,6 +86,7 @@ def rank_memory(config: ModelConfig, plan: ParallelPlan, *, memory_bytes: int, s
         experts = sparse_here * (held // plan.ep * per_expert if plan.ep > 1 else held * per_expert // plan.tp)
     else:
         shared += layers * dense
+    shared, experts = int(shared * weight_bytes), int(experts * weight_bytes)
     shared += (1 if config.tie_embeddings else 2) * config.vocab_size * hidden * _PLAIN // plan.tp
     page = 2 * kv * layers
     left = int(memory_bytes * share) - shared - experts - _GRAPHS_AND_SCRATCH
