@@ -21,15 +21,15 @@ _SPACE = r" \t\n\r\x0b\x0c\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3
 _PIECE = re.compile(rf"[{_SPACE}]*[^{_SPACE}]+(?:(?<![A-Za-z0-9])[\r\n][{_SPACE}]*[^{_SPACE}]+)*|[{_SPACE}]+")
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_KNOWN_PATTERNS = frozenset(
+_TEXT_PATTERNS = frozenset(
     (
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
         _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _TAIL,
         _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _TAIL,
-        r"\p{N}{1,3}",
-        r"\p{N}",
+        r"\n+[ \t]*|\p{N}| ?_*\p{L}+| ?[^\s\p{L}\p{N}]+|[ \t]+(?!\S)|\s",
     )
 )
+_DIGIT_PATTERNS = frozenset((r"\p{N}{1,3}", r"\p{N}"))
 _LONGEST_WORD = 32
 _MOST_WORDS = 2**16
 # Tokenising a piece by itself costs as much more as this many characters within a text.
@@ -101,7 +101,7 @@ def _steps(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 def _cuts_before_space(step: dict[str, Any]) -> bool:
     if step["type"] == "ByteLevel":
         return bool(step.get("use_regex", True))
-    return step["type"] == "Split" and r"\s+(?!\S)" in step["pattern"].get("Regex", "")
+    return step["type"] == "Split" and step["pattern"].get("Regex") in _TEXT_PATTERNS
 
 
 def _looks_no_further(step: dict[str, Any]) -> bool:
@@ -112,5 +112,5 @@ def _looks_no_further(step: dict[str, Any]) -> bool:
             return True
         case "Split":
             isolated = step["behavior"] == "Isolated" or (step["behavior"] == "Removed" and step["invert"])
-            return isolated and step["pattern"].get("Regex") in _KNOWN_PATTERNS
+            return isolated and step["pattern"].get("Regex") in _TEXT_PATTERNS | _DIGIT_PATTERNS
     return False
