@@ -16,7 +16,9 @@ from katydid_engine.grammar import Grammar, GrammarKind
 from katydid_engine.json_schema_rules import enforceable
 from katydid_engine.loader import load_model
 from katydid_engine.models.decoder_lm import DecoderLM
+from katydid_engine.plan import Start
 from katydid_engine.request import Request, Sampling
+from katydid_engine.sequence_sampler import SequenceSampler
 from katydid_runtime.block_hash import ChainKey
 
 from tests.engine.test_runner import generate
@@ -132,3 +134,19 @@ def test_what_was_generated_elsewhere_must_fit(model: DecoderLM, grammars: Compi
         "INVALID_REQUEST",
         "generated_ids[0] does not go on in the grammar",
     )
+
+
+def test_a_grammar_that_takes_ever_longer_ends_its_request(
+    grammars: CompiledGrammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("katydid_engine.sequence_sampler._PATIENCE_S", 0.002)
+    (letter,) = _tokenizer().encode("a").ids
+    ambiguous = Grammar(GrammarKind.EBNF, 'root ::= s\ns ::= s s s | s s | "a"')
+    start = Start(1, Sampling(grammar=ambiguous), 1, array("I", (1,)))
+    sampler = SequenceSampler(start, (EOS_ID,), grammars)
+    for _ in range(100):
+        sampler.limits(0, [letter])
+        if sampler.misfit:
+            break
+        sampler.accept(array("I", (letter,)))
+    assert "takes longer" in sampler.misfit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from array import array
 from collections.abc import Sequence
 
@@ -14,6 +15,9 @@ from katydid_engine.grammar_state import GrammarState
 from katydid_engine.plan import Start
 
 __all__ = ["SequenceSampler"]
+
+# Ambiguous grammars take longer with every token, and everybody waits for them.
+_PATIENCE_S = 0.5
 
 
 class SequenceSampler:
@@ -69,8 +73,10 @@ class SequenceSampler:
     def _masks(self, drafts: Sequence[int]) -> list[Tensor | None]:
         if self._grammar is None:
             return [None] * (1 + len(drafts))
-        masks: list[Tensor | None] = [self._grammar.mask()]
-        if not self._grammar.mask().any():
+        started = time.thread_time()
+        mask = self._grammar.mask()
+        masks: list[Tensor | None] = [mask]
+        if not mask.any():
             self.misfit = self.misfit or "no token of the vocabulary goes on in the grammar"
         accepted = 0
         for draft in drafts:
@@ -79,6 +85,8 @@ class SequenceSampler:
             accepted += 1
             masks.append(self._grammar.mask())
         self._grammar.rollback(accepted)
+        if time.thread_time() - started > _PATIENCE_S:
+            self.misfit = self.misfit or f"the grammar takes longer than {_PATIENCE_S} s a token"
         # Behind a draft that cannot come nothing is accepted, whatever is sampled there.
         return masks + [None] * (1 + len(drafts) - len(masks))
 
