@@ -140,6 +140,23 @@ def test_what_scales_is_there_and_has_no_replicas_of_its_own(configuration: str)
         assert scaled != ("replicas" in manifest["spec"])
 
 
+def test_autoscalers_ask_for_what_rules_and_gateways_say() -> None:
+    (hpa,) = [each for each in kinds("everything", "HorizontalPodAutoscaler") if "engine" in each["metadata"]["name"]]
+    asked = hpa["spec"]["metrics"][0]["external"]["metric"]
+    assert asked["selector"]["matchLabels"] == {"role": "decode"}
+    rules = [
+        rule
+        for each in kinds("everything", "PrometheusRule")
+        for group in each["spec"]["groups"]
+        for rule in group["rules"]
+    ]
+    assert asked["name"] in {rule.get("record") for rule in rules}
+    exported = {f"katydid_gateway_{name}" for name in ("desired_replicas", "in_flight_requests")}
+    for scaled in (*kinds("everything", "ScaledObject"), *kinds("existing secrets", "ScaledObject")):
+        query = scaled["spec"]["triggers"][0]["metadata"]["query"]
+        assert any(f"({name}{{" in query for name in exported)
+
+
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_gateways_know_every_engine_that_can_be_there(configuration: str) -> None:
     (gateway,) = [pod for pod in pods(configuration) if pod.component == "gateway"]
