@@ -7,6 +7,7 @@ stale reference to a slot can be told from a current one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -48,6 +49,8 @@ class SlabAllocator(Generic[Owner]):
         self._unused = list(range(slabs - 1, -1, -1))
         self._forgone: list[int] = []
         self._slabs: dict[int, Slab[Owner]] = {}
+        # Slabs by slot size: every write to a full tier asks, and there may be thousands of slabs.
+        self._counts: Counter[int] = Counter()
         # Slabs of a slot size that have a free slot; a dict as an ordered set, so that filling is deterministic.
         self._open: dict[int, dict[int, None]] = {}
 
@@ -59,6 +62,7 @@ class SlabAllocator(Generic[Owner]):
                 return None
             number = self._unused.pop()
             self._slabs[number] = Slab(slot_bytes, self.slab_bytes // slot_bytes)
+            self._counts[slot_bytes] += 1
             open_slabs[number] = None
         number = next(iter(open_slabs))
         slab = self._slabs[number]
@@ -85,6 +89,7 @@ class SlabAllocator(Generic[Owner]):
         if not slab.owners and not slab.withdrawn:
             self._open[slab.slot_bytes].pop(slot.slab, None)
             del self._slabs[slot.slab]
+            self._counts[slab.slot_bytes] -= 1
             self._unused.append(slot.slab)
         else:
             self._open[slab.slot_bytes][slot.slab] = None
@@ -100,6 +105,7 @@ class SlabAllocator(Generic[Owner]):
         slab.owners.update(owners)
         slab.free = [index for index in slab.free if index not in owners]
         self._slabs[number] = slab
+        self._counts[slot_bytes] += 1
         open_slabs = self._open.setdefault(slot_bytes, {})
         if slab.free:
             open_slabs[number] = None
@@ -128,12 +134,13 @@ class SlabAllocator(Generic[Owner]):
         """Owners of all taken slots of a slab."""
         return [owner for _, owner in self._slabs[number].owners.values()]
 
-    def slabs_of(self, slot_bytes: int) -> list[int]:
-        return [number for number, slab in self._slabs.items() if slab.slot_bytes == slot_bytes]
+    def slabs_of(self, slot_bytes: int) -> int:
+        """How many slabs serve a slot size now."""
+        return self._counts[slot_bytes]
 
     def slot_sizes(self) -> set[int]:
         """Slot sizes that have slabs now."""
-        return {slab.slot_bytes for slab in self._slabs.values()}
+        return {slot_bytes for slot_bytes, slabs in self._counts.items() if slabs}
 
     def whole(self, number: int) -> bool:
         """Whether emptying the slab would set it free: no slot of it is withdrawn."""
@@ -157,6 +164,7 @@ class SlabAllocator(Generic[Owner]):
         assert sorted([*self._unused, *self._forgone, *self._slabs]) == list(range(self.total_slabs)), (
             "a slab is lost or doubled"
         )
+        assert +self._counts == Counter(slab.slot_bytes for slab in self._slabs.values()), "slabs are miscounted"
         generations = set()
         for number, slab in self._slabs.items():
             taken = [*slab.free, *slab.owners, *slab.withdrawn]

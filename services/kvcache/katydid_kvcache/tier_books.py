@@ -127,11 +127,13 @@ class TierBooks:
         """
         slot_bytes = self.slot_bytes(block)
         sizes = self.slots.slot_sizes() | {slot_bytes}
+        if len(sizes) == 1:
+            return None
         if self.pools.at_limit(block.tenant, slot_bytes):
             return None
-        if len(self.slots.slabs_of(slot_bytes)) >= max(1, self.slots.total_slabs // len(sizes)):
+        if self.slots.slabs_of(slot_bytes) >= max(1, self.slots.total_slabs // len(sizes)):
             return None
-        for (size, _), order in sorted(self._order.items(), key=lambda entry: -len(self.slots.slabs_of(entry[0][0]))):
+        for (size, _), order in sorted(self._order.items(), key=lambda entry: -self.slots.slabs_of(entry[0][0])):
             if size == slot_bytes:
                 continue
             for _, candidate in zip(range(_STEAL_CANDIDATES), order, strict=False):
