@@ -105,7 +105,7 @@ def _bytes(x: Tensor) -> int:
 
 
 def sent_bytes() -> Rows:
-    """Of one sparse layer at Hy3's width with narrow experts, bf16; the difference of two layers and one."""
+    """Of one sparse layer at Hy3's width with few heads and narrow experts, bf16: two layers less one."""
 
     def per_layer(plan: str) -> float:
         counts = []
@@ -114,6 +114,7 @@ def sent_bytes() -> Rows:
             config = replace(
                 HY3,
                 num_layers=layers,
+                num_heads=8,  # a row of the residual is as long with few
                 sparse_layers=(True,) * layers,
                 num_mtp_layers=0,
                 vocab_size=256,

@@ -17,7 +17,7 @@ from katydid_engine.rank_groups import join_groups
 from tokenizers import Tokenizer
 
 WINDOW = 1024
-TEXT_BYTES = 60_000
+TEXT_BYTES = 40_000
 
 
 def main() -> None:
