@@ -129,6 +129,7 @@ def of_group() -> list[Row]:
     sizes = {"few_tokens": FEW[-1], "tokens": MANY[-1], "ctas": 64}
     memory = symmetric_peers(dist.group.WORLD, PeerReducer.nbytes(ranks, HIDDEN, **sizes), device)
     reducer = PeerReducer(memory, HIDDEN, **sizes)
+    torch.cuda.synchronize()
     dist.barrier()
     weight, rows = torch.ones(HIDDEN, device="cuda"), []
     for tokens in (*FEW, *MANY):

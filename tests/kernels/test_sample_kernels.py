@@ -123,6 +123,14 @@ def test_banned_rows_and_empty_batches() -> None:
     assert launched(torch.empty(0, 70, device=DEVICE), batch_of(0)) == []
 
 
+@pytest.mark.gpu
+@gpu
+def test_what_is_no_number_gives_a_token_of_the_vocabulary() -> None:
+    logits = torch.full((1, 70), float("nan"), device=DEVICE)
+    for fields in FEW:
+        assert 0 <= launched(logits, batch_of(1, **fields))[0] < 70
+
+
 @pytest.mark.parametrize(("vocab", "num_top", "grain"), [(70, 0, 0.0), (VOCAB, 20, 0.0), (VOCAB, 5, 20.0), (9, 9, 0.0)])
 def test_logprobs(vocab: int, num_top: int, grain: float) -> None:
     logits = logits_of(2, vocab)

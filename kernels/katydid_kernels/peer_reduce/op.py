@@ -38,6 +38,8 @@ class PeerReducer:
         ctas: programs of the calls for many rows. What is emulated on one GPU must fit it at once: ranks times ctas.
         patience: how often a flag or a row is looked at before a rank is given up; about a microsecond each.
 
+    Ranks must meet between making theirs and the first call.
+
     Raises ValueError for ranks that are no power of two, a hidden size that is not a multiple of 16, and memory that is
     too small.
     """

@@ -258,13 +258,14 @@ def choose_kernel(
     if maximum > float("-inf"):
         bound = BANNED + 1
         total = 0.0
+        rounding = 1e-3 + tl.abs(maximum) * 1e-6
         if greedy:
             bound = order_key(maximum)
         elif free:
-            bound = order_key(maximum - 1e-3)
+            bound = order_key(maximum - rounding)
         else:
             if min_p > 0:
-                bound = tl.maximum(bound, order_key(maximum + temperature * tl.log(min_p) - 1e-3 * (temperature + 1)))
+                bound = tl.maximum(bound, order_key(maximum + temperature * (tl.log(min_p) - 1e-3) - rounding))
             if top_k > 0:
                 bound = tl.maximum(bound, kth_bound(key, top_k))
             elif top_p < 1:
@@ -297,4 +298,5 @@ def choose_kernel(
                 token_out = _of_many(
                     row, bound, total, filters, seed, position, list_ptr, listed, vocab, source, PENDING
                 )
-    tl.store(out_ptr + row, token_out)
+    # Of logits that are no numbers comes a token all the same.
+    tl.store(out_ptr + row, tl.minimum(token_out, vocab - 1))
