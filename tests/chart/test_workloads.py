@@ -39,6 +39,21 @@ def test_a_pod_may_little(configuration: str, pod: Pod) -> None:
             assert "runAsUser" not in own
 
 
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_folders_of_the_node_are_for_the_nodes_cache_alone(configuration: str) -> None:
+    """Without it every pod fits Kubernetes' strictest level, as the operator's page says."""
+    node = any(pod.component == "kvcache-node" for pod in pods(configuration))
+    folders = {
+        (pod.component, volume["name"])
+        for pod in pods(configuration)
+        for volume in pod.spec["volumes"]
+        if not {"configMap", "emptyDir", "persistentVolumeClaim", "secret", "image"} & set(volume)
+    }
+    allowed = {("kvcache-node", "socket"), ("kvcache-node", "disk"), ("engine", "socket")}
+    assert folders == (allowed if node else set())
+    assert node or not any("initContainers" in pod.spec for pod in pods(configuration))
+
+
 @every_pod
 def test_secrets_are_referenced_and_never_told(configuration: str, pod: Pod) -> None:
     for variable in pod.container.get("env", []):
