@@ -132,6 +132,9 @@ def test_prompts_and_answers_are_in_no_log_and_no_trace(
             await built.http.post("/tokenize", json={"prompt": SECRET})
             for bad in ({"messages": SECRET}, {"messages": talk, SECRET: 1}, {"messages": talk, "stop": [SECRET] * 17}):
                 assert (await built.http.post("/v1/chat/completions", json=bad)).status_code == 400
+            call = {"id": "c", "function": {"name": "f", "arguments": json.dumps([SECRET])}}
+            said = {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+            assert SECRET in (await built.http.post("/v1/chat/completions", json=said)).text
             assert (await built.http.post("/v1/chat/completions", content=SECRET)).status_code == 400
             built.engines[0].options.script = lambda *_: 1 / 0  # type: ignore[return-value]
 

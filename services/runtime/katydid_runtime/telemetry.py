@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from katydid_runtime import log
-from katydid_runtime.errors import SettingsError
+from katydid_runtime.errors import InvalidRequestError, SettingsError
 from katydid_runtime.trace_context import TraceContext
 
 if TYPE_CHECKING:
@@ -158,12 +158,16 @@ class Span:
             self._span.add_link(_otel_context(context))
 
     def fail(self, error: BaseException) -> None:
-        """Mark the span as failed by `error`; its message is recorded, its traceback belongs to the log."""
+        """Mark the span as failed by `error`; its message is recorded, its traceback belongs to the log.
+
+        Of a request that is wrong the field alone is recorded: the message may hold what somebody wrote.
+        """
         if self._span is not None:
             from opentelemetry.trace import StatusCode
 
             self._span.set_attribute("error.type", getattr(error, "reason", type(error).__name__))
-            self._span.set_status(StatusCode.ERROR, str(error))
+            wrong = f"{error.reason} in {error.field}" if isinstance(error, InvalidRequestError) else str(error)
+            self._span.set_status(StatusCode.ERROR, wrong)
 
     def end(self, end_ns: int | None = None) -> None:
         if self._span is not None:
