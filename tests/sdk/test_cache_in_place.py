@@ -174,6 +174,25 @@ def test_a_reader_sees_a_flip_in_the_shared_memory(tmp_path: Path) -> None:
     run(scenario)
 
 
+def test_what_a_reader_reports_is_looked_at_and_quarantined_if_it_is_wrong(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        with ServiceProcess(listen=address(tmp_path)):
+            async with CacheClient(address(tmp_path)) as cache:
+                await cache.attach(IDENTITY, LAYOUT, arena=True)
+                blocks = make(3)
+                await write(cache, blocks)
+                slots = (await cache.lookup(b"".join(blocks), lease=True)).slots
+                cache.in_place.view(slots[1])[100] ^= 8
+                unknown = bytes(32)
+                assert await cache.report(b"".join((*blocks, unknown))) == 1
+                assert (await cache.stats()).quarantined == 1
+                assert (await cache.lookup(b"".join(blocks))).blocks == 1, "up to the one that was wrong"
+                with pytest.raises(InvalidRequestError, match="hashes"):
+                    await cache.report(b"half a hash")
+
+    run(scenario)
+
+
 def test_what_a_killed_client_held_is_given_back(tmp_path: Path) -> None:
     """Killed while it writes into reserved slots and while it reads leased ones."""
     holder = f"""
