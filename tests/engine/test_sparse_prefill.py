@@ -15,7 +15,7 @@ from katydid_engine.plan import Run, Start, StepPlan
 from katydid_engine.request import Sampling
 from katydid_engine.runner import Runner
 from katydid_engine.scoring import ModelScorer
-from katydid_engine.sparse_prefill import SparsePrefill
+from katydid_engine.sparse_prefill import SparsePrefill, whole_blocks
 from torch import Tensor
 
 from tests.engine.engine_process import engine, session
@@ -58,6 +58,14 @@ def test_a_whole_budget_changes_nothing_and_a_small_one_does(folder: Path, dense
 def test_chunks_compute_what_the_whole_prompt_does(folder: Path) -> None:
     options = {"min_tokens": 1, "budget": 0.5, "dense_layers": 0}
     torch.testing.assert_close(scored(folder, chunk=384, **options), scored(folder, **options), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("start", "chunk", "expected"),
+    [(0, 300, 256), (0, 256, 256), (64, 300, 192), (250, 5, 5), (250, 7, 6), (256, 0, 0)],
+)
+def test_chunks_end_between_blocks(start: int, chunk: int, expected: int) -> None:
+    assert whole_blocks(start, chunk) == expected
 
 
 def test_the_option_as_text() -> None:

@@ -33,6 +33,7 @@ from katydid_engine.plan import Logprobs, Run, SampleRow, StepOutput, StepPlan
 from katydid_engine.request import CachedTokens, FinishReason, LiveRequest, Phase, Request, Sequence, State
 from katydid_engine.residency import Residency
 from katydid_engine.scheduler_config import SchedulerConfig
+from katydid_engine.sparse_prefill import whole_blocks
 from katydid_engine.step_flight import StepFlight, decode_run, prefill_run, start_of
 from katydid_engine.token_budget import TokenBudget, deal_chunks
 
@@ -261,7 +262,8 @@ class Scheduler:
         if in_time is not None:
             budget = min(budget, in_time)
         chunks = deal_chunks([sequence.num_unscheduled for sequence in prefills], budget)
-        return [(sequence, chunk) for sequence, chunk in zip(prefills, chunks, strict=True) if chunk]
+        chosen = zip(prefills, chunks, strict=True)
+        return [(sequence, _between_blocks(sequence, chunk)) for sequence, chunk in chosen if chunk]
 
     def _load(self, sequence: Sequence, now: float) -> None:
         """Sends an admitted sequence to the cache service for more of its blocks, or straight to computing."""
@@ -367,6 +369,12 @@ class Scheduler:
     def _publish(self, sequence: Sequence) -> None:
         if not sequence.request.bypass_cache:
             self._queues.publish(sequence, computed=True)
+
+
+def _between_blocks(sequence: Sequence, chunk: int) -> int:
+    """Of a prompt that may be sparse, a chunk that is not its last ends where a block of the selection does."""
+    sparse = sequence.request.sparse_prefill and chunk < sequence.num_unscheduled
+    return whole_blocks(sequence.num_scheduled, chunk) if sparse else chunk
 
 
 def _reusable(sequence: Sequence) -> int:

@@ -12,9 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-__all__ = ["SparsePrefill"]
+__all__ = ["SparsePrefill", "whole_blocks"]
 
 _METHOD = "stem"
+# Of the selection, as in ``katydid_kernels.stem_select``.
+_BLOCK_TOKENS = 128
 _RULES = ("share", "paper", "released")
 _KINDS: dict[str, Callable[[str], object]] = {
     "budget": float,
@@ -82,3 +84,10 @@ class SparsePrefill:
     def __str__(self) -> str:
         parts = (f"{field.name}={getattr(self, field.name)}" for field in fields(self))
         return f"{_METHOD}:{','.join(parts)}"
+
+
+def whole_blocks(start: int, chunk: int) -> int:
+    """The chunk of a prompt from token ``start`` on, cut to end between two blocks if that leaves any of it: chunks
+    that begin there select what the whole prompt would."""
+    rest = (start + chunk) % _BLOCK_TOKENS
+    return chunk - rest if chunk > rest else chunk
