@@ -77,6 +77,7 @@ def _draw_lines(
     else:
         axes.text(0.5, 0.5, "no data", ha="center", va="center", transform=axes.transAxes, color="#8a938d")
     axes.set_ylabel(unit, fontsize=7)
+    axes.set_xlabel("minutes", fontsize=6, loc="right", labelpad=0)
     axes.tick_params(labelsize=7)
     axes.grid(alpha=0.3)
 
