@@ -148,7 +148,8 @@ def test_pairs_are_chosen_jointly() -> None:
     built.speeds.bytes_per_s[CacheTier.MEMORY], built.speeds.bytes_per_s[CacheTier.SHARED] = 1e10, 2e9
     asked = prompt(*conversation("a", 100))
     chosen = built.decide(asked, 0.0).chosen
-    assert chosen is not None and chosen.partner is not None
+    assert chosen is not None
+    assert chosen.partner is not None
     assert (chosen.holder.engine, chosen.partner.engine) == ("p1", "d0")
     assert chosen.hand_off_s == pytest.approx(100 * 1e7 / 1e10 + 10 / SPEED)
     # A wait at p1 that is longer than the network takes.
@@ -166,9 +167,11 @@ def test_roles_are_said_and_the_last_engine_serves_whatever_its_role() -> None:
     why = {c.holder.engine: c.excluded for c in built.decide(asked, 0.0, after="p0").candidates}
     assert why == {"d0": "", "p0": "computes prompts only"}
     alone = built.decide(asked, 0.0, without=("d0",)).chosen
-    assert alone is not None and (alone.holder.engine, alone.partner) == ("p0", None)
+    assert alone is not None
+    assert (alone.holder.engine, alone.partner) == ("p0", None)
     again = built.decide(asked, 0.0, without=("p0",)).chosen
-    assert again is not None and again.holder.engine == "d0"
+    assert again is not None
+    assert again.holder.engine == "d0"
 
 
 def test_without_a_cache_service_between_them_the_prompt_is_computed_again() -> None:
