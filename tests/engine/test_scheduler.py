@@ -42,6 +42,20 @@ def test_preemption_at_any_offset_in_a_block(offset: int) -> None:
     assert sum(end.preemptions for outcome in rig.outcomes for end in outcome.ends) > 0
 
 
+def test_pages_that_steps_in_flight_hold_are_waited_for() -> None:
+    """With frees deferred behind steps in flight, nobody else is preempted for pages that are coming already."""
+
+    def preemptions(ahead: bool) -> int:
+        rig = Rig(num_pages=9, max_batch_tokens=300, ahead=ahead, drafts=2)
+        for index in range(4):
+            rig.submit(STREAMS[index % 2][index : 100 + index], sampling=Sampling(max_tokens=80, ignore_eos=True))
+        rig.run_out()
+        rig.check_outputs()
+        return sum(end.preemptions for outcome in rig.outcomes for end in outcome.ends)
+
+    assert 0 < preemptions(True) <= preemptions(False) + 1
+
+
 def test_admission_waits_for_the_whole_input() -> None:
     """A second prompt that does not fit beside the first waits; nothing is ever preempted for a prefill."""
     rig = Rig(num_pages=8, max_batch_tokens=32)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from katydid_kernels import Sampled, advance, kv_pack, kv_unpack, published_checksum, verify_draft
+from katydid_kernels import Sampled, advance, verify_draft
 from torch import Tensor
 
 from katydid_engine.batch_builder import BatchBuilder, BuiltBatch
@@ -23,7 +23,8 @@ from katydid_engine.compiled_grammars import CompiledGrammars
 from katydid_engine.drafting import DraftModel, draft_tokens, next_token_ids
 from katydid_engine.forward_batch import PrefillChunk
 from katydid_engine.models.decoder_lm import DecoderLM
-from katydid_engine.plan import Logprobs, PageCopy, Run, SampleRow, Start, StepOutput, StepPlan, Transfer
+from katydid_engine.page_mover import PageMover, published_checksums
+from katydid_engine.plan import Logprobs, Run, SampleRow, Start, StepOutput, StepPlan
 from katydid_engine.request import Sampling
 from katydid_engine.sampler import Row, sample_rows, token_logprobs
 from katydid_engine.seen_tokens import SeenTokens
@@ -59,9 +60,9 @@ class Runner:
     ) -> None:
         self._model = model
         self._collectives = collectives
-        self._slots = slots
         self._grammars = grammars
         self._kv_cache = model.new_kv_cache(num_pages)
+        self._pages = PageMover(model, self._kv_cache, collectives, slots)
         self._drafts = drafts
         self._feeds_back = drafts or ahead
         self._batches = BatchBuilder(model.device)
@@ -87,11 +88,11 @@ class Runner:
             if start.sparse_prefill:
                 self._sparse_prompts[start.sequence] = start.num_prompt
             self._samplers[start.sequence] = SequenceSampler(start, self._model.config.eos_token_ids, self._grammars)
-        sums = self._move(plan)
+        sums = self._pages.move(plan)
         output = self._compute(plan) if plan.runs else StepOutput()
         if sums is not None:
             # Read last: on a GPU this waits for the transfers, without which their slots must not be given back.
-            moved = _published(sums.tolist(), (*plan.packs, *plan.unpacks))
+            moved = published_checksums(sums.tolist(), (*plan.packs, *plan.unpacks))
             output = replace(output, packed=moved[: len(plan.packs)], unpacked=moved[len(plan.packs) :])
         return output
 
@@ -131,51 +132,6 @@ class Runner:
                 )
             )
         self.run(StepPlan(0, ends=tuple(range(sequences))))
-
-    def _move(self, plan: StepPlan) -> Tensor | None:
-        """Moves pages; the linear checksums of packs, then of unpacks, int64 ``[transfers]``; None without any."""
-        packed = self._transfer(kv_pack, plan.packs)
-        if plan.copies:
-            self._copy(plan.copies)
-        unpacked = self._transfer(kv_unpack, plan.unpacks)
-        if not (plan.packs or plan.unpacks):
-            return None
-        sums = torch.cat((packed, unpacked))
-        if not self._model.sums_kv_heads:
-            sums.zero_()
-        # The sum over ranks is that of the whole object. Rank 0 tells the face that slots are full or free: every rank
-        # must be done with its heads by then, summed or not.
-        return self._collectives.all_reduce(sums)
-
-    def _copy(self, copies: Sequence[PageCopy]) -> None:
-        sources = [copy.source for copy in copies]
-        targets = [copy.target for copy in copies]
-        for pages in (*self._kv_cache.k_pages, *self._kv_cache.v_pages):
-            pages[targets] = pages[sources]
-
-    def _transfer(self, move: Callable[..., None], transfers: Sequence[Transfer]) -> Tensor:
-        """Carries out transfers; this rank's part of their checksums, int64 ``[transfers]``."""
-        device = self._model.device
-        sums = torch.zeros(len(transfers), dtype=torch.int64, device=device)
-        if not transfers:
-            return sums
-        assert self._slots is not None
-        for objects, places in self._slots.groups(transfers):
-            some = [transfers[place] for place in places]
-            part = sums.new_zeros(len(some)) if any(transfer.summed for transfer in some) else None
-            move(
-                self._kv_cache.k_pages,
-                self._kv_cache.v_pages,
-                torch.tensor([transfer.page for transfer in some], dtype=torch.int32).to(device),
-                objects,
-                torch.tensor([self._slots.row(transfer.slot) for transfer in some], dtype=torch.int32).to(device),
-                object_kv_heads=self._model.config.num_kv_heads,
-                first_head=self._model.first_kv_head,
-                checksums=part,
-            )
-            if part is not None:
-                sums[places] = part
-        return sums
 
     def _compute(self, plan: StepPlan) -> StepOutput:
         built = self._batches.build(plan.runs, plan.num_decodes, plan.decode_q_len)
@@ -400,10 +356,6 @@ def _sampled_places(plan: StepPlan, ends: list[int]) -> list[int]:
 
 def _first_of(runs: list[int]) -> list[bool]:
     return [index == 0 or run != runs[index - 1] for index, run in enumerate(runs)]
-
-
-def _published(sums: Sequence[int], transfers: Sequence[Transfer]) -> tuple[int, ...]:
-    return tuple(published_checksum(total) * of.summed for total, of in zip(sums, transfers, strict=True))
 
 
 def _join(parts: Sequence[Logprobs]) -> Logprobs:
