@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -35,7 +35,7 @@ _MOST_WORDS = 2**16
 # Tokenising a piece by itself costs as much more as this many characters within a text.
 _PIECE_CHARACTERS = 10
 # Below, pieces are learnt whatever they cost.
-_SHORT = 1024
+_SHORT = 4096
 
 
 class WordCache:
@@ -50,14 +50,16 @@ class WordCache:
         words = self._words
         pieces = [_PIECE.findall(text) for text in texts]
         found = [[words.get(piece) for piece in row] for row in pieces]
-        unknown: dict[str, bytes] = {}
+        missing = [
+            {piece: b"" for piece, ids in zip(row, known, strict=True) if ids is None}
+            for row, known in zip(pieces, found, strict=True)
+        ]
+        unknown: dict[str, bytes] = {piece: b"" for row in missing for piece in row}
         whole: dict[int, bytes] = {}
-        for place, (text, row, known) in enumerate(zip(texts, pieces, found, strict=True)):
-            missing = {piece: b"" for piece, ids in zip(row, known, strict=True) if ids is None}
-            if len(text) > _SHORT and len(missing) * _PIECE_CHARACTERS + sum(map(len, missing)) > len(text):
-                whole[place] = b""
-            else:
-                unknown |= missing
+        if not _worth(unknown, sum(map(len, texts))):
+            # Some of them may be new through and through.
+            whole = {place: b"" for place, text in enumerate(texts) if not _worth(missing[place], len(text))}
+            unknown = {piece: b"" for place, row in enumerate(missing) if place not in whole for piece in row}
         if whole or unknown:
             encoded = self._encode([*(texts[place] for place in whole), *unknown])
             whole = dict(zip(whole, encoded, strict=False))
@@ -74,6 +76,11 @@ class WordCache:
         if len(self._words) + len(fresh) > _MOST_WORDS:
             self._words.clear()
         self._words.update((piece, ids) for piece, ids in fresh.items() if len(piece) <= _LONGEST_WORD)
+
+
+def _worth(missing: Collection[str], characters: int) -> bool:
+    """Whether so many unknown pieces cost less than tokenising a text of so many characters."""
+    return characters <= _SHORT or len(missing) * _PIECE_CHARACTERS + sum(map(len, missing)) <= characters
 
 
 def cuts_at_words(tokenizer: Tokenizer) -> bool:
