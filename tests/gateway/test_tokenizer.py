@@ -51,7 +51,7 @@ def test_conversations_that_grow_and_branch_have_the_ids_of_the_whole(turns: lis
         encoded = asyncio.run(cached.encode_prompt(seen[-1]))
         assert list(array("I", encoded.ids)) == TOKENIZER.encode(seen[-1], add_special_tokens=False).ids
         assert encoded.prefix is not None
-        assert encoded.ids.startswith(encoded.prefix.ids)
+        assert encoded.ids.startswith(bytes(encoded.prefix.ids))
         chain = chains.chain(encoded.ids, key, encoded.known, encoded.prefix)
         assert chain == key.extend(encoded.ids)
         # From what was just kept.
@@ -62,12 +62,12 @@ def test_prefixes_stay_within_their_memory() -> None:
     prefixes = RecentPrefixes(40_000)
     for number in range(10):
         text = f"{number}" * 10_000
-        assert prefixes.put(text, b"1234" * 2000) is not None
+        assert prefixes.put(text, b"1234" * 2000, 7000) is not None
         assert prefixes.bytes <= 40_000
         assert prefixes.of(f"{text} and more") is not None
     assert prefixes.of("0" * 10_000) is None
-    assert prefixes.put("x" * 50_000, b"") is None
-    assert prefixes.put("short", b"") is None
+    assert prefixes.put("x" * 50_000, b"", 0) is None
+    assert prefixes.put("short", b"", 0) is None
 
 
 def test_special_tokens_of_the_tokenizer_are_added_once() -> None:

@@ -48,7 +48,7 @@ class ChainCache:
         else:
             chain = self._by_strides(ids, key)
         if prefix is not None and len(prefix.chains) < _MOST_KEYS:
-            prefix.chains[key] = chain[: len(prefix.ids) // _BLOCK_BYTES * HASH_BYTES]
+            prefix.chains[key] = chain[: prefix.id_bytes // _BLOCK_BYTES * HASH_BYTES]
         return chain
 
     def _by_strides(self, ids: bytes, key: ChainKey) -> bytes:

@@ -114,7 +114,7 @@ class EngineSession:
         if self._outbound is None:
             raise UnavailableError(f"engine {self._name} is not connected")
         number = self._next_request()
-        request = pb.SessionRequest(submit=submission.message(number, dp_rank, timeout_s))
+        request = submission.message(number, dp_rank, timeout_s)
         self._listeners[number] = listener
         self._progress.sent(number, expected_s, time.monotonic())
         self._outbound.put_nowait(request)

@@ -50,13 +50,15 @@ class Submission:
         name = self.request_id if self.sampling.n == 1 else f"{self.request_id}.{choice}"
         return replace(self, request_id=name, sampling=sampling, generated_ids=generated_ids)
 
-    def message(self, number: int, dp_rank: int, timeout_s: float) -> pb.SubmitRequest:
+    def message(self, number: int, dp_rank: int, timeout_s: float) -> pb.SessionRequest:
         """The message, with the time the caller still gives it."""
-        message = pb.SubmitRequest(
+        whole = pb.SessionRequest()
+        message = whole.submit
+        # In place: a message that is given to another is copied, and ids are a megabyte.
+        message.prompt_ids, message.generated_ids = self.prompt_ids, self.generated_ids
+        rest = pb.SubmitRequest(
             request=number,
             request_id=self.request_id,
-            prompt_ids=self.prompt_ids,
-            generated_ids=self.generated_ids,
             sampling=_sampling(self.sampling),
             dp_rank=dp_rank,
             priority=self.options.priority,
@@ -66,13 +68,14 @@ class Submission:
             tenant=self.tenant,
             bypass_cache=self.options.bypass_cache,
         )
+        message.MergeFrom(rest)
         message.timeout.CopyFrom(to_duration(max(_SHORTEST_TIMEOUT_S, timeout_s)))
         if self.hold_s:
             message.hold.CopyFrom(to_duration(self.hold_s))
         if self.trace is not None:
             message.traceparent = self.trace.traceparent
             message.tracestate = self.trace.tracestate
-        return message
+        return whole
 
 
 def _sampling(sampling: Sampling) -> pb.SamplingParams:

@@ -19,16 +19,24 @@ _MOST = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """The beginning of a prompt that ends with a special token, its packed ids, and its block hashes by key."""
+    """The beginning of a prompt that ends with a special token, its packed ids, and its block hashes by key.
+
+    `ids` are the first `id_bytes` of the whole prompt's, which are not copied.
+    """
 
     text: str
-    ids: bytes
+    prompt_ids: bytes
+    id_bytes: int
     chains: dict[ChainKey, bytes] = field(default_factory=dict)
+
+    @property
+    def ids(self) -> memoryview:
+        return memoryview(self.prompt_ids)[: self.id_bytes]
 
     @property
     def size_bytes(self) -> int:
         # Hashes take an eighth of the ids.
-        return len(self.ids) * 9 // 8 + len(self.text) * (1 if self.text.isascii() else 4)
+        return len(self.prompt_ids) * 9 // 8 + len(self.text) * (1 if self.text.isascii() else 4)
 
 
 class RecentPrefixes:
@@ -45,9 +53,9 @@ class RecentPrefixes:
             return None
         return next((prefix for prefix in self._prefixes if text.startswith(prefix.text)), None)
 
-    def put(self, text: str, ids: bytes) -> Prefix | None:
+    def put(self, text: str, prompt_ids: bytes, id_bytes: int) -> Prefix | None:
         """Remember a prefix; None when it is too short or too large."""
-        prefix = Prefix(text, ids)
+        prefix = Prefix(text, prompt_ids, id_bytes)
         if len(text) < _SHORTEST or prefix.size_bytes > self._capacity:
             return None
         self._prefixes.appendleft(prefix)

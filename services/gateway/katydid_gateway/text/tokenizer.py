@@ -112,7 +112,7 @@ class TextTokenizer:
         body = b"".join(ids if known is None else (known.ids, *ids))
         if known is not None and len(pieces) == 1:
             return EncodedText(body, known, known)
-        prefix = self._prefixes.put(text[: len(text) - len(pieces[-1])], body[: len(body) - len(ids[-1])])
+        prefix = self._prefixes.put(text[: len(text) - len(pieces[-1])], body, len(body) - len(ids[-1]))
         return EncodedText(body, known, prefix)
 
     def ids_of(self, marker: str) -> bytes:

@@ -47,30 +47,45 @@ class WordCache:
 
     def ids(self, texts: Sequence[str]) -> list[bytes]:
         """The ids of texts between special tokens: those of their words, or of the whole where few words are known."""
-        words = self._words
-        pieces = [_PIECE.findall(text) for text in texts]
-        found = [[words.get(piece) for piece in row] for row in pieces]
-        missing = [
-            {piece: b"" for piece, ids in zip(row, known, strict=True) if ids is None}
-            for row, known in zip(pieces, found, strict=True)
-        ]
-        unknown: dict[str, bytes] = {piece: b"" for row in missing for piece in row}
-        whole: dict[int, bytes] = {}
-        if not _worth(unknown, sum(map(len, texts))):
+        ids: list[bytes] = []
+        new: dict[int, tuple[list[str], list[bytes | None]]] = {}
+        known = self._words.get
+        for place, text in enumerate(texts):
+            pieces = _PIECE.findall(text)
+            found = [known(piece) for piece in pieces]
+            if None in found:
+                new[place] = pieces, found
+                ids.append(b"")
+            else:
+                ids.append(b"".join(found))  # type: ignore[arg-type]  # none of them is None
+        if new:
+            self._encode_new(texts, new, ids)
+        return ids
+
+    def _encode_new(
+        self, texts: Sequence[str], new: dict[int, tuple[list[str], list[bytes | None]]], ids: list[bytes]
+    ) -> None:
+        """Fills in the ids of texts with pieces that are not known: `new` has pieces and what is known, by place."""
+        missing = {
+            place: {piece: b"" for piece, known in zip(pieces, found, strict=True) if known is None}
+            for place, (pieces, found) in new.items()
+        }
+        unknown: dict[str, bytes] = {piece: b"" for row in missing.values() for piece in row}
+        whole: list[int] = []
+        if not _worth(unknown, sum(len(texts[place]) for place in new)):
             # Some of them may be new through and through.
-            whole = {place: b"" for place, text in enumerate(texts) if not _worth(missing[place], len(text))}
-            unknown = {piece: b"" for place, row in enumerate(missing) if place not in whole for piece in row}
-        if whole or unknown:
-            encoded = self._encode([*(texts[place] for place in whole), *unknown])
-            whole = dict(zip(whole, encoded, strict=False))
-            unknown = dict(zip(unknown, encoded[len(whole) :], strict=True))
-            self._learn(unknown)
-        return [
-            whole[place]
-            if place in whole
-            else b"".join([unknown[piece] if ids is None else ids for piece, ids in zip(row, known, strict=True)])
-            for place, (row, known) in enumerate(zip(pieces, found, strict=True))
-        ]
+            whole = [place for place in new if not _worth(missing[place], len(texts[place]))]
+            unknown = {piece: b"" for place in new if place not in whole for piece in missing[place]}
+        encoded = self._encode([*(texts[place] for place in whole), *unknown])
+        for place, packed in zip(whole, encoded, strict=False):
+            ids[place] = packed
+            del new[place]
+        fresh = dict(zip(unknown, encoded[len(whole) :], strict=True))
+        for place, (pieces, found) in new.items():
+            ids[place] = b"".join(
+                [fresh[piece] if known is None else known for piece, known in zip(pieces, found, strict=True)]
+            )
+        self._learn(fresh)
 
     def _learn(self, fresh: dict[str, bytes]) -> None:
         if len(self._words) + len(fresh) > _MOST_WORDS:
