@@ -56,6 +56,51 @@ def test_a_lost_rank_ends_every_request(plan: str, rank: int, how: signal.Signal
         run(lose_a_rank(service, service.children()[rank], how))
 
 
+HY3_TINY = Path(__file__).parents[2] / "models" / "hy3-tiny"
+EVERY_PLAN = {
+    "tp2": (),
+    "tp2,sp,ep2": (),
+    "tp4,sp,ep4": (),
+    "pp2": ("--micro-batches", "2"),
+    "dp2,ep2": ("--micro-batches", "2"),
+    "dp2,ep2+2": ("--rebalance-passes", "8"),
+    "tp2,sp,dp2,ep4": (),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_a_trained_model_with_drafts_says_the_same_under_every_plan(plan: str, tmp_path: Path) -> None:
+    common = ("--kv-pages", "64", "--rank-timeout-s", "60")
+    found: list[list[list[int]]] = []
+
+    async def ask(address: str) -> None:
+        async with session(address) as client:
+            asked = [
+                client.submit(
+                    prompt(100 + 30 * number, number),
+                    max_tokens=24,
+                    ignore_eos=True,
+                    dp_rank=number % (2 if "dp2" in plan and found else 1),
+                    temperature=0.8 * (number % 2),
+                    top_p=0.95,
+                    seed=number,
+                )
+                for number in range(5)
+            ]
+            await asyncio.gather(*(answer.done.wait() for answer in asked))
+            found.append([answer.output for answer in asked])
+
+    with (
+        engine(HY3_TINY, tmp_path, *common) as one,
+        engine(HY3_TINY, tmp_path, *common, "--plan", plan, *EVERY_PLAN[plan]) as many,
+    ):
+        run(ask(one.address))
+        run(ask(many.address))
+    assert found[1] == found[0]
+    assert all(len(output) == 24 for output in found[0])
+
+
 def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "tiny", "hy_v3")
     single: list[Answer] = []
