@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -38,6 +39,22 @@ _PIECE_CHARACTERS = 10
 _SHORT = 4096
 
 
+@dataclass(slots=True)
+class _Row:
+    """A text's pieces, and the ids of those that are known."""
+
+    pieces: list[str]
+    ids: list[bytes | None]
+
+    def missing(self) -> dict[str, list[int]]:
+        """Pieces that are not known, and where they are."""
+        found: dict[str, list[int]] = {}
+        for place, ids in enumerate(self.ids):
+            if ids is None:
+                found.setdefault(self.pieces[place], []).append(place)
+        return found
+
+
 class WordCache:
     """Packed ids by word; when `_MOST_WORDS` are known it begins anew. `encode` gives packed ids of several texts."""
 
@@ -47,45 +64,34 @@ class WordCache:
 
     def ids(self, texts: Sequence[str]) -> list[bytes]:
         """The ids of texts between special tokens: those of their words, or of the whole where few words are known."""
-        ids: list[bytes] = []
-        new: dict[int, tuple[list[str], list[bytes | None]]] = {}
         known = self._words.get
-        for place, text in enumerate(texts):
-            pieces = _PIECE.findall(text)
-            found = [known(piece) for piece in pieces]
-            if None in found:
-                new[place] = pieces, found
-                ids.append(b"")
-            else:
-                ids.append(b"".join(found))  # type: ignore[arg-type]  # none of them is None
+        rows = [_Row(pieces, [known(piece) for piece in pieces]) for pieces in map(_PIECE.findall, texts)]
+        new = [place for place, row in enumerate(rows) if None in row.ids]
+        whole: dict[int, bytes] = {}
         if new:
-            self._encode_new(texts, new, ids)
-        return ids
+            whole = self._find(texts, rows, new)
+        # No id is missing where the whole is not taken.
+        return [whole[place] if place in whole else b"".join(row.ids) for place, row in enumerate(rows)]  # type: ignore[arg-type]
 
-    def _encode_new(
-        self, texts: Sequence[str], new: dict[int, tuple[list[str], list[bytes | None]]], ids: list[bytes]
-    ) -> None:
-        """Fills in the ids of texts with pieces that are not known: `new` has pieces and what is known, by place."""
-        missing = {
-            place: {piece: b"" for piece, known in zip(pieces, found, strict=True) if known is None}
-            for place, (pieces, found) in new.items()
-        }
-        unknown: dict[str, bytes] = {piece: b"" for row in missing.values() for piece in row}
+    def _find(self, texts: Sequence[str], rows: Sequence[_Row], new: Sequence[int]) -> dict[int, bytes]:
+        """Fills in what rows at places `new` do not know; the ids of texts that were rather tokenised whole."""
+        missing = {place: rows[place].missing() for place in new}
+        unknown = dict.fromkeys(piece for row in missing.values() for piece in row)
         whole: list[int] = []
         if not _worth(unknown, sum(len(texts[place]) for place in new)):
             # Some of them may be new through and through.
             whole = [place for place in new if not _worth(missing[place], len(texts[place]))]
-            unknown = {piece: b"" for place in new if place not in whole for piece in missing[place]}
-        encoded = self._encode([*(texts[place] for place in whole), *unknown])
-        for place, packed in zip(whole, encoded, strict=False):
-            ids[place] = packed
-            del new[place]
-        fresh = dict(zip(unknown, encoded[len(whole) :], strict=True))
-        for place, (pieces, found) in new.items():
-            ids[place] = b"".join(
-                [fresh[piece] if known is None else known for piece, known in zip(pieces, found, strict=True)]
-            )
+            unknown = dict.fromkeys(piece for place in new if place not in whole for piece in missing[place])
+        asked = [*(texts[place] for place in whole), *unknown]
+        encoded = dict(zip(asked, self._encode(asked), strict=True))
+        fresh = {piece: encoded[piece] for piece in unknown}
+        for place in new:
+            if place not in whole:
+                for piece, at in missing[place].items():
+                    for index in at:
+                        rows[place].ids[index] = fresh[piece]
         self._learn(fresh)
+        return {place: encoded[texts[place]] for place in whole}
 
     def _learn(self, fresh: dict[str, bytes]) -> None:
         if len(self._words) + len(fresh) > _MOST_WORDS:
