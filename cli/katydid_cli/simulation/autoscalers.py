@@ -73,8 +73,8 @@ class Concurrency:
 
 
 class SampleRule:
-    """A published sample for serving language models: an engine more while a queue is long, one less while GPU memory is
-    more than 90 % used. `memory_step` of 1 reads the second half as it was perhaps meant."""
+    """A published sample for serving models: an engine more while a queue is long, one less while GPU memory is more
+    than 90 % used. `memory_step` of 1 reads the second half as it was perhaps meant."""
 
     def __init__(self, memory_step: int) -> None:
         self._memory_step = memory_step
