@@ -55,7 +55,7 @@ def test_blocks_go_from_instance_to_instance_and_are_read_in_place(tmp_path: Pat
             # As an engine reads: what is not in memory is waited for, then it lies in this host's arena.
             at = found.runs[0].blocks if found.runs[0].tier is Tier.MEMORY else 0
             wanted = blocks[at : at + 8]
-            there = await reader.prefetch(chain(wanted), deadline_s=5.0, wait=True)
+            there = await reader.prefetch(chain(wanted), deadline_s=30.0, wait=True)
             assert there.blocks == len(wanted)
             for slot, block in zip(there.slots, wanted, strict=True):
                 view = reader.arena.view[slot.offset : slot.offset + LAYOUT.block_bytes]

@@ -1,4 +1,4 @@
-"""kv_pack and kv_unpack in torch: what runs without a GPU, or to memory that no GPU can reach."""
+"""kv_pack and kv_unpack without a kernel: between memory that no GPU reaches, or from a GPU to such memory in torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from katydid_kernels.kv_pack.checksum import multipliers
+from katydid_kernels.kv_pack.host_move import HostMove
 
 __all__ = ["as_runs", "kv_pack_reference", "kv_unpack_reference"]
 
@@ -28,6 +29,10 @@ def kv_pack_reference(
     """`kv_pack` in torch, of its arguments; on a GPU it waits for the copy."""
     heads = k_pages[0].shape[1]
     runs = as_runs(objects, k_pages[0], object_kv_heads)
+    if not (k_pages[0].is_cuda or objects.is_cuda):
+        move = HostMove(runs, k_pages, v_pages, first_layer, first_head)
+        move.pack(page_ids.tolist(), slot_ids.tolist(), checksums)
+        return
     page_ids = page_ids.long()
     slot_ids = slot_ids.long().to(objects.device)
     for index, (k, v) in enumerate(zip(k_pages, v_pages, strict=True)):
@@ -52,6 +57,10 @@ def kv_unpack_reference(
     """`kv_unpack` in torch, of its arguments; on a GPU it waits for the copy."""
     heads = k_pages[0].shape[1]
     runs = as_runs(objects, k_pages[0], object_kv_heads)
+    if not (k_pages[0].is_cuda or objects.is_cuda):
+        move = HostMove(runs, k_pages, v_pages, first_layer, first_head)
+        move.unpack(page_ids.tolist(), slot_ids.tolist(), checksums)
+        return
     page_ids = page_ids.long()
     slot_ids = slot_ids.long().to(objects.device)
     for index, (k, v) in enumerate(zip(k_pages, v_pages, strict=True)):

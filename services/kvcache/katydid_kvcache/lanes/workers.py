@@ -55,29 +55,39 @@ class LaneWorkers:
     async def run(self, order: LaneOrder | StreamOrder) -> list[bytes | None]:
         """Checksum of each block of the order that arrived and is right; none when its worker died.
 
-        When this is cancelled the worker is killed first, so that the blocks' slots may be given to others.
+        When this is cancelled the worker is killed first, so that the blocks' slots may be given to others. An order
+        that a worker had when it was found dead goes to a new one.
         """
         async with self._places:
-            worker = self._idle_one() or _Worker(self._arena, self._credentials)
-            self._busy.add(worker)
-            try:
-                loop = asyncio.get_running_loop()
-                await loop.sock_sendall(worker.socket, order.pack())
-                answer = await loop.sock_recv(worker.socket, MESSAGE_BYTES)
-                if len(answer) != len(ARRIVED_NOT) * len(order.places):
-                    raise ConnectionError(f"it answered {len(answer)} bytes for {len(order.places)} blocks")
-            except BaseException as error:
-                worker.end()
-                if not isinstance(error, OSError):
-                    raise
-                logger.error("a lane worker is gone: %s", error, extra={"worker": worker.process.pid})
+            idle = self._idle_one()
+            answer = await self._ask(idle, order) if idle is not None else None
+            if answer is None:
+                answer = await self._ask(_Worker(self._arena, self._credentials), order)
+            if answer is None:
                 return [None] * len(order.places)
-            else:
-                self._idle.append(worker)
-                checksums = (answer[at : at + len(ARRIVED_NOT)] for at in range(0, len(answer), len(ARRIVED_NOT)))
-                return [None if checksum == ARRIVED_NOT else checksum for checksum in checksums]
-            finally:
-                self._busy.discard(worker)
+            checksums = (answer[at : at + len(ARRIVED_NOT)] for at in range(0, len(answer), len(ARRIVED_NOT)))
+            return [None if checksum == ARRIVED_NOT else checksum for checksum in checksums]
+
+    async def _ask(self, worker: _Worker, order: LaneOrder | StreamOrder) -> bytes | None:
+        """The worker's answer to an order; None when it died, or may as well have."""
+        self._busy.add(worker)
+        try:
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(worker.socket, order.pack())
+            answer = await loop.sock_recv(worker.socket, MESSAGE_BYTES)
+            if len(answer) != len(ARRIVED_NOT) * len(order.places):
+                raise ConnectionError(f"it answered {len(answer)} bytes for {len(order.places)} blocks")
+        except BaseException as error:
+            worker.end()
+            if not isinstance(error, OSError):
+                raise
+            logger.error("a lane worker is gone: %s", error, extra={"worker": worker.process.pid})
+            return None
+        else:
+            self._idle.append(worker)
+            return answer
+        finally:
+            self._busy.discard(worker)
 
     def _idle_one(self) -> _Worker | None:
         """A worker that has nothing to do; those that died meanwhile are cleared away."""
