@@ -237,10 +237,15 @@ class Answer:
             return
         engine = flight.dispatch.engine
         self._failed.add(engine)
-        self._dispatcher.failed(flight.dispatch)
+        self._dispatcher.failed(flight.dispatch, error, retryable=retryable)
         begun = self.tokens > 0
         self._land(flight)
-        if not retryable or flight.attempt >= MAX_ATTEMPTS or (begun and not self._resume):
+        again = retryable and flight.attempt < MAX_ATTEMPTS
+        if begun:
+            again = again and self._resume
+        else:
+            again = again and self._dispatcher.may_retry(error)
+        if not again:
             if self._failure is None and not self._done:
                 # The client gets what came before: an error in mid-stream is always one of a stream that began.
                 self._break_off(error)

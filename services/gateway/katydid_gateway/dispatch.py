@@ -9,15 +9,24 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from katydid_runtime.block_hash import BLOCK_TOKENS
-from katydid_runtime.errors import UnavailableError
+from katydid_runtime.errors import (
+    DrainingError,
+    EngineLostError,
+    InternalError,
+    KatydidError,
+    OverloadedError,
+    UnavailableError,
+)
 from katydid_runtime.telemetry import Span
 
 from katydid_gateway.engines.engine_session import EngineListener, EngineSession
 from katydid_gateway.engines.fleet import Fleet
 from katydid_gateway.engines.frames import EngineTrace
 from katydid_gateway.engines.submission import Submission
+from katydid_gateway.flow.retries import RetryBudget
 from katydid_gateway.gateway_metrics import GatewayMetrics
 from katydid_gateway.requests import CachedTokens
+from katydid_gateway.routing.breaker import FAILURES
 from katydid_gateway.routing.drift import CacheDrift
 from katydid_gateway.routing.router import Candidate, Decision, RoutedPrompt
 from katydid_gateway.routing.tier_index import CacheTier
@@ -55,6 +64,7 @@ class Dispatcher:
         self._metrics = metrics
         self._books = itertools.count()
         self._cache_drift = CacheDrift()
+        self._retries = RetryBudget()
 
     def decide(
         self, prompt: RoutedPrompt, span: Span, without: Collection[str] = (), *, after: str | None = None
@@ -83,6 +93,7 @@ class Dispatcher:
         timeout_s: float,
     ) -> Dispatch:
         """Submit to `candidate`. Raises UnavailableError when it is gone by now."""
+        self._retries.came()
         session = self._fleet.session(candidate.holder.engine)
         number = session.submit(submission, listener, candidate.holder.rank, timeout_s, candidate.prediction.ttft_s)
         book = next(self._books)
@@ -95,6 +106,7 @@ class Dispatcher:
     def first_token(self, dispatch: Dispatch, cached: CachedTokens, trace: EngineTrace) -> None:
         """The engine said what it found in caches: learn from it."""
         self._router.settled(dispatch.book, dispatch.candidate.holder)
+        self._router.engines[dispatch.engine].breaker.answered()
         self._compare(dispatch, cached)
         block_bytes = self._router.engines[dispatch.engine].block_bytes
         # Blocks of two tiers may alternate: a tier's tokens took all the phases of that tier together.
@@ -118,9 +130,18 @@ class Dispatcher:
                 extra={"engine": dispatch.engine, "found_share": round(share, 3)},
             )
 
-    def failed(self, dispatch: Dispatch) -> None:
+    def failed(self, dispatch: Dispatch, error: KatydidError, *, retryable: bool) -> None:
         """The engine gave the request up."""
         self._metrics.failed.labels(dispatch.engine).inc()
+        if (retryable or isinstance(error, InternalError)) and not isinstance(error, OverloadedError | DrainingError):
+            engine = self._router.engines[dispatch.engine]
+            engine.breaker.failed(time.monotonic())
+            if engine.breaker.failures == FAILURES:
+                logger.error("engine fails its requests", extra={"engine": dispatch.engine, "error": str(error)})
+
+    def may_retry(self, error: KatydidError) -> bool:
+        """Whether a request that failed so before its first token may go to another engine."""
+        return isinstance(error, EngineLostError) or self._retries.take()
 
     def resumed(self, engine: str, choices: int) -> None:
         """So many choices that `engine` had begun go on elsewhere."""

@@ -25,6 +25,7 @@ from katydid_gateway.engines.health import HealthWatch
 from katydid_gateway.engines.parity import Parity
 from katydid_gateway.engines.progress import ProgressWatch
 from katydid_gateway.gateway_metrics import GatewayMetrics
+from katydid_gateway.routing.breaker import Breaker
 from katydid_gateway.routing.load import EngineState, RankReport, RankState
 from katydid_gateway.routing.router import Router
 from katydid_gateway.settings import EngineAddress
@@ -172,6 +173,7 @@ class EngineConnection:
         self._state.ranks = [RankState() for _ in range(max(1, description.dp_ranks))]
         self._state.block_bytes = description.block_bytes
         self._state.since = time.monotonic()
+        self._state.breaker = Breaker()
         self._learn_cache(description)
         self._health.progress = self.progress = ProgressWatch()
         self.session = EngineSession(

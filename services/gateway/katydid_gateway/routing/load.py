@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from katydid_gateway.routing.breaker import Breaker
+
 __all__ = ["EngineState", "RankReport", "RankState"]
 
 # A request sent longer ago than this is in the report that arrives now.
@@ -90,6 +92,7 @@ class EngineState:
     """The cache service's instance on its own host, "" when there is none or it is not known."""
     since: float = 0.0
     """When it joined the fleet with empty caches."""
+    breaker: Breaker = field(default_factory=Breaker)
 
     def reported(self, reports: Mapping[int, RankReport], now: float) -> None:
         for rank, report in reports.items():

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
+from katydid_gateway.routing.breaker import FAILING
 from katydid_gateway.routing.cost import DEFAULT_PREFILL_SPEED, Prediction, TierSpeeds, predict
 from katydid_gateway.routing.load import EngineState, RankReport, RankState
 from katydid_gateway.routing.pairs import COMPUTES_PROMPTS, CONTINUES, after_hand_off
@@ -118,7 +119,7 @@ class Router:
         )
         able = [candidate for candidate in candidates if not candidate.excluded]
         if not able:
-            # Roles are the operator's wish; an engine refuses nothing because of its own.
+            # Roles are the operator's wish, and one that fails requests is better than none.
             any_role = self._candidates(engines, prompt, terms, now, without, None)
             able = [candidate for candidate in any_role if not candidate.excluded]
             if not able:
@@ -201,12 +202,14 @@ class Router:
         without: Collection[str],
         roles: Mapping[str, str] | None,
     ) -> list[Candidate]:
-        """All ranks; `roles` tells why an engine of a role does not do, None where every role will."""
+        """All ranks; `roles` tells why an engine of a role does not do, None where every engine will that there is."""
         joined = [engine.since for engine in engines.values() if not engine.excluded]
         settled = min(joined, default=now) < now - WARM_UP_S
         candidates = []
         for engine in engines.values():
-            unfit = "" if roles is None else roles.get(engine.role, "")
+            unfit = ""
+            if roles is not None:
+                unfit = FAILING if engine.breaker.is_open(now) else roles.get(engine.role, "")
             excluded = "left out" if engine.name in without else engine.excluded or unfit
             fresh = settled and now - engine.since < WARM_UP_S
             for number, rank in enumerate(engine.ranks):

@@ -1,0 +1,88 @@
+"""Retries are a share of the requests, and engines that fail theirs are left alone."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+from katydid.engine.v1 import engine_pb2 as pb
+from katydid_gateway.flow.retries import LEAST, SHARE, RetryBudget
+from katydid_gateway.routing.breaker import FAILURES, FIRST_S, LONGEST_S, Breaker
+
+from tests.gateway.rig import Rig, rig
+
+
+@given(st.lists(st.booleans(), max_size=400))
+def test_retries_never_exceed_their_share(events: list[bool]) -> None:
+    budget, came, taken = RetryBudget(), 0, 0
+    for first in events:
+        if first:
+            budget.came()
+            came += 1
+        elif budget.take():
+            taken += 1
+        assert taken <= LEAST + SHARE * came + 1e-6
+
+
+def test_the_breaker_opens_tries_and_closes() -> None:
+    made = Breaker()
+    for _ in range(FAILURES - 1):
+        made.failed(0.0)
+    made.answered()
+    for _ in range(FAILURES):
+        assert not made.is_open(0.0)
+        made.failed(0.0)
+    assert made.is_open(FIRST_S - 0.1)
+    made.failed(1.0)
+    assert not made.is_open(FIRST_S)
+    made.failed(FIRST_S)
+    assert made.is_open(FIRST_S + 2 * FIRST_S - 0.1)
+    now = FIRST_S
+    for _ in range(8):
+        now = made.open_until
+        made.failed(now)
+    assert made.open_until - now == LONGEST_S
+    made.answered()
+    assert not made.is_open(now)
+
+
+def test_an_engine_that_fails_its_requests_is_left_alone(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        bad, good = built.engines
+        bad.options.refusal = pb.RequestError(reason="UNAVAILABLE", message="a worker is ill", retryable=True)
+        for number in range(30):
+            assert (await built.chat(f"question {number} " * 3)).status_code == 200
+        assert FAILURES <= len(bad.submitted) <= FAILURES + 1
+        assert len(good.submitted) == 30
+        state = built.gateway.fleet.router.engines["engine-0"]
+        bad.options.refusal = None
+        state.breaker.open_until = 0.0
+        for number in range(30):
+            await built.chat(f"another {number} " * 3)
+        assert len(bad.submitted) > FAILURES + 1
+        assert state.breaker.failures == 0
+
+    async def body() -> None:
+        async with rig(chatml, engines=2) as built:
+            await scenario(built)
+
+    asyncio.run(body())
+
+
+def test_what_every_engine_refuses_is_not_tried_for_ever(chatml: Path) -> None:
+    """When all are ill, retries end with their budget, and somebody is still asked."""
+
+    async def body() -> None:
+        async with rig(chatml, engines=2) as built:
+            for engine in built.engines:
+                engine.options.refusal = pb.RequestError(reason="UNAVAILABLE", message="ill", retryable=True)
+            for number in range(40):
+                assert (await built.chat(f"question {number}")).status_code == 503
+            submitted = sum(len(engine.submitted) for engine in built.engines)
+            assert 40 <= submitted <= 40 + LEAST + SHARE * 60
+            states = built.gateway.fleet.router.engines.values()
+            assert all(state.breaker.failures >= FAILURES for state in states)
+
+    asyncio.run(body())
