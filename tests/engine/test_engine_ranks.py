@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -156,3 +157,27 @@ def test_data_parallel_ranks_are_apart(tmp_path: Path) -> None:
         for found in shared:
             assert [answer.tokens for answer in found] == [answer.tokens for answer in single]
         run(lose_a_rank(service, service.children()[1], signal.SIGSTOP))
+
+
+@pytest.mark.soak
+def test_engines_of_two_nodes_carry_out_one_plan(tmp_path: Path) -> None:
+    """Each serves its own DP group, and computes for the other's tokens."""
+    model = write_tiny_model(tmp_path / "tiny", "hy_v3")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    nodes = ("--kv-pages", "64", "--plan", "dp2,ep2", "--nodes", "2", "--rendezvous", f"127.0.0.1:{port}")
+    found: list[list[Answer]] = []
+
+    async def ask(*addresses: str) -> None:
+        found.extend(await asyncio.gather(*(answers(address) for address in addresses)))
+
+    with (
+        engine(model, tmp_path, "--kv-pages", "64") as one,
+        engine(model, tmp_path, *nodes, "--node-rank", "0") as first,
+        engine(model, tmp_path, *nodes, "--node-rank", "1") as second,
+    ):
+        run(ask(one.address))
+        run(ask(first.address, second.address))
+    for node in found[1:]:
+        assert [answer.tokens for answer in node] == [answer.tokens for answer in found[0]]
