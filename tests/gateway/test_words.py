@@ -45,7 +45,7 @@ TEXTS = st.lists(st.tuples(SPACES, WORDS), max_size=12).map(lambda parts: "".joi
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=["digits", *map(str, range(len(WHOLE)))])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(TEXTS, min_size=1, max_size=3))
 def test_words_give_the_ids_of_the_whole(tokenizer: Tokenizer, texts: list[str]) -> None:
     assert cuts_at_words(tokenizer)
