@@ -134,7 +134,7 @@ def peers(rows: int) -> dict[str, Callable[[Tensor], object]]:
         def with_flashinfer(logits: Tensor) -> object:
             probabilities = api.softmax(logits, temperature=0.9)
             return api.top_k_top_p_sampling_from_probs(
-                probabilities, top_k, top_p, filter_apply_order="joint", deterministic=True
+                probabilities, top_k, top_p, filter_apply_order="joint", deterministic=True, seed=17, offset=0
             )
 
         with_flashinfer(logits_of(rows))

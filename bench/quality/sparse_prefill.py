@@ -1,0 +1,103 @@
+"""What sparse prefill costs hy3-tiny at 16K: recall and bits per byte against dense prefill, context by context.
+
+    PYTHONPATH=. python bench/quality/sparse_prefill.py --data DATA --contexts 2 --out bench/results/sparse_prefill.json
+
+Each context of `katydid eval`'s recall task is computed once for each budget: its eight questions give recall, the
+second half of its text (facts included, which nobody can predict) gives bits per byte. Intervals are bootstraps over
+contexts; differences are paired. `--from` takes the lines of an earlier run, one JSON object a context and budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from katydid_cli.evaluation.figures import Item, estimate
+from katydid_cli.evaluation.held_out import load_held_out
+from katydid_cli.evaluation.recall import context_item
+from katydid_cli.evaluation.text import ModelText
+from katydid_engine.scoring import ModelScorer, TokenScores
+from katydid_engine.sparse_prefill import SparsePrefill
+
+LENGTH, TAIL = 16384, 400
+BUDGETS = (None, 0.25, 0.4, 0.6)
+
+
+class Keeping:
+    """A scorer that keeps what it last scored."""
+
+    drafts = False
+
+    def __init__(self, scorer: ModelScorer) -> None:
+        self.scorer, self.vocabulary, self.max_length = scorer, scorer.vocabulary, scorer.max_length
+        self.ids: Sequence[int] = ()
+        self.scores = TokenScores([], [])
+
+    def score(self, ids: Sequence[int]) -> TokenScores:
+        self.ids, self.scores = ids, self.scorer.score(ids)
+        return self.scores
+
+
+def measure(model: Path, data: Path, contexts: int) -> Iterator[dict[str, Any]]:
+    text, code = ModelText(model), load_held_out(data, "code")
+    for index in range(contexts):
+        for budget in BUDGETS:
+            option = None if budget is None else SparsePrefill(budget=budget, min_tokens=1)
+            scorer = Keeping(ModelScorer(model, sparse_prefill=option))
+            item = context_item(scorer, text, code, LENGTH, f"recall/{LENGTH}/{index}")
+            first, last = len(scorer.ids) // 2, len(scorer.ids) - TAIL
+            nats = -sum(scorer.scores.logprobs[first:last])
+            size = len(text.decode(scorer.ids[first + 1 : last + 1]).encode())
+            setting = "dense" if budget is None else f"share {budget}"
+            bits = nats / math.log(2)
+            yield {"i": index, "setting": setting, "right": item.gain, "asked": item.base, "bits": bits, "bytes": size}
+
+
+def rows(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Figures of every budget, over the contexts that all budgets have."""
+    settings = list(dict.fromkeys(line["setting"] for line in lines))
+    of = {setting: {line["i"]: line for line in lines if line["setting"] == setting} for setting in settings}
+    shared = sorted(set.intersection(*(set(found) for found in of.values())))
+    figures = []
+    for setting, found in of.items():
+        chosen = [found[index] for index in shared]
+        recall = [Item(line["right"], line["asked"]) for line in chosen]
+        bits = [Item(line["bits"], line["bytes"]) for line in chosen]
+        more = [Item(found[index]["bits"] - of["dense"][index]["bits"], found[index]["bytes"]) for index in shared]
+        figures += [
+            estimate(f"{setting}: recall at 16K", recall, "share", "higher"),
+            estimate(f"{setting}: bits per byte at 8K to 16K", bits, "bit/byte", "lower"),
+            estimate(f"{setting}: bits per byte more than dense", more, "bit/byte", "lower"),
+        ]
+    return [asdict(figure) for figure in figures]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, default=Path("models/hy3-tiny"))
+    parser.add_argument("--data", type=Path, default=Path(".data"))
+    parser.add_argument("--contexts", type=int, default=2)
+    parser.add_argument("--from", dest="lines", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/sparse_prefill.json"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.lines is not None:
+        lines = [json.loads(line) for line in arguments.lines.read_text().splitlines()]
+    else:
+        lines = []
+        for line in measure(arguments.model, arguments.data, arguments.contexts):
+            print(json.dumps(line), flush=True)
+            lines.append(line)
+    command = "PYTHONPATH=. python bench/quality/sparse_prefill.py"
+    content = {"model": "hy3-tiny", "dense_layers": 2, "decay": 0.7, "command": command, "rows": rows(lines)}
+    arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
