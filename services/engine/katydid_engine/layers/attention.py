@@ -54,9 +54,7 @@ class Attention:
         sparse: whether prompts that a batch plans sparsely are computed so here.
     """
 
-    def __init__(
-        self, weights: Weights, config: ModelConfig, kv_dtype: torch.dtype, *, output_parts: int = 1
-    ) -> None:
+    def __init__(self, weights: Weights, config: ModelConfig, kv_dtype: torch.dtype, *, output_parts: int = 1) -> None:
         q_size = config.num_heads * config.head_dim
         kv_size = config.num_kv_heads * config.head_dim
         self._qkv = ColumnLinear(
