@@ -52,7 +52,7 @@ def _file(preset: str | None) -> Sequence[str]:
 
 
 def _run(*words: str) -> str:
-    done = subprocess.run([str(helm()), *words], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([str(helm()), *words], capture_output=True, text=True, timeout=240)
     if done.returncode:
         raise RefusedError(done.stderr + done.stdout)
     return done.stdout

@@ -48,7 +48,7 @@ def _custom(manifests: Sequence[Manifest]) -> list[str]:
     if not manifests:
         return []
     node = ["node", "--no-warnings", str(_SCRIPT), str(node_modules())]
-    done = subprocess.run(node, input=json.dumps(manifests), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(node, input=json.dumps(manifests), capture_output=True, text=True, timeout=240, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr)
     return list(json.loads(done.stdout))
