@@ -6,12 +6,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import grpc
+import jwt
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
 from katydid.gateway.v1 import admin_pb2, gateway_pb2
 from katydid.gateway.v1.admin_pb2_grpc import AdminServiceStub
 from katydid_gateway.posture import posture
@@ -80,6 +83,37 @@ def test_each_api_asks_for_its_scope(chatml: Path, tmp_path: Path) -> None:
                     assert (await refusal(call)).reason == "PERMISSION_DENIED", (needed, key)
             for path in ("/healthz", "/readyz"):
                 assert (await built.http.get(path)).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_tokens_of_an_identity_provider_are_taken_beside_keys(chatml: Path, tmp_path: Path) -> None:
+    private = ec.generate_private_key(ec.SECP256R1())
+    public = json.loads(jwt.algorithms.ECAlgorithm.to_jwk(private.public_key())) | {"kid": "1"}
+    (tmp_path / "jwks").write_text(json.dumps({"keys": [public]}))
+    claims = {"iss": "https://id", "aud": "katydid", "sub": "team", "exp": time.time() + 60}
+
+    def token(**more: object) -> dict[str, str]:
+        return shown(jwt.encode(claims | more, private, "ES256", {"kid": "1"}))
+
+    async def scenario() -> None:
+        provider = {"jwt_keys": str(tmp_path / "jwks"), "jwt_issuer": "https://id", "jwt_audience": "katydid"}
+        async with rig(chatml, api_keys_file=key_file(tmp_path), **provider) as built:
+            body = {"prompt": "x", "max_tokens": 1}
+            for headers, status in (
+                (token(), 200),
+                (shown("chat"), 200),
+                (token(scope="katydid:tokenize"), 403),
+                (token(aud="other"), 401),
+                (shown("a.b.c"), 401),
+            ):
+                assert (await built.http.post("/v1/completions", json=body, headers=headers)).status_code == status
+            prompt = gateway_pb2.GenerateRequest(prompt=gateway_pb2.Prompt(text="x"))
+            prompt.sampling.max_tokens = 1
+            answer = built.stub.Generate(prompt, metadata=tuple(token().items()))
+            assert [event async for event in answer]
+            tenants = {sha256(name.encode()).digest()[:16] for name in ("team", "chat")}
+            assert {request.tenant for request in built.engines[0].submitted} == tenants
 
     asyncio.run(scenario())
 
