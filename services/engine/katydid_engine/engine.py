@@ -20,15 +20,13 @@ from katydid.engine.v1.engine_pb2_grpc import (
     add_AdminServiceServicer_to_server,
     add_EngineServiceServicer_to_server,
 )
-from katydid_cache import BlockLayout, Cache, keep_buffers_mapped, open_cache
+from katydid_cache import Cache, keep_buffers_mapped, open_cache
 from katydid_runtime.block_hash import BLOCK_TOKENS, fingerprint
 from katydid_runtime.duration import to_duration
 from katydid_runtime.errors import KatydidError
 from katydid_runtime.exposition import Exposition
-from katydid_runtime.golden_prompts import tokenised_alone
 from katydid_runtime.server import RpcServer
 from katydid_runtime.telemetry import Telemetry
-from katydid_runtime.tokenizer_digest import tokenizer_digest
 
 from katydid_engine.admin_service import ROLES, AdminService
 from katydid_engine.block_watch import BlockWatch
@@ -37,12 +35,10 @@ from katydid_engine.face import Face
 from katydid_engine.gpu_figures import GpuFigures
 from katydid_engine.grammar import GrammarKind
 from katydid_engine.grammar_checks import GrammarChecks, GrammarLimits
-from katydid_engine.identity import model_identity
 from katydid_engine.kv_connector import KvConnector
 from katydid_engine.messages import Load, Ready
-from katydid_engine.model_config import ModelConfig, read_model_config
+from katydid_engine.model_facts import ModelFacts, read_model_facts
 from katydid_engine.other_protocol import add_other_protocol
-from katydid_engine.quantization import Scheme, kv_dtype, scheme_to_apply
 from katydid_engine.service import EngineService
 from katydid_engine.settings import EngineSettings
 from katydid_engine.staging import Staging, StagingShape
@@ -255,19 +251,6 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What the face knows of the model without loading it."""
-
-    config: ModelConfig
-    dtype: str
-    identity: bytes
-    dense_identity: bytes
-    layout: BlockLayout
-    tokenizer_digest: bytes
-    golden_digest: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Worker:
     """A started group, what it said of itself, and the memory it shares with the face."""
 
@@ -279,7 +262,7 @@ class Worker:
 @contextlib.asynccontextmanager
 async def _started(settings: EngineSettings, telemetry: Telemetry, metrics: EngineMetrics) -> AsyncIterator[Engine]:
     """An engine whose workers have loaded the model; they end with the block, whatever happens in it."""
-    model = await _read_model(settings)
+    model = await read_model_facts(settings)
     async with contextlib.AsyncExitStack() as stack:
         rendezvous = stack.enter_context(tempfile.TemporaryDirectory(prefix="katydid-"))
 
@@ -336,42 +319,6 @@ def _open_cache(settings: EngineSettings) -> Cache | None:
         token=settings.kvcache_token(),
         lanes=settings.kvcache_lanes,
     )
-
-
-async def _read_model(settings: EngineSettings) -> ModelFacts:
-    """Raises ModelFolderError, or SettingsError for a quantisation that does not fit the model's own."""
-    config = read_model_config(settings.model)
-    dtype: str = settings.dtype
-    if dtype == "auto":
-        dtype = "float32" if settings.device == "cpu" else config.checkpoint_dtype
-    pages = kv_dtype(settings.kv_cache_dtype, config.quantization, dtype)
-    scheme = scheme_to_apply(settings.quantization, config.quantization)
-    # What the checkpoint itself says of its quantisation is part of config.json.
-    compute = dtype if scheme is Scheme.NONE else f"{dtype} {scheme.value}"
-    if settings.parallel_plan.fp8_transfers:
-        compute += " fp8 transfers"
-    identity_of = functools.partial(model_identity, settings.model, kv_dtype=pages)
-    identity, dense_identity = await asyncio.to_thread(identity_of, compute_dtype=compute), b""
-    if settings.sparse_prefill is not None:
-        compute += f" {settings.sparse_prefill}"
-        dense_identity, identity = identity, await asyncio.to_thread(identity_of, compute_dtype=compute)
-    settings.parallel_plan.check_model(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        num_experts=config.moe.num_experts if config.moe else 0,
-        num_layers=config.num_layers,
-    )
-    layout = BlockLayout(
-        layers=config.num_layers + config.num_mtp_layers,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=pages,
-    )
-    digest = golden = b""
-    if (settings.model / "tokenizer.json").exists():
-        digest = tokenizer_digest(settings.model)
-        golden = await asyncio.to_thread(tokenised_alone, settings.model)
-    return ModelFacts(config, dtype, identity, dense_identity, layout, digest, golden)
 
 
 def _new_staging(settings: EngineSettings, model: ModelFacts) -> Staging:
