@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 from katydid_runtime.metrics import (
     STEP_SECONDS,
     TOKENS,
@@ -13,6 +16,9 @@ from katydid_runtime.metrics import (
 )
 
 from katydid_gateway.requests import CachedTokens, Usage
+
+if TYPE_CHECKING:
+    from prometheus_client import Histogram
 
 __all__ = ["GatewayMetrics"]
 
@@ -92,6 +98,7 @@ class GatewayMetrics:
         )
         self.cache_pressure = metrics.gauge("cache_pressure_ratio", "Share of KV pages that running choices hold", role)
         self._tenants: set[str] = set()
+        self._phases: dict[str, Histogram] = {}
 
     def answered(self, ttft_s: float, tpot_s: float, tokens: int, trace_id: str) -> None:
         """Time an answer that delivered `tokens` tokens in its longest choice; the trace id marks its buckets."""
@@ -101,6 +108,15 @@ class GatewayMetrics:
             self.tpot.observe(tpot_s, exemplar)
         if ttft_s <= TTFT_TARGET_S and tpot_s <= TPOT_TARGET_S:
             self.goodput.inc()
+
+    def spent(self, phases_s: Mapping[str, float]) -> None:
+        """The phases of one answer's time to first token."""
+        for name, seconds in phases_s.items():
+            # Looking a label up takes as long as counting.
+            series = self._phases.get(name)
+            if series is None:
+                series = self._phases[name] = self.phase.labels(name)
+            series.observe(max(0.0, seconds))
 
     def ended(self, tenant: str, outcome: str, usage: Usage) -> None:
         """Count a request for its tenant; without API keys there are none."""

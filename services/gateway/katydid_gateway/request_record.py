@@ -29,8 +29,7 @@ def record_finished(
     clock.export(tokens, answer.trace)
     if clock.ttft_s:
         metrics.answered(clock.ttft_s, clock.tpot_s(tokens), tokens, clock.trace_id)
-        for name, seconds in clock.phases_s.items():
-            metrics.phase.labels(name).observe(max(0.0, seconds))
+        metrics.spent(clock.phases_s)
     clock.span.set_all(
         {
             "request.outcome": outcome,
