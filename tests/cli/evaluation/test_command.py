@@ -35,8 +35,8 @@ def test_a_configuration_is_a_name_and_engine_options() -> None:
     assert parse_configuration("w4a8 --model=/models/copy --tp 2") == Configuration(
         "w4a8", ("--tp", "2"), Path("/models/copy")
     )
-    assert parse_configuration("bf16 --dtype=bfloat16 --tp 2") == Configuration(
-        "bf16", ("--dtype=bfloat16", "--tp", "2")
+    assert parse_configuration("bf16 --dtype=bfloat16 --plan tp2") == Configuration(
+        "bf16", ("--dtype=bfloat16", "--plan", "tp2")
     )
     for words in ("", "--dtype=bfloat16", 'a "b'):
         with pytest.raises(EvaluationError, match="configuration"):
