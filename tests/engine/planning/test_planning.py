@@ -101,7 +101,7 @@ def test_every_figure_has_a_source() -> None:
     data = json.loads(text.read_text())
     for group in ("speeds", "constants", "links"):
         assert all(len(entry["source"]) > 5 for entry in data[group].values())
-    assert set(H200.assumed) == {"norm_s", "head_s", "network_bytes_per_s", "network_s"}
+    assert set(H200.assumed) == {"norm_s", "head_s", "overlapped", "network_bytes_per_s", "network_s"}
     with pytest.raises(SettingsError, match="there are speeds of h200"):
         measured("h20")
 

@@ -17,8 +17,6 @@ from katydid_engine.planning.pool import Pool
 __all__ = ["Choice", "Prediction", "Target", "candidates", "choose", "predict"]
 
 _COPIES = 32
-_OVERLAPPED = 0.85
-"""Share of dispatch and combine that two micro-batches are to hide; the bar that a multi-GPU run has to confirm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +109,7 @@ def predict(config: ModelConfig, plan: ParallelPlan, pool: Pool, speeds: Measure
         speeds = replace(speeds, figures=figures)
     available = pool.memory_bytes or speeds.memory_bytes
     memory = rank_memory(config, plan, memory_bytes=min(available, speeds.memory_bytes))
-    phases = Phases(config, plan, speeds, overlapped=_OVERLAPPED)
+    phases = Phases(config, plan, speeds, overlapped=speeds["overlapped"])
     if plan.ep == 1 and config.moe is not None and plan.tp not in speeds.sliced_experts:
         return Prediction(plan, memory, 0, 0, 0, 0, 0, f"no speed of experts cut over {plan.tp} ranks")
     if memory.tokens < target.context:
