@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONVERSATION = ROOT / "helm" / "katydid" / "checks" / "conversation.py"
 # The CPU's build is what the Makefile installs.
 TORCH = re.search(r"^TORCH\s*\?= (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-START_S = 120
+START_S = 300
 
 
 def pip(python: Path, *words: str) -> None:
