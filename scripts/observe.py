@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 import yaml
-from katydid_cli.fleet.plan import free_ports
+from katydid_cli.fleet.plan import free_ports, free_run
 from katydid_client import AsyncKatydid, KatydidError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -196,7 +196,8 @@ def main() -> None:
     parser.add_argument("--pictures", type=Path, help="folder for pictures of dashboards")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    running = Running(*free_ports(4))
+    http, grpc, prometheus_port = free_ports(3)
+    running = Running(http, grpc, free_run(3), prometheus_port)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         up = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import signal
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from katydid_cli.fleet.plan import free_ports
+from katydid_cli.fleet.plan import free_ports, free_run
 from katydid_cli.tracing.attribution import attribute
 from katydid_cli.tracing.spans import Span, choose_trace, read_spans
 from katydid_client import AsyncKatydid, Completion, KatydidError
@@ -62,7 +61,7 @@ def fleet(tmp_path_factory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("up")
     model = write_tiny_model(folder / "tiny")
     http_port, grpc_port = free_ports(2)
-    metrics_port = _free_run(3)
+    metrics_port = free_run(3)
     trace_file = folder / f"trace-{grpc_port}.jsonl"
     log = folder / "log"
     command = (
@@ -84,16 +83,6 @@ def fleet(tmp_path_factory) -> Iterator[Fleet]:
         finally:
             process.terminate()
             process.wait(30)
-
-
-def _free_run(count: int) -> int:
-    """The first of so many free ports in a row."""
-    while True:
-        first = free_ports(1)[0]
-        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
-            for port in range(first, first + count):
-                held.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first
 
 
 def ask(fleet: Fleet, text: str, **arguments) -> Completion:

@@ -6,13 +6,13 @@ import os
 import socket
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from katydid_runtime.errors import AddressInUseError
 
-__all__ = ["FleetOptions", "ServicePlan", "check_free", "find_device", "free_ports", "plan_fleet"]
+__all__ = ["FleetOptions", "ServicePlan", "check_free", "find_device", "free_ports", "free_run", "plan_fleet"]
 
 HOST = "127.0.0.1"
 
@@ -118,6 +118,16 @@ def free_ports(count: int) -> list[int]:
         for reserved in sockets:
             reserved.bind((HOST, 0))
         return [reserved.getsockname()[1] for reserved in sockets]
+
+
+def free_run(count: int) -> int:
+    """The first of `count` free ports in a row, as `metrics_port` needs them."""
+    while True:
+        first = free_ports(1)[0]
+        with suppress(OSError, OverflowError), ExitStack() as held:
+            for port in range(first, first + count):
+                held.enter_context(socket.create_server((HOST, port)))
+            return first
 
 
 def check_free(option: str, port: int) -> None:
