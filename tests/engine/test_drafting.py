@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from katydid_engine.messages import ChoiceEnd
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.request import FinishReason, Request, Sampling
 from katydid_runtime.block_hash import ChainKey
+from tokenizers import Tokenizer
 
 from tests.engine.test_runner import Output, generate, requests
 from tests.tiny_model import write_tiny_model
@@ -77,3 +79,19 @@ def test_a_sequence_that_ends_amid_its_drafts_keeps_what_counts(model: DecoderLM
     want = generate(model, [replace(request, sampling=sampling)])
     assert want[request.handle, 0][-1] == stop
     assert generate(model, [replace(request, sampling=sampling)], drafts=2, ahead=True) == want
+
+
+def test_a_trained_draft_layer_is_right_more_often_than_not() -> None:
+    folder = Path(__file__).parents[2] / "models" / "hy3-tiny"
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = (
+        "import os\n\n\ndef read(path):\n    with open(path) as file:\n        return file.read()\n\n\ndef write(path, "
+    )
+    prompt = array("I", tokenizer.encode(text).ids)
+    greedy = Request(1, prompt, ChainKey(b"m" * 32), Sampling(max_tokens=24, ignore_eos=True))
+    sampled = Request(2, prompt, ChainKey(b"m" * 32), Sampling(max_tokens=24, ignore_eos=True, temperature=0.7, seed=3))
+    trained = load_model(folder)
+    finished: list[ChoiceEnd] = []
+    drafted = generate(trained, [greedy, sampled], drafts=2, ahead=True, finished=finished)
+    assert drafted == generate(trained, [greedy, sampled])
+    assert sum(end.accepted for end in finished) > 12, "of 48 tokens"
