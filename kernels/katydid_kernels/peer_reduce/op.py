@@ -80,11 +80,11 @@ class PeerReducer:
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Returns ``(y, scale, total)``: normed rows, e4m3 with fp32 ``[T]`` or bf16 with None, and the new residual.
 
-            Args:
-                x: bf16 ``[T, hidden]``, contiguous, this rank's summand; T at most ``few_tokens``.
-                residual: bf16 ``[T, hidden]``, the same on all ranks. The sum is taken in fp32 and rounded once, then
-                    normed.
-        : let the kernel start before the preceding one ends (programmatic dependent launch).
+        Args:
+            x: bf16 ``[T, hidden]``, contiguous, this rank's summand; T at most ``few_tokens``.
+            residual: bf16 ``[T, hidden]``, the same on all ranks. The sum is taken in fp32 and rounded once, then
+                normed.
+            overlap: let the kernel start before the preceding one ends (programmatic dependent launch).
         """
         tokens = self._rows_of("x", x, self.few_tokens)
         y, scale = self._result(tokens, fp8)
