@@ -50,6 +50,8 @@ _FOLLOW_POLL_S = 1.0
 _LOAD_TIMEOUT_S = 1800.0
 _FAREWELL_S = 0.5
 _IDLE_ROUND = b""
+# A kernel that waits for another rank looks at its flag at most so often in a second.
+_LOOKS_A_SECOND = 4_000_000
 
 
 def work(config: WorkerConfig, channel: BlockingChannel) -> None:
@@ -259,7 +261,10 @@ def _row_peers(config: WorkerConfig, groups: RankGroups, device: torch.device) -
     hidden = read_model_config(Path(config.folder)).hidden_size
     tokens = -(-config.max_batch_tokens // config.plan.tp) * config.plan.tp
     size = PeerReducer.nbytes(config.plan.tp, hidden, tokens=tokens)
-    return PeerReducer(symmetric_peers(groups.tensor.group, size, device), hidden, tokens=tokens)
+    # A kernel that gives a rank up goes on with what there is: by then the face must have ended the group.
+    patience = min(round(2 * config.rank_timeout_s * _LOOKS_A_SECOND), 2**31 - 1)
+    peers = symmetric_peers(groups.tensor.group, size, device)
+    return PeerReducer(peers, hidden, tokens=tokens, patience=patience)
 
 
 def _meet(config: WorkerConfig, device: torch.device) -> None:
