@@ -100,7 +100,8 @@ class Fleet:
         del self.connections[name]
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        del self.router.engines[name]
+        if name not in self.connections:  # nobody has added another of that name meanwhile
+            del self.router.engines[name]
 
     async def stop(self) -> None:
         tasks = [*self._tasks.values(), *([self._cache_task] if self._cache_task is not None else [])]

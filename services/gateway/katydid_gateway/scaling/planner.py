@@ -19,6 +19,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from katydid_runtime.metrics import TPOT_TARGET_S
+
 from katydid_gateway.scaling.signals import RoleLoad
 
 __all__ = ["Planner", "ScalingPlan", "ScalingTerms"]
@@ -40,7 +42,7 @@ class ScalingTerms:
     hold_s: float = 600.0
     warm_up_s: float = 120.0
     clear_s: float = 60.0
-    tpot_s: float = 0.05
+    tpot_s: float = TPOT_TARGET_S
     prefill_share: float = 0.6
     decode_share: float = 0.8
     cache_share: float = 0.85

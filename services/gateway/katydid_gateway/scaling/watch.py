@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
@@ -16,6 +17,8 @@ from katydid_gateway.scaling.signals import RoleLoad, role_loads
 __all__ = ["ScalingWatch"]
 
 PERIOD_S = 5.0
+
+logger = logging.getLogger(__name__)
 
 
 class ScalingWatch:
@@ -34,7 +37,11 @@ class ScalingWatch:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            self.look(time.monotonic())
+            try:
+                self.look(time.monotonic())
+            except Exception:
+                # A defect met in one look must not leave an autoscaler with the same number for good.
+                logger.exception("the scaling plan failed")
             await asyncio.sleep(PERIOD_S)
 
     def look(self, now: float) -> None:
