@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["CompiledGrammars"]
 
 _CACHE_BYTES = 512 << 20
+# Grammars of requests that are still to begin; more than an engine has waiting at a time as a rule.
+_MOST_COMING = 1024
 
 
 class CompiledGrammars:
@@ -39,6 +41,9 @@ class CompiledGrammars:
         """Begins to compile a grammar that will soon be asked for."""
         if grammar.digest not in self._coming:
             self._coming[grammar.digest] = self._thread.submit(self._compile, grammar)
+        if len(self._coming) > _MOST_COMING:
+            # Of a request that ended before it began, perhaps; if not, the compiler's cache still has it.
+            del self._coming[next(iter(self._coming))]
 
     def begin(self, grammar: Grammar, stop_tokens: tuple[int, ...]) -> GrammarState:
         """The state before the first output token. Raises GrammarError."""

@@ -25,6 +25,7 @@ from katydid_runtime.errors import (
     UnavailableError,
     error_from_details,
 )
+from katydid_runtime.rpc_errors import internal_error
 from katydid_runtime.telemetry import Telemetry
 from katydid_runtime.trace_context import TraceContext
 
@@ -283,10 +284,12 @@ class Face:
         started = time.monotonic()
         try:
             await self._check_grammar(grammar)
-        except KatydidError as error:
+        except Exception as error:
+            # Whatever went wrong, the request ends.
+            reason = error if isinstance(error, KatydidError) else internal_error(error, "the check of a grammar")
             if request.handle in self._live:
-                self._metrics.refused.labels(error.reason).inc()
-                self._end_open(request.handle, live, FinishReason.ERROR, error)
+                self._metrics.refused.labels(reason.reason).inc()
+                self._end_open(request.handle, live, FinishReason.ERROR, reason)
         else:
             # A failing engine may have ended it meanwhile.
             if request.handle in self._live:

@@ -62,13 +62,15 @@ class GrammarChecks:
     async def check(self, grammar: Grammar) -> None:
         """Raises InvalidRequestError for a grammar that does not compile within the limits, UnavailableError when the
         process does not start."""
-        async with self._turn:
-            verdict = self._verdicts.get(grammar.digest)
-            if verdict is None:
-                verdict = self._verdicts[grammar.digest] = await self._try(grammar)
-                if len(self._verdicts) > _VERDICTS:
-                    self._verdicts.popitem(last=False)
-            self._verdicts.move_to_end(grammar.digest)
+        verdict = self._known(grammar)
+        if verdict is None:
+            # What is known already does not wait for others' grammars.
+            async with self._turn:
+                verdict = self._known(grammar)
+                if verdict is None:
+                    verdict = self._verdicts[grammar.digest] = await self._try(grammar)
+                    if len(self._verdicts) > _VERDICTS:
+                        self._verdicts.popitem(last=False)
         if verdict:
             raise InvalidRequestError(
                 f"the grammar is refused: {verdict}",
@@ -86,6 +88,13 @@ class GrammarChecks:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
+
+    def _known(self, grammar: Grammar) -> str | None:
+        """The verdict of an earlier check."""
+        verdict = self._verdicts.get(grammar.digest)
+        if verdict is not None:
+            self._verdicts.move_to_end(grammar.digest)
+        return verdict
 
     async def _try(self, grammar: Grammar) -> str:
         """What is wrong with it; empty when nothing is."""
