@@ -91,10 +91,9 @@ async def serve(settings: EngineSettings, telemetry: Telemetry) -> None:
         engine = await stack.enter_async_context(_started(settings, telemetry, metrics))
         service.open(engine.face, engine.blocks, engine.describe, engine.face.drain)
         admin.open(engine.face, engine.groups)
-        if other is not None:
-            stack.callback(other.open(engine.face, settings.model, settings.name).cancel)
+        others = [other.open(engine.face, settings.model, settings.name)] if other is not None else []
         exposition.alive = lambda: not engine.stalled
-        await engine.attend(server)
+        await engine.attend(server, others)
 
 
 def _register(settings: EngineSettings, metrics: EngineMetrics) -> None:
@@ -175,9 +174,10 @@ class Engine:
         """Whether a step loop has been silent for longer than it may."""
         return any(group.stalled(self._settings.stall_timeout_s) for group in self.groups)
 
-    async def attend(self, server: RpcServer) -> None:
-        """Until a signal ends the engine, or the failure of a worker or of a part does. Raises that failure."""
-        tasks = [asyncio.create_task(connector.run()) for connector in self._connectors]
+    async def attend(self, server: RpcServer, others: Sequence[asyncio.Task[None]] = ()) -> None:
+        """Until a signal ends the engine, or the failure of a worker, of a part or of ``others`` does, which end with
+        it. Raises that failure."""
+        tasks = [*others, *(asyncio.create_task(connector.run()) for connector in self._connectors)]
         tasks.append(asyncio.create_task(self.face.share_loads(_LOAD_INTERVAL_S)))
         tasks.append(asyncio.create_task(self._report_health(server)))
         signalled = asyncio.create_task(server.run_until_signal(self._drain))

@@ -14,7 +14,7 @@ from katydid_runtime.errors import UnavailableError
 
 from katydid_engine.face import Face
 
-__all__ = ["LocalSession", "Step"]
+__all__ = ["LocalSession", "Step", "Submitted", "sorted_steps"]
 
 
 @dataclass(slots=True)
