@@ -77,3 +77,17 @@ def test_nodes_from_a_launcher(environment: dict[str, str], rendezvous: str, mon
     assert (settings.nodes, settings.node_rank, settings.dp_ranks) == (2, 1, 8)
     assert settings.rendezvous == rendezvous
     assert EngineSettings.load(("--model", "m", "--plan", "dp16,ep16", "--rendezvous", "a:1")).rendezvous == "a:1"
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"NNODES": "2"}, "rendezvous is missing"),
+        ({"NNODES": "2", "MASTER_ADDR": "leader", "MASTER_PORT": "http"}, "MASTER_PORT=http"),
+    ],
+)
+def test_half_a_launcher_is_refused(environment: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError, match=said):
+        EngineSettings.load(("--model", "m", "--plan", "dp16,ep16"))

@@ -140,14 +140,13 @@ class EngineSettings(DialingSettings):
         nodes = environment.get("NNODES") or environment.get("GROUP_WORLD_SIZE")
         if nodes is None or nodes == "1":
             return given
-        port = int(environment.get("MASTER_PORT", "29500"))
-        # torchrun keeps a store of its own on that port.
-        port += "TORCHELASTIC_RUN_ID" in environment
-        told = {
-            "nodes": nodes,
-            "node_rank": environment.get("NODE_RANK") or environment.get("GROUP_RANK", "0"),
-            "rendezvous": f"{environment.get('MASTER_ADDR', '')}:{port}",
-        }
+        told = {"nodes": nodes, "node_rank": environment.get("NODE_RANK") or environment.get("GROUP_RANK", "0")}
+        if address := environment.get("MASTER_ADDR"):
+            port = environment.get("MASTER_PORT", "29500")
+            if not port.isdecimal():
+                raise ValueError(f"MASTER_PORT={port}: expected the number of a port")
+            # torchrun keeps a store of its own on that port.
+            told["rendezvous"] = f"{address}:{int(port) + ('TORCHELASTIC_RUN_ID' in environment)}"
         return told | given
 
     @field_validator("plan")
