@@ -67,7 +67,7 @@ def agent_traffic(
 ) -> list[Arrival]:
     """Agents at work: sessions of turns over growing contexts, a system prompt and tools shared by application.
 
-    Shape of the workload in docs/gateway.md: log-normal contexts of 68K tokens in the mean and 192K at most, answers of
+    Shape of the workload in docs/scaling.md: log-normal contexts of 68K tokens in the mean and 192K at most, answers of
     0.9K, about four fifths of each prompt seen before; a tenth of the sessions fans out into siblings at one time.
     """
     agents = Agents(seed, max_tokens=max_tokens, applications=applications)

@@ -24,7 +24,6 @@ class RankMemory:
         expert_weights: routed experts, copies included.
         page_bytes_per_token: KV pages of one token of one of this rank's requests.
         tokens: KV tokens that fit into what is left of its memory; at most 0 when the weights alone do not fit.
-        group_requests: how many requests of ``context`` tokens a DP group holds.
     """
 
     shared_weights: int
@@ -37,6 +36,7 @@ class RankMemory:
         return self.shared_weights + self.expert_weights
 
     def group_requests(self, context: int) -> int:
+        """How many requests of ``context`` tokens a DP group holds."""
         return max(0, self.tokens) // context
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import ssl
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ __all__ = ["HttpServer"]
 BACKLOG = 4096
 _LOOK_S = 1.0
 KEEP_ALIVE_S = 75
+
+logger = logging.getLogger(__name__)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -95,7 +98,12 @@ class HttpServer:
         watch = CertificateWatch(tls)
         while True:
             await asyncio.sleep(_LOOK_S)
-            if self._config.ssl is not None and watch.changed():
+            if self._config.ssl is None or not watch.changed():
+                continue
+            try:
                 self._config.ssl.load_cert_chain(tls.cert_file, tls.key_file)
                 if tls.client_ca_file is not None:
                     self._config.ssl.load_verify_locations(tls.client_ca_file)
+            except OSError as error:
+                # They have changed again since they were looked at, which the next look sees.
+                logger.error("certificates stay as they were: %s", error)
