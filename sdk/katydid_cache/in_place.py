@@ -32,7 +32,7 @@ from katydid_cache.asking import signed
 from katydid_cache.layout import Span
 from katydid_cache.records import Durability, PutOutcome, PutRefusal, PutStatus
 
-__all__ = ["GIVEN_UP", "NOT_WRITTEN", "InPlace", "Reservation"]
+__all__ = ["GIVEN_UP", "NOT_WRITTEN", "Answer", "InPlace", "Reservation"]
 
 GIVEN_UP = bytes(CHECKSUM_BYTES)
 """Checksum to commit for a slot that was not written after all."""

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-__all__ = ["Around", "AroundInterceptor"]
+__all__ = ["Around", "AroundInterceptor", "Context"]
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Around: TypeAlias = Callable[[str, Context], AbstractAsyncContextManager[None]]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from katydid_engine.quantization import GROUP
 
-__all__ = ["follow_drift", "gptq", "output_error", "refit_scales"]
+__all__ = ["follow_drift", "gptq", "nearest", "output_error", "refit_scales"]
 
 _BLOCK = 128
 _LOWEST, _HIGHEST = -8, 7

@@ -9,13 +9,17 @@ import msgspec
 
 __all__ = [
     "AssistantBlock",
+    "AssistantMessage",
     "CountTokensBody",
     "MessagesBody",
+    "SystemMessage",
     "TextBlock",
     "Thinking",
+    "ThinkingBlock",
     "ToolChoice",
     "ToolResultBlock",
     "ToolUseBlock",
+    "UserMessage",
 ]
 
 

@@ -15,8 +15,10 @@ __all__ = [
     "NamedFunction",
     "OutputText",
     "ReasoningItem",
+    "RefusalText",
     "ResponsesBody",
     "TextFormat",
+    "TextParts",
 ]
 
 

@@ -22,7 +22,7 @@ from katydid_gateway.parsers.json_values import json_text, typed_value
 from katydid_gateway.requests import Tool, ToolCall
 from katydid_gateway.text.partial_match import held_suffix
 
-__all__ = ["HY3_MARKERS", "Hy3Parser", "thinks_already"]
+__all__ = ["HY3_MARKERS", "SUFFIX", "Hy3Parser", "thinks_already"]
 
 SUFFIX = ":opensource"
 

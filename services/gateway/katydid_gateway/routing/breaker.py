@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["FAILING", "Breaker"]
+__all__ = ["FAILING", "FAILURES", "Breaker"]
 
 FAILING = "fails its requests"
 # So many failures in a row.
