@@ -181,9 +181,12 @@ class Store:
         """Take (or join) the memory slot of a block to write `heads` of it. Ends with `finish_` or `abort_write`."""
         mask = namespace.mask(heads)
         block = namespace.blocks.get(block_hash)
-        if block is not None and self._expired(block) and not block.pins:
-            self.drop(block)
-            block = None
+        if block is not None and self._expired(block):
+            if block.pins and block.complete:
+                return Refusal(refusal=PutRefusal.BUSY)  # whoever reads it goes on; nobody else finds it any more
+            if not block.pins:
+                self.drop(block)
+                block = None
         if block is not None and block.only_shared and not block.pins:
             return self._begin_over_shared(block, mask, heads, tenant)
         if block is not None and block.heads & mask == mask:
