@@ -41,6 +41,9 @@ def test_verdicts(tmp_path: Path) -> None:
                 with pytest.raises(InvalidRequestError, match="not closed") as caught:
                     await checks.check(Grammar(GrammarKind.REGEX, "(a"))
                 assert (caught.value.field, caught.value.value) == ("sampling.grammar.regex", "(a")
+            unread = Grammar(GrammarKind.JSON_SCHEMA, f'{{"type": "integer", "minimum": {10**400}}}')
+            with pytest.raises(InvalidRequestError, match="refused: the grammar library cannot read it"):
+                await checks.check(unread)  # the library says nothing of it
             with pytest.raises(InvalidRequestError, match="longer than 1 s"):
                 await checks.check(SLOW)
             with pytest.raises(InvalidRequestError, match="longer than 1 s"):

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from katydid_engine.compiled_grammars import CompiledGrammars
-from katydid_engine.grammar import Grammar, GrammarKind
+from katydid_engine.grammar import Grammar, GrammarError, GrammarKind
 from katydid_engine.json_schema_rules import enforceable
 from tokenizers import Tokenizer
 
 from tests.tiny_model import EOS_ID, VOCAB_SIZE, _tokenizer, write_tiny_model
 
 pytest.importorskip("xgrammar")
-from katydid_engine.grammar_compiler import GrammarCompiler, GrammarError
+from katydid_engine.grammar_compiler import GrammarCompiler
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +140,7 @@ def test_special_tokens_come_in_structural_tags_alone(grammars: CompiledGrammars
         (GrammarKind.EBNF, "root ::= root", "no text of this vocabulary"),
         (GrammarKind.JSON_SCHEMA, '{"$ref": "#/x"}', "Cannot find field"),
         (GrammarKind.JSON_SCHEMA, '{"type": "integer", "minimum": 3, "maximum": 2}', "minimum greater"),
+        (GrammarKind.JSON_SCHEMA, f'{{"type": "integer", "minimum": {10**400}}}', "cannot read it"),
         (GrammarKind.STRUCTURAL_TAG, '{"type": "structural_tag", "format": {"type": "x"}}', "not recognized"),
         (GrammarKind.STRUCTURAL_TAG, "[]", ""),
     ],
@@ -147,5 +148,6 @@ def test_special_tokens_come_in_structural_tags_alone(grammars: CompiledGrammars
 def test_a_bad_grammar_is_told_why(folder: Path, kind: GrammarKind, source: str, why: str) -> None:
     with pytest.raises(GrammarError) as caught:
         GrammarCompiler(folder, VOCAB_SIZE, (EOS_ID,)).check(Grammar(kind, source))
+    assert str(caught.value)
     assert why in str(caught.value)
     assert "/project/" not in str(caught.value)

@@ -136,6 +136,13 @@ def test_what_was_generated_elsewhere_must_fit(model: DecoderLM, grammars: Compi
     )
 
 
+def test_a_grammar_that_only_the_worker_cannot_compile_ends_its_request(grammars: CompiledGrammars) -> None:
+    start = Start(1, Sampling(grammar=Grammar(GrammarKind.REGEX, "(a")), 1, array("I", (1,)))
+    sampler = SequenceSampler(start, (EOS_ID,), grammars)
+    assert "not closed" in sampler.misfit
+    assert sampler.limits(0, [5, 6]) == [({}, None)] * 3
+
+
 def test_a_grammar_that_takes_ever_longer_ends_its_request(
     grammars: CompiledGrammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-__all__ = ["MAX_BEGIN_AFTER", "Grammar", "GrammarKind"]
+__all__ = ["MAX_BEGIN_AFTER", "Grammar", "GrammarError", "GrammarKind"]
 
 MAX_BEGIN_AFTER = 16
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be compiled; the message says why, in the library's words, and is never empty."""
 
 
 class GrammarKind(StrEnum):

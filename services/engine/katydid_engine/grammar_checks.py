@@ -20,7 +20,7 @@ from pathlib import Path
 from katydid_runtime.errors import InvalidRequestError, UnavailableError
 
 from katydid_engine.channel import BlockingChannel, ChannelClosed, FaceChannel
-from katydid_engine.grammar import Grammar
+from katydid_engine.grammar import Grammar, GrammarError
 
 __all__ = ["GrammarChecks", "GrammarLimits"]
 
@@ -141,7 +141,7 @@ class GrammarChecks:
 def _serve(channel: BlockingChannel) -> None:
     """The process's end: answers each grammar with what is wrong with it. Ends when the face does."""
     (limits,) = channel.receive(_START_TIMEOUT_S)
-    from katydid_engine.grammar_compiler import GrammarCompiler, GrammarError
+    from katydid_engine.grammar_compiler import GrammarCompiler
 
     compiler = GrammarCompiler(Path(limits.folder), limits.vocab_size, limits.eos_token_ids)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

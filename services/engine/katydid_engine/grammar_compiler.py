@@ -14,18 +14,14 @@ from typing import Any
 import torch
 import xgrammar
 
-from katydid_engine.grammar import Grammar, GrammarKind
+from katydid_engine.grammar import Grammar, GrammarError, GrammarKind
 
-__all__ = ["GrammarCompiler", "GrammarError"]
+__all__ = ["GrammarCompiler"]
 
 # Without a bound a model that wavers writes blanks until its length limit; deep pretty-printed JSON stays below it.
 _MAX_WHITESPACE = 32
 # "[19:58:07] /project/cpp/regex_converter.cc:94: Regex parsing error at position 3: ..."
 _LOG_PREFIX = re.compile(r"^\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?")
-
-
-class GrammarError(ValueError):
-    """A grammar that cannot be compiled; the message says why, in the library's words."""
 
 
 class GrammarCompiler:
@@ -66,7 +62,9 @@ class GrammarCompiler:
                 case GrammarKind.STRUCTURAL_TAG:
                     return self._tagged.compile_structural_tag(grammar.source)
         except (RuntimeError, ValueError) as error:
-            raise GrammarError(_LOG_PREFIX.sub("", str(error)).strip()) from error
+            # The library says nothing of some, such as a bound beyond the range of a double.
+            said = _LOG_PREFIX.sub("", str(error)).strip()
+            raise GrammarError(said or "the grammar library cannot read it") from error
 
     def check(self, grammar: Grammar) -> None:
         """Raises GrammarError unless the grammar compiles and some token can begin it."""

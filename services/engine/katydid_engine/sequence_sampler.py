@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from katydid_engine.compiled_grammars import CompiledGrammars
-from katydid_engine.grammar import Grammar
+from katydid_engine.grammar import Grammar, GrammarError
 from katydid_engine.grammar_state import GrammarState
 from katydid_engine.plan import Start
 
@@ -99,7 +99,12 @@ class SequenceSampler:
 
     def _enter_grammar(self, grammar: Grammar, grammars: CompiledGrammars, eos_token_ids: tuple[int, ...]) -> None:
         stops = tuple(dict.fromkeys(self.sampling.stop_token_ids + eos_token_ids))
-        self._grammar = grammars.begin(grammar, stops)
+        try:
+            self._grammar = grammars.begin(grammar, stops)
+        except GrammarError as error:
+            # It was checked before; should the two ever disagree, this request ends and no other.
+            self.misfit = f"the grammar is refused: {error}"
+            return
         for index, token in enumerate(self.start.tokens[self.start.num_prompt :]):
             if not self._grammar.accept(token):
                 self.misfit = f"generated_ids[{index}] does not go on in the grammar"
