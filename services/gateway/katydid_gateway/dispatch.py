@@ -93,7 +93,6 @@ class Dispatcher:
         timeout_s: float,
     ) -> Dispatch:
         """Submit to `candidate`. Raises UnavailableError when it is gone by now."""
-        self._retries.came()
         session = self._fleet.session(candidate.holder.engine)
         number = session.submit(submission, listener, candidate.holder.rank, timeout_s, candidate.prediction.ttft_s)
         book = next(self._books)
@@ -138,6 +137,10 @@ class Dispatcher:
             engine.breaker.failed(time.monotonic())
             if engine.breaker.failures == FAILURES:
                 logger.error("engine fails its requests", extra={"engine": dispatch.engine, "error": str(error)})
+
+    def came(self) -> None:
+        """A request is about to be sent for the first time."""
+        self._retries.came()
 
     def may_retry(self, error: KatydidError) -> bool:
         """Whether a request that failed so before its first token may go to another engine."""

@@ -53,6 +53,7 @@ class Sender:
         return dispatch
 
     async def _admit(self, prepared: Prepared, flight: Flight, clock: RequestClock) -> Dispatch:
+        self._dispatcher.came()
         candidate = await self._route(prepared, (), clock)
         tenant, priority = prepared.tenant, prepared.submission.options.priority
         admission = self._flow.admit(tenant, priority, candidate.prediction, prepared.timeout_s)
