@@ -53,7 +53,7 @@ def simulate(options: SimulateOptions) -> int:
         f"{len(arrivals)} requests of {tokens / len(arrivals):,.0f} prompt tokens in the mean over {length_s:,.0f} s; "
         f"{options.engines} engines of {options.speeds.prefill_tokens_per_s:,.0f} prompt tokens/s"
     )
-    typer.echo(f"{'policy':<14}{'mean TTFT':>11}{'p50':>9}{'p99':>10}{'in SLO':>9}{'hits':>8}{'busy':>7}{'fullest':>9}")
+    typer.echo(f"{'policy':<14}{'mean TTFT':>12}{'p50':>12}{'p99':>12}{'in SLO':>9}{'hits':>8}{'busy':>7}{'fullest':>9}")
     outcomes = []
     for policy in options.policies:
         outcome = replay(policy, arrivals, options.engines, options.speeds, ttft_slo_s=options.ttft_slo_s)
@@ -72,6 +72,6 @@ def _arrivals(options: SimulateOptions) -> Sequence[Arrival]:
 
 def _row(outcome: Outcome) -> str:
     return (
-        f"{outcome.policy:<14}{outcome.mean_ttft_s:>9.3f} s{outcome.p50_ttft_s:>7.3f} s{outcome.p99_ttft_s:>8.3f} s"
+        f"{outcome.policy:<14}{outcome.mean_ttft_s:>10.3f} s{outcome.p50_ttft_s:>10.3f} s{outcome.p99_ttft_s:>10.3f} s"
         f"{outcome.within_slo:>9.1%}{outcome.hit_rate:>8.1%}{outcome.busy:>7.1%}{outcome.most_over_mean:>9.2f}"
     )
