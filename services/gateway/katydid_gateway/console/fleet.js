@@ -33,8 +33,8 @@ function tiles(now, rate) {
     tile("Requests", `${rate("requests").toFixed(1)}/s`, `${count(now.totals.requests)} in all`),
     tile("Output", `${count(rate("output_tokens"))} tok/s`, `${count(now.totals.output_tokens)} in all`),
     tile("Goodput", share(now.totals.goodput, now.totals.answered), "met both targets"),
-    tile("First token in 4 s", share(now.within.ttft, now.totals.answered)),
-    tile("Tokens in 50 ms", share(now.within.tpot, now.within.tpot_of)),
+    tile(`First token in ${now.targets.ttft_s} s`, share(now.within.ttft, now.totals.answered)),
+    tile(`Tokens in ${1e3 * now.targets.tpot_s} ms`, share(now.within.tpot, now.within.tpot_of)),
     tile("Prefill backlog", seconds(backlog)),
   ];
 }
