@@ -141,6 +141,25 @@ def test_a_wedged_engine_is_found_by_what_it_does_not_do(chatml: Path, monkeypat
     run(chatml, scenario, engines=2)
 
 
+def test_an_engine_that_compiles_a_grammar_is_not_wedged(chatml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing meanwhile, and others' requests are still sent to it."""
+    monkeypatch.setattr(progress, "LEAST_S", 0.2)
+    monkeypatch.setattr(health, "PERIOD_S", 0.05)
+
+    async def scenario(built: Rig) -> None:
+        (engine,) = built.engines
+        engine.options.prefill_s = 1.0
+        running = asyncio.create_task(built.chat(response_format={"type": "regex", "pattern": ".*"}))
+        await until(lambda: engine.in_flight > 0)
+        await asyncio.sleep(0.6)
+        assert built.gateway.fleet.healthy == 1
+        engine.options.prefill_s = 0.0
+        assert (await built.chat()).status_code == 200
+        assert (await running).status_code == 200
+
+    run(chatml, scenario, options=MockOptions(grammar_kinds=("regex",)))
+
+
 def test_progress_is_scaled_to_what_was_predicted() -> None:
     watch = ProgressWatch()
     assert not watch.wedged(1e6)

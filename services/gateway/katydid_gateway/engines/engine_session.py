@@ -21,7 +21,7 @@ from katydid_runtime.errors import EngineLostError, KatydidError, UnavailableErr
 from katydid_runtime.rpc_errors import from_rpc_error
 
 from katydid_gateway.engines.frames import RequestStep, sort_frame
-from katydid_gateway.engines.progress import ProgressWatch
+from katydid_gateway.engines.progress import GRAMMAR_S, ProgressWatch
 from katydid_gateway.engines.reachability import refuses_connections
 from katydid_gateway.engines.submission import Submission
 from katydid_gateway.routing.load import RankReport
@@ -116,7 +116,8 @@ class EngineSession:
         number = self._next_request()
         request = submission.message(number, dp_rank, timeout_s)
         self._listeners[number] = listener
-        self._progress.sent(number, expected_s, time.monotonic())
+        grammar_s = GRAMMAR_S if submission.sampling.format is not None else 0.0
+        self._progress.sent(number, expected_s + grammar_s, time.monotonic())
         self._outbound.put_nowait(request)
         return number
 

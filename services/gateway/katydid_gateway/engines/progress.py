@@ -6,13 +6,15 @@ grows with the longest time to first token that was predicted for what is in fli
 
 from __future__ import annotations
 
-__all__ = ["WEDGED", "ProgressWatch"]
+__all__ = ["GRAMMAR_S", "WEDGED", "ProgressWatch"]
 
 WEDGED = "makes no progress"
 # No sign for so long, plus a multiple of what was predicted: no new requests; patience in health.py ends the rest.
 LEAST_S = 3.0
 MULTIPLE = 2.0
 MOST_S = 120.0
+# Engines say nothing while they compile a grammar, which takes seconds, in a process that may have to start.
+GRAMMAR_S = 10.0
 
 
 class ProgressWatch:
