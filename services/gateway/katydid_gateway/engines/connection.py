@@ -127,8 +127,8 @@ class EngineConnection:
         self._metrics.connected.labels(self.name).set(0)
 
     def on_state(self, reports: Mapping[int, RankReport], *, draining: bool, role: pb.Role.ValueType) -> None:
-        self._health.heard(draining)
         self.progress.reported(sum(report.uncached_tokens for report in reports.values()), time.monotonic())
+        self._health.heard(draining)
         self._state.role, self._state.draining = _ROLES.get(role, "both"), draining
         self._absence = "draining" if draining else ""
         self._exclude()

@@ -38,9 +38,12 @@ class HealthWatch:
         self.progress = ProgressWatch()
 
     def heard(self, draining: bool) -> None:
-        """A frame has come: as good as an answer. An engine that drains does not serve, and is well."""
+        """A frame has come: as good as an answer. An engine that drains does not serve, and is well. One that goes on
+        after all gets requests again at once, not with the next check."""
         self._heard_at = time.monotonic()
         self._draining = draining
+        if self.ailment == WEDGED and not self.progress.wedged(self._heard_at):
+            self.ailment = ""
 
     async def check(self) -> str:
         """Asks once."""
