@@ -103,13 +103,16 @@ async def _live(
     console.print(f"[bold green]{options.model_name}[/] is up on {engines}. Ctrl-C stops it.")
     console.print(f"  OpenAI API   http://{HOST}:{options.port}/v1")
     console.print(f"  gRPC         {HOST}:{options.grpc_port}")
-    console.print(f"  KV cache     {kvcache} (katydid cache stats --address ...)", soft_wrap=True)
+    if "--no-console" not in options.gateway_arguments:
+        console.print(f"  console      http://{HOST}:{options.port}/console/")
+    console.print(f"  KV cache     {kvcache}", soft_wrap=True)
     if options.metrics_port is not None:
         first, last = options.metrics_port, options.metrics_port + options.engines
         console.print(f"  metrics      http://{HOST}:{options.port}/metrics, and ports {first} to {last}")
     if options.trace_file is not None:
         console.print(f"  traces       {options.trace_file}")
     console.print(f"  try          katydid chat --address {HOST}:{options.grpc_port}")
+    console.print(f"               katydid cache stats --address {kvcache}", soft_wrap=True)
     await supervisor.run()
 
 

@@ -53,7 +53,9 @@ def simulate(options: SimulateOptions) -> int:
         f"{len(arrivals)} requests of {tokens / len(arrivals):,.0f} prompt tokens in the mean over {length_s:,.0f} s; "
         f"{options.engines} engines of {options.speeds.prefill_tokens_per_s:,.0f} prompt tokens/s"
     )
-    typer.echo(f"{'policy':<14}{'mean TTFT':>12}{'p50':>12}{'p99':>12}{'in SLO':>9}{'hits':>8}{'busy':>7}{'fullest':>9}")
+    typer.echo(
+        f"{'policy':<14}{'mean TTFT':>12}{'p50':>12}{'p99':>12}{'in SLO':>9}{'hits':>8}{'busy':>7}{'fullest':>9}"
+    )
     outcomes = []
     for policy in options.policies:
         outcome = replay(policy, arrivals, options.engines, options.speeds, ttft_slo_s=options.ttft_slo_s)
