@@ -77,9 +77,7 @@ def fleet(tmp_path_factory) -> Iterator[Fleet]:
                 assert process.poll() is None, log.read_text()
                 assert time.monotonic() < deadline, log.read_text()
                 time.sleep(0.1)
-            yield Fleet(
-                process, f"127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", trace_file, log, metrics_port
-            )
+            yield Fleet(process, f"127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}", trace_file, log, metrics_port)
         finally:
             process.terminate()
             process.wait(30)
