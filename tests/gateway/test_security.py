@@ -70,6 +70,8 @@ def test_each_api_asks_for_its_scope(chatml: Path, tmp_path: Path) -> None:
                 for key in KEYS:
                     answer = await built.http.request(method, path, json=body, headers=shown(key))
                     assert answer.status_code == (200 if key in allowed else 403), (path, key, answer.text)
+                    if key not in allowed:
+                        assert answer.json()["error"]["type"] == "permission_error"
                 assert (await built.http.request(method, path, json=body)).status_code == 401
             talk = [gateway_pb2.ChatMessage(role=gateway_pb2.CHAT_ROLE_USER, content="x")]
             calls = [

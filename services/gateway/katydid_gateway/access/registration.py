@@ -59,8 +59,9 @@ class EngineAllowList:
         return f"[{chosen}]:{port}" if chosen.version == 6 else f"{chosen}:{port}"
 
     def _objection(self, address: IPv4Address | IPv6Address) -> str:
-        if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
-            address = address.ipv4_mapped
+        if isinstance(address, IPv6Address):
+            # What carries an IPv4 address (mapped, or 6to4) leads there.
+            address = address.ipv4_mapped or address.sixtofour or address
         if address.is_link_local:
             return "a link-local address"
         if address.is_multicast or address.is_unspecified or (address.is_reserved and not address.is_loopback):

@@ -12,6 +12,7 @@ from katydid_runtime.errors import (
     InvalidRequestError,
     KatydidError,
     NotFoundError,
+    PermissionDeniedError,
     UnauthenticatedError,
 )
 from starlette.responses import Response
@@ -24,6 +25,7 @@ _TYPES: tuple[tuple[type[KatydidError], str], ...] = (
     (InvalidRequestError, "invalid_request_error"),
     (NotFoundError, "invalid_request_error"),
     (UnauthenticatedError, "authentication_error"),
+    (PermissionDeniedError, "permission_error"),
 )
 # OpenAI's own codes where clients look for them.
 _CODES = {
