@@ -62,6 +62,8 @@ def _how_to_show_a_key(argv: Sequence[str]) -> str:
 def _where_to_look(argv: Sequence[str]) -> str:
     if argv[0] == "cache":
         return "is a service running there (katydid serve-kvcache)? --address names another"
+    if argv[0] == "gateway":
+        return "has the gateway an admin_listen (katydid up --gateway-option=--admin-listen=127.0.0.1:8002)?"
     return "is a fleet running there (katydid up)? --address names another"
 
 

@@ -37,15 +37,15 @@ def simulate(options: SimulateOptions) -> int:
     """Prints a row a policy; returns the exit code."""
     unknown = [policy for policy in options.policies if policy not in POLICIES]
     if unknown:
-        typer.echo(f"there is no policy {unknown[0]!r}; allowed: {', '.join(POLICIES)}", err=True)
+        typer.echo(f"katydid: there is no policy {unknown[0]!r}; allowed: {', '.join(POLICIES)}", err=True)
         return 2
     try:
         arrivals = _arrivals(options)
     except (OSError, TraceError) as error:
-        typer.echo(str(error), err=True)
+        typer.echo(f"katydid: {error}", err=True)
         return 2
     if not arrivals:
-        typer.echo(f"{options.trace} holds no request", err=True)
+        typer.echo(f"katydid: {options.trace} holds no request", err=True)
         return 2
     tokens = sum(arrival.prompt_tokens for arrival in arrivals)
     length_s = max(arrivals[-1].at - arrivals[0].at, 1e-9)

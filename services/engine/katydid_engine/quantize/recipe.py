@@ -125,6 +125,7 @@ def read_recipe(path: Path) -> Recipe:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"]) or "recipe"
+        wrong = "there is no such field" if first["type"] == "extra_forbidden" else first["msg"]
         raise SettingsError(
-            f"{path}: {name}: {first['msg']}", field=name, value=str(first["input"]), allowed=first["msg"]
+            f"{path}: {name}: {wrong}", field=name, value=str(first["input"]), allowed=first["msg"]
         ) from None
