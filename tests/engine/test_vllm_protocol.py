@@ -162,6 +162,9 @@ def test_what_it_does_not_do_is_refused_by_name(served: Service) -> None:
         assert "token ids" in text
         code, _ = await status(stub.Generate(asked("x", temperature=9.0)).read())
         assert code is grpc.StatusCode.INVALID_ARGUMENT
+        code, text = await status(stub.Generate(asked("x", n=2**32 - 1), timeout=5).read())
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        assert "sampling.n" in text
         code, text = await status(stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()).read())
         assert code is grpc.StatusCode.UNIMPLEMENTED
         assert "SubscribeKvEvents" in text

@@ -13,6 +13,7 @@ from katydid_runtime.block_hash import unpack_ids
 from katydid_runtime.errors import UnavailableError
 
 from katydid_engine.face import Face
+from katydid_engine.submission import requested_choices
 
 __all__ = ["LocalSession", "Step", "Submitted", "sorted_steps"]
 
@@ -66,7 +67,7 @@ class LocalSession:
         number = message.request = next(self._numbers)
         queue: asyncio.Queue[Step | None] = asyncio.Queue()
         self._queues[number] = queue
-        open_choices = set(range(max(1, message.sampling.n)))
+        open_choices = set(range(requested_choices(message, self._face.limits)))
 
         async def steps() -> AsyncIterator[Step]:
             while open_choices:
