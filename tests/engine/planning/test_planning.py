@@ -143,14 +143,19 @@ def test_a_pool(tmp_path: Path) -> None:
         ("gpus: {min: 0}", "min=0"),
         ("gpus: 8", "gpus=8"),
         ("memory: much", "memory='much', expected a size"),
+        ("memory: 0.0GB", "memory='0.0GB', expected a size"),
+        (f"memory: {'9' * 400}GB", "expected a size"),
         ("network: fast", "network='fast', expected a rate"),
+        ("network: 0Gbps", "network='0Gbps', expected a rate"),
+        ("gpu: \udcff", "is no YAML"),
+        ("a: " + "[" * 3000, "is no YAML"),
         ("- 1", "a mapping"),
         ("a: [", "is no YAML"),
     ],
 )
 def test_wrong_pools_are_named(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "pool.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(SettingsError, match=said.replace("[", "\\[")):
         read_pool(path)
     with pytest.raises(SettingsError, match="cannot read"):

@@ -22,8 +22,10 @@ from katydid_engine.planning.measured import GPUS
 
 __all__ = ["Pool", "parse_bytes", "read_pool"]
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GB|GiB|TB)")
-_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*Gbps")
+# Above zero, and few enough digits for a float.
+_NUMBER = r"(?=[\d.]*[1-9])(\d{1,9}(?:\.\d{1,9})?)"
+_SIZE = re.compile(_NUMBER + r"\s*(GB|GiB|TB)")
+_RATE = re.compile(_NUMBER + r"\s*Gbps")
 _UNITS = {"GB": 10**9, "GiB": 1 << 30, "TB": 10**12}
 _KEYS = ("gpu", "gpus", "memory", "network", "gpus_per_host")
 
@@ -48,10 +50,10 @@ class Pool:
 def read_pool(path: Path) -> Pool:
     """Raises SettingsError naming the key that is missing, unknown or wrong."""
     try:
-        told = yaml.safe_load(path.read_text())
+        told = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"cannot read {path}: {error}", field="pool", value=str(path)) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise SettingsError(f"{path} is no YAML: {error}", field="pool", value=str(path)) from error
     if not isinstance(told, Mapping):
         raise _wrong("pool", told, f"a mapping with {', '.join(_KEYS)}")
