@@ -36,6 +36,7 @@ def begin(grammars: CompiledGrammars, regex: str, after: tuple[int, ...] = ()) -
 def test_stop_tokens_come_only_where_it_may_end(grammars: CompiledGrammars) -> None:
     state = begin(grammars, "ab?")
     assert allowed(state) == {A}
+    assert [token for token in range(VOCAB_SIZE) if state.allows(state.mask(), token)] == [A]
     assert not state.accept(EOS_ID)
     assert not state.accept(B)
     assert state.accept(A)

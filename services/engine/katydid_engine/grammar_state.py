@@ -71,6 +71,10 @@ class GrammarState:
             self._matcher.fill_next_token_bitmask(mask)
         return mask & (self._free | self._stops)
 
+    def allows(self, mask: Tensor, token: int) -> bool:
+        """Whether ``mask`` (int32 ``[1, words]``) has the token's bit."""
+        return bool(mask.view(-1)[token // 32] & _bit(token))
+
     def accept(self, token: int) -> bool:
         """Goes on by one token; False where it may not come, and then nothing changes."""
         if self.begun:
@@ -78,7 +82,7 @@ class GrammarState:
                 return False
             self._matched += 1
             return True
-        if self._stops.view(-1)[token // 32] & _bit(token):
+        if self.allows(self._stops, token):
             return False
         self._seen.append(self._after(self._seen[-1], token))
         return True

@@ -80,10 +80,12 @@ class SequenceSampler:
             self.misfit = self.misfit or "no token of the vocabulary goes on in the grammar"
         accepted = 0
         for draft in drafts:
-            if not self._grammar.accept(draft):
+            # Asked of the mask first: the library writes a warning for each special token that it is given and refuses.
+            if not self._grammar.allows(mask, draft) or not self._grammar.accept(draft):
                 break
             accepted += 1
-            masks.append(self._grammar.mask())
+            mask = self._grammar.mask()
+            masks.append(mask)
         self._grammar.rollback(accepted)
         if time.thread_time() - started > _PATIENCE_S:
             self.misfit = self.misfit or f"the grammar takes longer than {_PATIENCE_S} s a token"

@@ -277,7 +277,8 @@ def _check_choice(conversation: Conversation, names: list[str], limits: ModelLim
     choice = conversation.tool_choice
     if choice not in ("auto", "none"):
         if (choice != "required" or not names) and choice not in names:
-            raise _wrong("tool_choice", choice, "auto, none, or the name of one of the tools")
+            allowed = "auto, none, required or the name of one of the tools" if names else "auto or none without tools"
+            raise _wrong("tool_choice", choice, allowed)
         if "structural_tag" not in limits.grammar_kinds:
             raise InvalidRequestError(
                 "a call of a tool cannot be forced on this model's engines: they enforce no grammar",
