@@ -119,13 +119,16 @@ async def _live(
 async def _engines_connected(options: FleetOptions) -> None:
     """Return when the gateway serves with all engines: it may have met some while they were still loading.
 
-    Asked of its metrics, which need no API key: a fleet with keys starts like one without.
+    Asked of its metrics, which need no API key unless the gateway was told so: then one engine is all that can be seen.
     """
     deadline = time.monotonic() + _CONNECT_TIMEOUT_S
     async with httpx.AsyncClient(base_url=f"http://{HOST}:{options.port}", timeout=_CONNECT_TIMEOUT_S) as client:
         while True:
             try:
-                connected = connected_engines((await client.get("/metrics")).text)
+                metrics = await client.get("/metrics")
+                if metrics.is_client_error and (await client.get("/readyz")).is_success:
+                    return
+                connected = connected_engines(metrics.text)
             except httpx.HTTPError as error:
                 raise UnavailableError(f"the gateway does not answer on port {options.port}: {error}") from error
             if connected >= options.engines:
