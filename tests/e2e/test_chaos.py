@@ -24,6 +24,7 @@ CUT = {"transport: ConnectError", "transport: ReadError", "transport: RemoteProt
 EXPECTED_ERRORS = {
     "a step loop is stuck",
     "engine hangs, its requests are given up",
+    "engine fails its requests",
     "a worker failed, the engine ends",
 }
 

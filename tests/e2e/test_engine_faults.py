@@ -19,6 +19,12 @@ pytestmark = pytest.mark.e2e
 VICTIM = "engine-a"
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
+EXPECTED_ERRORS = (
+    "a step loop is stuck",
+    "engine hangs, its requests are given up",
+    "engine fails its requests",
+)
+
 
 class Running:
     """Long streams, twice as many as both engines have places for, so that some wait for their first token."""
@@ -70,6 +76,8 @@ async def health(process: Process) -> int:
 
 
 def test_kill_9_in_mid_load(fleet: Fleet) -> None:
+    fleet.expected_errors.update(EXPECTED_ERRORS)
+
     async def scenario() -> None:
         async with Load(fleet) as load:
             running = Running(load)
@@ -86,7 +94,7 @@ def test_kill_9_in_mid_load(fleet: Fleet) -> None:
 
 def test_a_wedged_worker_turns_unhealthy_and_is_left_alone(fleet: Fleet) -> None:
     """The step loop hangs, the engine's face lives: its health says so, and its requests move."""
-    fleet.expected_errors.update(("a step loop is stuck", "engine hangs, its requests are given up"))
+    fleet.expected_errors.update(EXPECTED_ERRORS)
     engine = fleet.engines[VICTIM]
 
     async def scenario() -> None:
@@ -117,7 +125,7 @@ def test_a_wedged_worker_turns_unhealthy_and_is_left_alone(fleet: Fleet) -> None
 
 def test_a_frozen_engine_is_left_alone(fleet: Fleet) -> None:
     """SIGSTOP to all of an engine: its sockets stay open, it says nothing."""
-    fleet.expected_errors.update(("a step loop is stuck", "engine hangs, its requests are given up"))
+    fleet.expected_errors.update(EXPECTED_ERRORS)
     engine = fleet.engines[VICTIM]
 
     async def scenario() -> None:
