@@ -104,7 +104,7 @@ def spans_of(fleet: Fleet, trace_id: str, names: set[str]) -> list[Span]:
 
 
 def test_every_metric_of_dashboards_and_alerts_is_in_a_live_scrape(fleet):
-    ask(fleet, TEXT)
+    ask(fleet, "figures: " + TEXT)
     ports = range(fleet.metrics_port, fleet.metrics_port + 3)
     addresses = [fleet.http_address, *(f"127.0.0.1:{port}" for port in ports)]
     texts = [httpx.get(f"http://{address}/metrics", timeout=10).text for address in addresses]

@@ -23,7 +23,7 @@ FP8 = ("--quantization", "fp8", "--kv-cache-dtype", "fp8")
 def test_a_quantised_folder_and_a_quantising_engine(tmp_path: Path) -> None:
     """The same tokens, also out of fp8 pages that another request filled; an identity for each way to make pages."""
     plain = write_tiny_model(tmp_path / "plain", "hy_v3")
-    quantize_folder(plain, tmp_path / "fp8", Options("fp8"))
+    quantize_folder(plain, tmp_path / "fp8", Options("w8a8"))
     answers: list[Answer] = []
     identities: set[bytes] = set()
 
