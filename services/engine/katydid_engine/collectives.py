@@ -11,7 +11,7 @@ import torch.distributed as dist
 from katydid_runtime.errors import EngineLostError
 from torch import Tensor
 
-__all__ = ["Collectives", "Pending", "ShapeOnly", "SingleRank", "TorchCollectives"]
+__all__ = ["Collectives", "Pending", "Settled", "ShapeOnly", "SingleRank", "TorchCollectives"]
 
 
 class Pending(Protocol):
@@ -60,7 +60,7 @@ class Collectives(Protocol):
         ...
 
 
-class _Here:
+class Settled:
     """Rows that are there already."""
 
     def __init__(self, rows: Tensor) -> None:
@@ -94,7 +94,7 @@ class SingleRank:
     ) -> Pending:
         if out is not None:
             x = out.copy_(x)
-        return _Here(x)
+        return Settled(x)
 
 
 @contextlib.contextmanager
@@ -187,5 +187,5 @@ class ShapeOnly:
         out: Tensor | None = None,  # noqa: ARG002
     ) -> Pending:
         if send is None or receive is None:
-            return _Here(x)
-        return _Here(x[torch.arange(sum(receive), device=x.device) % max(1, len(x))] if len(x) else x)
+            return Settled(x)
+        return Settled(x[torch.arange(sum(receive), device=x.device) % max(1, len(x))] if len(x) else x)

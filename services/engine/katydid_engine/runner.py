@@ -22,6 +22,7 @@ from katydid_engine.collectives import Collectives
 from katydid_engine.compiled_grammars import CompiledGrammars
 from katydid_engine.drafting import DraftModel, draft_tokens, next_token_ids
 from katydid_engine.forward_batch import PrefillChunk
+from katydid_engine.kv_cache import KvCache
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.page_mover import PageMover, published_checksums
 from katydid_engine.plan import Logprobs, Run, SampleRow, Start, StepOutput, StepPlan
@@ -73,6 +74,11 @@ class Runner:
         # What the last step sampled, still on the device, and in which row each sequence.
         self._before: Sampled | None = None
         self._last_rows: dict[int, int] = {}
+
+    @property
+    def kv_cache(self) -> KvCache:
+        """Its pages."""
+        return self._kv_cache
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutput:

@@ -60,6 +60,11 @@ class ExpertExchange:
         """An id that no rank has: of rows that only fill up."""
         return self._slots * self._group.size
 
+    @property
+    def row_bytes(self) -> int:
+        """Of a row without what travels behind it: its slots, int32 ``[top_k]``, and weights, fp32 ``[top_k]``."""
+        return self._there.bytes
+
     def run(
         self,
         rows: Activations,
