@@ -11,18 +11,24 @@ several GPUs each call is compared with NCCL and our norm, and checked against t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from gemm_timing import BF16, COPY_TB_PER_S, Row, median_us, row
 from katydid_kernels import PeerReducer, add_rms_norm, emulated_peers, symmetric_peers
-from katydid_kernels.peer_reduce import add_rms_norm_of_ranks_reference
+from katydid_kernels.peer_reduce import (
+    add_rms_norm_of_ranks_reference,
+    quantized_all_gather_reference,
+    quantized_reduce_scatter_reference,
+)
 from results_file import replace_rows
 from torch import Tensor
 
@@ -31,6 +37,13 @@ FEW, MANY = (1, 8, 32, 128), (512, 2048, 8192, 32768)
 P2P_TB_PER_S = 0.393
 # NCCL all-reduce + torch add + RMSNorm on two of these GPUs, measured earlier, us.
 NCCL_TWO = {8192: 339.0, 32768: 1228.0}
+# By GPUs, tokens and way.
+BARS = {
+    **{(2, tokens, ""): 6.0 for tokens in (1, 8, 32)},
+    **{(8, tokens, ""): 8.0 for tokens in (1, 8, 32)},
+    (2, 8192, ""): 210.0,
+    (2, 32768, ""): 780.0,
+}
 
 
 def randn(*shape: int) -> Tensor:
@@ -122,67 +135,126 @@ def _round_us(
     return sorted(times)[len(times) // 2]
 
 
-def of_group() -> list[Row]:
+def of_group(ctas: int) -> Iterator[Row]:
     """One process a GPU: against NCCL's all-reduce and our add and norm, in graphs."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank)
-    sizes = {"few_tokens": FEW[-1], "tokens": MANY[-1], "ctas": 64}
+    device = torch.device("cuda", torch.cuda.current_device())
+    sizes = {"few_tokens": FEW[-1], "tokens": MANY[-1], "ctas": ctas}
     memory = symmetric_peers(dist.group.WORLD, PeerReducer.nbytes(ranks, HIDDEN, **sizes), device)
     reducer = PeerReducer(memory, HIDDEN, **sizes)
-    torch.cuda.synchronize()
-    dist.barrier()
-    weight, rows = torch.ones(HIDDEN, device="cuda"), []
+    weight = torch.ones(HIDDEN, device="cuda")
     for tokens in (*FEW, *MANY):
         torch.manual_seed(tokens * ranks + rank)
         x = randn(tokens, HIDDEN)
         torch.manual_seed(tokens)
         residual = randn(tokens, HIDDEN)
-        share = -(-tokens // ranks)
-        own = residual[rank * share : (rank + 1) * share].contiguous()
+        own = residual.chunk(ranks)[rank].contiguous() if tokens >= ranks else residual
         summands = [torch.empty_like(x) for _ in range(ranks)]
         dist.all_gather(summands, x)
         expected = add_rms_norm_of_ranks_reference(summands, residual, weight, EPS)[0]
+        name = f"all-reduce + add + RMSNorm, {ranks} GPUs, {tokens} tokens"
+        ways: dict[str, tuple[Callable[[], Any], float]] = {}
         if tokens <= FEW[-1]:
-            call: Callable[[], object] = partial(reducer.all_reduce_few, x, residual, weight, EPS)
-            crossings = tokens * HIDDEN * 2 * (ranks - 1)
+            floor = tokens * HIDDEN * 2 * (ranks - 1)
+            ways[""] = partial(reducer.all_reduce_few, x, residual, weight, EPS), floor
+            ways[", launched early"] = partial(reducer.all_reduce_few, x, residual, weight, EPS, overlap=True), floor
         else:
             reducer.shared_rows(tokens).copy_(x)
-            call = partial(reducer.all_reduce_many, own, weight, EPS, tokens)
-            crossings = 2 * tokens * HIDDEN * 2 * (ranks - 1) // ranks
-        torch.cuda.synchronize()
-        dist.barrier()
-        y = call()[0]  # type: ignore[index]
-        reducer.check()
-        error = ((y.double() - expected.double()).norm() / expected.double().norm()).item()
-        name = f"all-reduce + add + RMSNorm, {ranks} GPUs, {tokens} tokens"
-        if not error < 3e-3:
-            rows.append(row(f"{name}: error {error:.1e}", 0, "us", 0, None, None, None))
-            continue
-
-        def by_nccl(x: Tensor = x, residual: Tensor = residual) -> None:
-            dist.all_reduce(x)
-            add_rms_norm(x, residual, weight, EPS)
-
-        repeat = 20 if tokens <= 2048 else 4
-        dist.barrier()
-        us = median_us([call] * repeat)
-        dist.barrier()
-        nccl = median_us([by_nccl] * repeat, replays=7)
-        dist.barrier()
-        reducer.check()
-        bar = 8 if tokens <= 32 and ranks == 8 else None
-        rows.append(row(name, us, "us", 1e-6 * crossings / P2P_TB_PER_S, bar, "NCCL, add, norm, us", nccl))
+            crossing = tokens * HIDDEN * (ranks - 1) / ranks
+            ways[""] = partial(reducer.all_reduce_many, own, weight, EPS, tokens), 4 * crossing
+            ways[", e4m3 out"] = partial(reducer.all_reduce_many, own, weight, EPS, tokens, fp8=True), 3 * crossing
+        nccl = _together_us(partial(_by_nccl, x.clone(), residual, weight), tokens)
+        for way, (call, nbytes) in ways.items():
+            y, scale, _ = _once(call)
+            reducer.check()
+            found = y.float() if scale is None else y.float() * scale[:, None]
+            error = ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+            if not error < (3e-3 if scale is None else 4e-2):
+                yield row(f"{name}{way}: error {error:.1e}", 0, "us", 0, 0.0, None, None) | {"met": False}
+                continue
+            us = _together_us(call, tokens)
+            reducer.check()
+            yield row(
+                f"{name}{way}", us, "us", 1e-6 * nbytes / P2P_TB_PER_S, BARS.get((ranks, tokens, way)),
+                "NCCL, add, norm, us", nccl,
+            )  # fmt: skip
         gain_bar = 1.68 if tokens >= 8192 and ranks == 8 else None
-        rows.append(row(f"{name}: times faster than NCCL and norm", nccl / us, "x", 1, gain_bar, None, None))
+        yield row(f"{name}: times faster than NCCL and norm", nccl / us, "x", 1, gain_bar, None, None)
         if ranks == 2 and tokens in NCCL_TWO:
             figure = f"{name}: times faster than NCCL, torch add and RMSNorm, measured earlier"
-            rows.append(row(figure, NCCL_TWO[tokens] / us, "x", 1, None, "us", NCCL_TWO[tokens]))
-    return rows
+            yield row(figure, NCCL_TWO[tokens] / us, "x", 1, None, "us", NCCL_TWO[tokens])
+    for tokens in MANY:
+        yield from _quantised(reducer, tokens)
+
+
+def _quantised(reducer: PeerReducer, tokens: int) -> Iterator[Row]:
+    """Rows in e4m3, beside NCCL's bf16."""
+    ranks, rank = reducer.memory.size, reducer.memory.rank
+    floor = 1e-6 * tokens * HIDDEN * (ranks - 1) / ranks / P2P_TB_PER_S
+    torch.manual_seed(rank)
+    x = randn(tokens, HIDDEN)
+    part = x[: tokens // ranks].contiguous()
+    everywhere = [torch.empty_like(x) for _ in range(ranks)]
+    dist.all_gather(everywhere, x)
+    parts = [other[: tokens // ranks] for other in everywhere]
+    gathered, scales = quantized_all_gather_reference(parts)
+    cases: dict[str, tuple[Callable[[], Tensor], Tensor, Callable[[], object]]] = {
+        "quantized_all_gather": (
+            lambda: _plain(*reducer.quantized_all_gather(part)),
+            gathered.float() * scales[:, None],
+            partial(dist.all_gather_into_tensor, torch.empty_like(x), part),
+        ),
+        "quantized_reduce_scatter": (
+            lambda: reducer.quantized_reduce_scatter(x),
+            quantized_reduce_scatter_reference(everywhere, rank),
+            partial(dist.reduce_scatter_tensor, torch.empty_like(part), x),
+        ),
+    }
+    for name, (call, expected, by_nccl) in cases.items():
+        found = _once(call)
+        reducer.check()
+        error = ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+        figure = f"{name}, {ranks} GPUs, {tokens} tokens"
+        if not error < 4e-3:
+            yield row(f"{figure}: error {error:.1e}", 0, "us", 0, 0.0, None, None) | {"met": False}
+            continue
+        timed = partial(reducer.quantized_all_gather, part) if name == "quantized_all_gather" else call
+        us, nccl = _together_us(timed, tokens), _together_us(by_nccl, tokens)
+        reducer.check()
+        yield row(figure, us, "us", floor, None, "NCCL in bf16, us", nccl)
+
+
+def _plain(values: Tensor, scales: Tensor) -> Tensor:
+    return values.float() * scales[:, None]
+
+
+def _once(call: Callable[[], Any]) -> Any:
+    torch.cuda.synchronize()
+    dist.barrier()
+    result = call()
+    torch.cuda.synchronize()
+    return result
+
+
+def _together_us(call: Callable[[], object], tokens: int) -> float:
+    """As the slowest rank sees it."""
+    repeat = 40 if tokens <= 128 else 10 if tokens <= 2048 else 4
+    torch.cuda.synchronize()
+    dist.barrier()
+    us = torch.tensor(median_us([call] * repeat, replays=15), device="cuda")
+    dist.all_reduce(us, dist.ReduceOp.MAX)
+    return us.item()
+
+
+def _by_nccl(x: Tensor, residual: Tensor, weight: Tensor) -> None:
+    dist.all_reduce(x)
+    add_rms_norm(x, residual, weight, EPS)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    parser.add_argument("--ctas", type=int, default=132, help="programs of a call for many rows")
     arguments = parser.parse_args()
     os.environ.setdefault("GEMM_BENCH_LOCK", tempfile.mkstemp()[1])
     group = "RANK" in os.environ
@@ -190,12 +262,14 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     torch.manual_seed(0)
-    rows = of_group() if group else [*alone(), *emulated()]
-    if not group or dist.get_rank() == 0:
-        for found in rows:
+    rows = []
+    for found in of_group(arguments.ctas) if group else itertools.chain(alone(), emulated()):
+        rows.append(found)
+        if not group or dist.get_rank() == 0:
             print(json.dumps(found), flush=True)
+    if not group or dist.get_rank() == 0:
         script = f"allreduce.py ({dist.get_world_size()} GPUs)" if group else "allreduce.py"
-        replace_rows(arguments.out / "fused.json", rows, script)
+        replace_rows(arguments.out / "collectives.json", rows, script)
     if group:
         dist.destroy_process_group()
 

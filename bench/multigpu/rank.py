@@ -1,4 +1,4 @@
-"""One rank of ``run.py``: arguments rank, ranks, where to meet, the jobs, and where rank 0 writes rows."""
+"""One rank of ``run.py``: arguments rank, ranks, where to meet, the jobs, where rank 0 tells of each that is done."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from katydid_engine.rank_groups import RankGroups, join_groups
 from katydid_engine.weights import RandomSource
 from katydid_kernels.peer_reduce import PeerReducer, symmetric_peers
 
+CHUNK = 8192
 TINY = Path(__file__).parents[2] / "models" / "hy3-tiny"
 Rows = list[dict[str, Any]]
 
@@ -58,13 +59,15 @@ class Rank:
             config, num_layers=2, sparse_layers=(True, True), hidden_size=128, vocab_size=512, head_dim=16, moe=moe
         )
 
+    def peers(self, plan: ParallelPlan, groups: RankGroups, hidden: int, tokens: int) -> PeerReducer | None:
+        if self.dry or not (plan.sp and plan.fp8_transfers):
+            return None
+        size = PeerReducer.nbytes(plan.tp, hidden, tokens=tokens)
+        memory = symmetric_peers(groups.tensor.group, size, self.device)  # type: ignore[attr-defined]
+        return PeerReducer(memory, hidden, tokens=tokens)
+
     def build(self, plan: ParallelPlan, groups: RankGroups, tokens: int) -> DecoderLM:
         config, dtype = self.hy3(), torch.float32 if self.dry else torch.bfloat16
-        peers = None
-        if not self.dry and plan.sp and plan.fp8_transfers:
-            size = PeerReducer.nbytes(plan.tp, config.hidden_size, tokens=tokens)
-            memory = symmetric_peers(groups.tensor.group, size, self.device)  # type: ignore[attr-defined]
-            peers = PeerReducer(memory, config.hidden_size, tokens=tokens)
         return build_model(
             config,
             RandomSource(self.device, dtype),
@@ -73,7 +76,7 @@ class Rank:
             plan=plan,
             collectives=groups.tensor,
             experts=groups.experts,
-            peers=peers,
+            peers=self.peers(plan, groups, config.hidden_size, tokens),
             quantization="auto" if self.dry else "fp8",
             kv_cache_dtype="auto" if self.dry else "fp8",
         )
@@ -94,8 +97,15 @@ class Rank:
         if not self.dry:
             torch.cuda.synchronize()
         dist.barrier()
+        if not self.dry:
+            torch.cuda.synchronize()
 
     def correct(self, plan: ParallelPlan, groups: RankGroups) -> None:
+        self._compare(plan, groups, torch.float32, bar=0.1 if plan.fp8_transfers else 1e-5)
+        if not self.dry:
+            self._compare(plan, groups, torch.bfloat16, bar=0.1)
+
+    def _compare(self, plan: ParallelPlan, groups: RankGroups, dtype: torch.dtype, bar: float) -> None:
         ids = torch.randint(3, 4000, (300,), generator=torch.Generator().manual_seed(1)).tolist()
         pages = list(range(6))
 
@@ -109,42 +119,44 @@ class Rank:
                 tokens.append(int(model.logits(model.forward(batch, cache)).argmax()))
             return logits, tokens
 
-        options = {"device": self.device, "dtype": torch.float32}
+        options = {"device": self.device, "dtype": dtype}
         whole, tokens = run(load_model(TINY, **options))
-        model = load_model(TINY, plan=plan, collectives=groups.tensor, experts=groups.experts, **options)
+        peers = self.peers(plan, groups, 256, 1024) if dtype == torch.bfloat16 else None
+        model = load_model(TINY, plan=plan, collectives=groups.tensor, experts=groups.experts, peers=peers, **options)
+        self.meet()
         found, own = run(model)
+        if peers is not None:
+            peers.check()
         error = float((found - whole).norm() / whole.norm())
-        self.note(
-            f"correct, {plan}: relative error of logits, fp32", error, "", bar=0.1 if plan.fp8_transfers else 1e-5
-        )
+        name = str(dtype).removeprefix("torch.")
+        self.note(f"correct, {plan}: relative error of logits, {name}", error, "", bar=bar)
         same = sum(a == b for a, b in zip(tokens, own, strict=True))
-        self.note(
-            f"correct, {plan}: greedy tokens equal of 17", same, "", None if plan.fp8_transfers else 17, most=False
-        )
+        exact = dtype == torch.float32 and not plan.fp8_transfers
+        self.note(f"correct, {plan}: greedy tokens equal of 17, {name}", same, "", 17 if exact else None, most=False)
 
-    def prefill(self, plan: ParallelPlan, groups: RankGroups, tokens: int) -> None:
-        chunk = min(tokens, 8192)
-        model = self.build(plan, groups, chunk)
-        cache = model.new_kv_cache(-(-tokens // 64))
-        pages = list(range(-(-tokens // 64)))
-        batches = [
-            ForwardBatch.pack(
-                [TokenRun([7 + i % 400 for i in range(start, min(start + chunk, tokens))], start, pages)],
-                device=self.device,
-            )
-            for start in range(0, tokens, chunk)
-        ]
-        took = float(np.median(self.seconds(lambda: [model.forward(batch, cache) for batch in batches])))
-        layers = len(model.new_kv_cache(1).k_pages)
-        whole = took * KNOWN_MODELS["hy3"].num_layers / layers
-        self.note(f"prefill of {tokens}, {plan}: {layers} layers", took, "s")
-        self.note(f"prefill of {tokens}, {plan}: as for 80 layers", whole, "s")
-        if plan == ParallelPlan(tp=plan.tp):
-            self.first_ttft[tokens] = whole
-        elif tokens in self.first_ttft:
-            lower = 100 * (1 - whole / self.first_ttft[tokens])
-            bar = 24.5 if (tokens, self.ranks) == (32768, 8) else None
-            self.note(f"prefill of {tokens}, {plan}: lower than tp{plan.tp}", lower, "%", bar, most=False)
+    def prefill(self, plan: ParallelPlan, groups: RankGroups, lengths: list[int]) -> None:
+        model = self.build(plan, groups, min(max(lengths), CHUNK))
+        cache = model.new_kv_cache(-(-max(lengths) // 64))
+        pages = list(range(-(-max(lengths) // 64)))
+        for tokens in lengths:
+            batches = [
+                ForwardBatch.pack(
+                    [TokenRun([7 + i % 400 for i in range(start, min(start + CHUNK, tokens))], start, pages)],
+                    device=self.device,
+                )
+                for start in range(0, tokens, CHUNK)
+            ]
+            took = float(np.median(self.seconds(lambda: [model.forward(batch, cache) for batch in batches], 3)))  # noqa: B023
+            layers = len(cache.k_pages)
+            whole = took * KNOWN_MODELS["hy3"].num_layers / layers
+            self.note(f"prefill of {tokens}, {plan}: {layers} layers", took, "s")
+            self.note(f"prefill of {tokens}, {plan}: as for 80 layers", whole, "s")
+            if plan == ParallelPlan(tp=plan.tp):
+                self.first_ttft[tokens] = whole
+            elif tokens in self.first_ttft:
+                lower = 100 * (1 - whole / self.first_ttft[tokens])
+                bar = 24.5 if (tokens, self.ranks) == (32768, 8) else None
+                self.note(f"prefill of {tokens}, {plan}: lower than tp{plan.tp}", lower, "%", bar, most=False)
 
     def decode_batch(self, plan: ParallelPlan, batch: int, context: int) -> tuple[ForwardBatch | None, int]:
         """This rank's part of ``batch`` requests, and the pages it needs."""
@@ -157,16 +169,37 @@ class Rank:
         made = ForwardBatch.pack(runs, num_decodes=len(runs), device=self.device) if runs else None
         return made, max(1, len(runs) * each)
 
-    def decode(self, plan: ParallelPlan, groups: RankGroups, batch: int, context: int) -> None:
-        model = self.build(plan, groups, batch)
-        own, pages = self.decode_batch(plan, batch, context)
-        cache = model.new_kv_cache(pages)
-        step = model.take_part if own is None else lambda: model.logits(model.forward(own, cache))
-        took = float(np.median(self.seconds(step, 20)))
+    def decode(self, plan: ParallelPlan, groups: RankGroups, batches: list[int], context: int) -> None:
+        model = self.build(plan, groups, max(batches))
+        cache = model.new_kv_cache(max(self.decode_batch(plan, batch, context)[1] for batch in batches))
         layers = len(cache.k_pages)
-        self.note(f"decode of {batch} x {context}, {plan}: {layers} layers, eager", 1e3 * took, "ms")
-        rate = batch / (took * KNOWN_MODELS["hy3"].num_layers / layers) / self.ranks
-        self.note(f"decode of {batch} x {context}, {plan}: tokens a GPU-second, as for 80 layers", rate, "1/s")
+        for batch in batches:
+            own, _ = self.decode_batch(plan, batch, context)
+            step = model.take_part if own is None else lambda: model.logits(model.forward(own, cache))  # noqa: B023
+            name = f"decode of {batch} x {context}, {plan}"
+            took = float(np.median(self.seconds(step, 10)))
+            self.note(f"{name}: {layers} layers, eager", 1e3 * took, "ms")
+            for block in model.dispatched:
+                block.exchange.capacity = -(-batch // plan.dp)
+            if not self.dry:
+                took = self.replayed(step)
+                self.note(f"{name}: {layers} layers, in a graph", 1e3 * took, "ms")
+            for block in model.dispatched:
+                block.exchange.capacity = None
+            rate = batch / (took * KNOWN_MODELS["hy3"].num_layers / layers) / self.ranks
+            self.note(f"{name}: tokens a GPU-second, as for 80 layers", rate, "1/s")
+
+    def replayed(self, step: Callable[[], object]) -> float:
+        """Seconds of one step that is captured in a CUDA graph."""
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            step()
+        self.meet()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            step()
+        times = self.seconds(lambda: [graph.replay() for _ in range(10)], 3)
+        return float(np.median(times)) / 10
 
     def rebalance(self, plan: ParallelPlan, groups: RankGroups, batch: int, context: int) -> None:
         model = self.build(plan, groups, batch)
@@ -190,15 +223,17 @@ class Rank:
 
 
 def main() -> None:
-    rank, ranks, meet, output = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[5])
+    rank, ranks, meet, told = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[5])
     work = json.loads(sys.argv[4])
     own = Rank(rank, ranks, meet, layers=work["layers"], dry=work["dry"])
     for job in work["jobs"]:
         plan = ParallelPlan.parse(job.pop("plan"))
         groups = join_groups(plan, rank, timeout_s=120)
         getattr(own, job.pop("part"))(plan, groups, **job)
-    if rank == 0:
-        output.write_text(json.dumps(own.rows))
+        if rank == 0:
+            with told.open("a") as file:
+                file.write(json.dumps(own.rows) + "\n")
+        own.rows = []
     own.meet()
     os._exit(0)  # gloo's threads have been seen to abort a process while it was torn down
 

@@ -7,10 +7,11 @@ Parts (``--parts`` for some of them):
 
     correct    every plan's greedy tokens and logits against one rank's, hy3-tiny
     prefill    TTFT of TP, TP+SP and TP+SP+EP, layers of Hy3 at full width
-    decode     a step of TP and of DP+EP, by batch
+    decode     a step of TP and of DP+EP, by batch, eager and in a CUDA graph
     rebalance  step times of DP+EP while redundant experts move, and while they do not
 
-Reductions and exchanges alone: ``bench/kernels/allreduce.py``. Lost ranks and hand-off: ``pytest -m soak
+A job that fails or makes no progress is told in a row of its own, and the ranks start anew with the next. Reductions
+and exchanges alone: ``bench/kernels/allreduce.py``. Lost ranks and hand-off: ``pytest -m soak
 tests/engine/test_engine_ranks.py`` and ``tests/engine/test_hand_off.py``.
 """
 
@@ -18,67 +19,144 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("correct", "prefill", "decode", "rebalance")
-PATIENCE_S = 3600
+Job = dict[str, Any]
+Rows = list[dict[str, Any]]
 
 
-def jobs(gpus: int, parts: list[str], *, dry: bool) -> list[dict[str, Any]]:
+def jobs(gpus: int, parts: list[str], lengths: list[int], batches: list[int], *, dry: bool) -> list[Job]:
     """What the ranks do, in order; each job is one plan."""
     sp = [f"tp{gpus}", f"tp{gpus},sp", f"tp{gpus},sp,fp8", f"tp{gpus},sp,ep{gpus}", f"tp{gpus},sp,ep{gpus},fp8"]
     dp = f"dp{gpus},ep{gpus}"
-    made: list[dict[str, Any]] = []
+    made: list[Job] = []
     if "correct" in parts:
         made += [{"part": "correct", "plan": plan} for plan in (*sp, dp, f"{dp}+{gpus}")]
     if "prefill" in parts:
-        lengths = [128, 256] if dry else [8192, 32768, 131072]
-        made += [{"part": "prefill", "plan": plan, "tokens": n} for n in lengths for plan in sp]
+        made += [{"part": "prefill", "plan": plan, "lengths": lengths} for plan in sp]
     if "decode" in parts:
-        batches, context = ([2, 4], 64) if dry else ([1, 8, 32, 64, 128, 256], 4096)
-        made += [
-            {"part": "decode", "plan": plan, "batch": batch, "context": context}
-            for batch in batches
-            for plan in (f"tp{gpus}", dp)
-        ]
+        context = 64 if dry else 4096
+        made += [{"part": "decode", "plan": plan, "batches": batches, "context": context} for plan in (f"tp{gpus}", dp)]
     if "rebalance" in parts:
         made.append({"part": "rebalance", "plan": f"{dp}+{gpus}", "batch": 2 if dry else 64, "context": 64})
     return made
+
+
+class Ranks:
+    """Processes that do the jobs from ``first`` on."""
+
+    def __init__(self, gpus: int, work: dict[str, Any], folder: Path) -> None:
+        script = str(Path(__file__).with_name("rank.py"))
+        self._told = folder / "rows.jsonl"
+        self._told.touch()
+        arguments = [str(gpus), f"file://{folder}/meet", json.dumps(work), str(self._told)]
+        self._processes = [subprocess.Popen([sys.executable, script, str(rank), *arguments]) for rank in range(gpus)]
+
+    def told(self) -> list[Rows]:
+        """What rank 0 has told so far of each job that is done."""
+        return [json.loads(line) for line in self._told.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+    @property
+    def failed(self) -> list[int]:
+        return [process.returncode for process in self._processes if process.poll()]
+
+    @property
+    def running(self) -> bool:
+        return any(process.poll() is None for process in self._processes)
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+def carry_out(gpus: int, options: dict[str, Any], todo: list[Job], patience_s: float, until: float) -> Iterator[Rows]:
+    """Rows of each job; one that fails, or takes longer than its patience, is left out of the ranks' next start."""
+    while todo and time.monotonic() < until:
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = Ranks(gpus, {**options, "jobs": todo}, Path(folder))
+            done, since, why = 0, time.monotonic(), ""
+            try:
+                while not why and ranks.running:
+                    time.sleep(0.1)
+                    if ranks.failed:
+                        time.sleep(2)  # the others' tracebacks
+                        why = f"ranks ended with {ranks.failed}"
+                    elif time.monotonic() > min(until, since + patience_s):
+                        why = f"no end within {time.monotonic() - since:.0f} s"
+                    for rows in ranks.told()[done:]:
+                        yield rows
+                        done, since = done + 1, time.monotonic()
+            finally:
+                ranks.end()
+            yield from ranks.told()[done:]
+            done = len(ranks.told())
+            if done < len(todo):
+                yield [_missing(todo[done], why, met=False)]
+            todo = todo[done + 1 :]
+    yield [_missing(job, "no time left", met=None) for job in todo]
+
+
+def _missing(job: Job, why: str, *, met: bool | None) -> dict[str, Any]:
+    figure = f"{job['part']}, {job['plan']}: {why}"
+    return {"figure": figure, "value": None, "unit": "", "bar": None, "met": met}
+
+
+def write(path: Path, rows: Rows, origin: dict[str, Any]) -> None:
+    """Rows of the same parts are replaced, others' stay."""
+    parts = {row["figure"].split()[0].rstrip(",") for row in rows}
+    others = json.loads(path.read_text())["rows"] if path.exists() else []
+    kept = [row for row in others if row["figure"].split()[0].rstrip(",") not in parts]
+    path.write_text(json.dumps({**origin, "rows": kept + rows}, indent=1) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, required=True, choices=(2, 4, 8))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768, 131072], help="of prompts, tokens")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--layers", type=int, default=8, help="of Hy3 that are built at full width")
+    parser.add_argument("--patience", type=float, default=600, help="seconds that one job may take")
+    parser.add_argument("--limit", type=float, default=3600, help="seconds for all of them")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
     parser.add_argument("--dry", action="store_true")
     options = parser.parse_args()
-    work = {"jobs": jobs(options.gpus, options.parts, dry=options.dry), "layers": options.layers, "dry": options.dry}
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "rows.json"
-        script = str(Path(__file__).with_name("rank.py"))
-        arguments = [str(options.gpus), f"file://{folder}/meet", json.dumps(work), str(output)]
-        ranks = [subprocess.Popen([sys.executable, script, str(rank), *arguments]) for rank in range(options.gpus)]
-        try:
-            codes = [rank.wait(PATIENCE_S) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        if any(codes):
-            sys.exit(f"ranks ended with {codes}")
-        rows = json.loads(output.read_text())
-    for row in rows:
-        print(f"{row['figure']}: {row['value']} {row['unit']} (bar {row['bar']}, met {row['met']})")
+    if options.dry:
+        options.lengths, options.batches = [128, 256], [2, 4]
+    until = time.monotonic() + options.limit
+    todo = jobs(options.gpus, options.parts, options.lengths, options.batches, dry=options.dry)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
+    rows: Rows = []
+    work = {"layers": options.layers, "dry": options.dry}
+    for told in carry_out(options.gpus, work, todo, options.patience, until):
+        rows += told
+        for row in told:
+            print(f"{row['figure']}: {row['value']} {row['unit']} (bar {row['bar']}, met {row['met']})", flush=True)
     if not options.dry:
+        import torch
+
         head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        record = {"command": " ".join(sys.argv), "commit": head.stdout.strip(), "layers": options.layers, "rows": rows}
-        path = ROOT / "bench" / "results" / f"multigpu_{options.gpus}.json"
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        origin = {
+            "gpu": f"{options.gpus} x {torch.cuda.get_device_name()}",
+            "versions": {"torch": torch.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version()))},
+            "commit": os.environ.get("KATYDID_COMMIT") or head.stdout.strip(),
+            "command": " ".join(sys.argv),
+            "layers": options.layers,
+        }
+        write(options.out / f"multigpu_{options.gpus}.json", rows, origin)
+    if any(row["value"] is None for row in rows):
+        sys.exit("some jobs failed")
 
 
 if __name__ == "__main__":
