@@ -43,6 +43,8 @@ BARS = {
     **{(8, tokens, ""): 8.0 for tokens in (1, 8, 32)},
     (2, 8192, ""): 210.0,
     (2, 32768, ""): 780.0,
+    (2, 8192, ", e4m3 on the way"): 135.0,
+    (2, 32768, ", e4m3 on the way"): 500.0,
 }
 
 
@@ -162,6 +164,7 @@ def of_group(ctas: int) -> Iterator[Row]:
             reducer.shared_rows(tokens).copy_(x)
             crossing = tokens * HIDDEN * (ranks - 1) / ranks
             ways[""] = partial(reducer.all_reduce_many, own, weight, EPS, tokens), 4 * crossing
+            ways[", e4m3 on the way"] = partial(reducer.quantized_all_reduce, x, own, weight, EPS), 2 * crossing
             ways[", e4m3 out"] = partial(reducer.all_reduce_many, own, weight, EPS, tokens, fp8=True), 3 * crossing
         nccl = _together_us(partial(_by_nccl, x.clone(), residual, weight), tokens)
         for way, (call, nbytes) in ways.items():
@@ -169,7 +172,7 @@ def of_group(ctas: int) -> Iterator[Row]:
             reducer.check()
             found = y.float() if scale is None else y.float() * scale[:, None]
             error = ((found.double() - expected.double()).norm() / expected.double().norm()).item()
-            if not error < (3e-3 if scale is None else 4e-2):
+            if not error < (3e-3 if scale is None else 5e-2):
                 yield row(f"{name}{way}: error {error:.1e}", 0, "us", 0, 0.0, None, None) | {"met": False}
                 continue
             us = _together_us(call, tokens)

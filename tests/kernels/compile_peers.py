@@ -26,6 +26,7 @@ def main() -> None:
     record({
         "few": lambda: reducer.all_reduce_few(x, x, weight, 1e-5, overlap=True),
         "many": lambda: reducer.all_reduce_many(x[:2], weight, 1e-5, 16, fp8=True, overlap=True),
+        "quantized": lambda: reducer.quantized_all_reduce(x, x[:2], weight, 1e-5),
         "gather": lambda: reducer.quantized_all_gather(x),
         "scatter": lambda: reducer.quantized_reduce_scatter(x),
     })  # fmt: skip

@@ -105,6 +105,30 @@ def test_many_rows(tokens: int, fp8: bool) -> None:
         assert error(dequantised(*reducer._many_result(tokens, fp8)), expected) < LIMIT[fp8]
 
 
+@pytest.mark.parametrize("tokens", [24, 21, 2])
+def test_many_rows_quantised_on_the_way(tokens: int) -> None:
+    group, weight = reducers(), torch.rand(HIDDEN, device=DEVICE) + 0.5
+    share = -(-tokens // RANKS)
+    summands = [rows(tokens, HIDDEN, seed=rank) for rank in range(RANKS)]
+    residual = rows(tokens, HIDDEN, seed=50)
+    totals = [torch.full_like(own, float("nan")) for own in shares(residual, share, RANKS)]
+    for phase in ({"send": True, "receive": False}, {"send": False, "receive": True}):
+        for rank, reducer in enumerate(group):
+            own = shares(residual, share, RANKS)[rank]
+            reducer._quantized(summands[rank], own, totals[rank], weight, EPS, sync=False, early=False, **phase)
+    travelled = []
+    for owner in range(RANKS):
+        part = slice(owner * share, (owner + 1) * share)
+        quantised = [dequantised(*quantized_all_gather_reference([x[part]])) for x in summands]
+        quantised[owner] = summands[owner][part].float()
+        travelled.append(quantised)
+    whole = [torch.cat([travelled[owner][rank] for owner in range(RANKS)]) for rank in range(RANKS)]
+    expected, expected_total = add_rms_norm_of_ranks_reference(whole, residual, weight, EPS)
+    assert error(torch.cat(totals), expected_total) < (2e-3 if DEVICE == "cuda" else 0.1)
+    for reducer in group:
+        assert error(dequantised(*reducer._many_result(tokens, True)), expected) < LIMIT[True]
+
+
 def test_quantised_gather_and_scatter() -> None:
     group, share = reducers(), 5
     parts = [rows(share, HIDDEN, seed=rank) for rank in range(RANKS)]
@@ -210,6 +234,15 @@ def test_ranks_at_once(ranks: int) -> None:
         assert torch.equal(torch.cat([result[2] for result in found]), total)
         for y, scale, _ in found:
             assert error(dequantised(y, scale), expected) < LIMIT[fp8]
+        found = streams.run([
+            partial(reducer.quantized_all_reduce, x, part, weight, EPS)
+            for reducer, x, part in zip(group, summands, shares(residual, share, ranks), strict=True)
+        ])  # fmt: skip
+        streams.wait()
+        assert error(torch.cat([result[2] for result in found]), total) < 3e-2
+        for y, scale, _ in found:
+            assert error(dequantised(y, scale), expected) < 5e-2
+            assert torch.equal(y.view(torch.uint8), found[0][0].view(torch.uint8))
         parts = [x[:share].contiguous() for x in summands]
         torch.cuda.synchronize()
         gathered = streams.run([

@@ -35,7 +35,7 @@ def test_rows_are_polled_past_the_caches_sixteen_bytes_at_a_time(compiled: dict[
 
 
 def test_a_meeting_costs_two_fences_and_one_exchange(compiled: dict[str, dict]) -> None:
-    for case, meetings in (("many", 2), ("gather", 2), ("scatter", 1)):
+    for case, meetings in (("many", 2), ("quantized", 2), ("gather", 2), ("scatter", 1)):
         opcodes = compiled[case]["opcodes"]
         assert opcodes["MEMBAR.ALL.SYS"] == 2 * meetings
         assert opcodes["ATOMG.E.EXCH.STRONG.SYS"] == meetings

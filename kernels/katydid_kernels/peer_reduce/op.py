@@ -13,6 +13,7 @@ from torch import Tensor
 from katydid_kernels.peer_reduce.lamport_kernel import EMPTY, lamport_kernel
 from katydid_kernels.peer_reduce.peers import PeerMemory
 from katydid_kernels.peer_reduce.quantized_kernels import all_gather_kernel, reduce_scatter_kernel
+from katydid_kernels.peer_reduce.quantized_two_shot_kernel import quantized_two_shot_kernel
 from katydid_kernels.peer_reduce.two_shot_kernel import two_shot_kernel
 from katydid_kernels.quantize_rows import quantize_fp8_reference
 from katydid_kernels.rms_norm import rms_norm_reference
@@ -26,6 +27,7 @@ __all__ = [
 
 _E4M3 = torch.float8_e4m3fn
 _ALIGNMENT = 256
+_KINDS = 5
 
 
 class PeerReducer:
@@ -60,7 +62,7 @@ class PeerReducer:
         self._share = -(-tokens // memory.size)
         self._offsets = _offsets(memory.size, hidden, few_tokens, tokens, ctas)
         # Round, programs done, rows of the round before, error: of each kind of call.
-        self._states = torch.zeros(4, 4, dtype=torch.int32, device=memory.own.device)
+        self._states = torch.zeros(_KINDS, 4, dtype=torch.int32, device=memory.own.device)
         begin, end = self._offsets["few"], self._offsets["rows"]
         memory.own[begin:end].view(torch.int32).fill_(EMPTY)
         self._few_pointers = memory.pointers + begin
@@ -113,6 +115,21 @@ class PeerReducer:
             self._many(residual, total, weight, eps, tokens, fp8, sync=True, early=overlap)
         return *self._many_result(tokens, fp8), total
 
+    def quantized_all_reduce(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, overlap: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `all_reduce_many` with ``fp8``, of x ``[T, hidden]``, which may lie anywhere.
+
+        Summands, too, travel in e4m3 with a scale a token.
+        """
+        tokens = self._rows_of("x", x, self.tokens)
+        total = torch.empty_like(residual)
+        if tokens:
+            self._quantized(x, residual, total, weight, eps, send=True, sync=True, receive=True, early=overlap)
+        y, scale = self._many_result(tokens, fp8=True)
+        assert scale is not None
+        return y, scale, total
+
     def quantized_all_gather(self, x: Tensor, *, overlap: bool = False) -> tuple[Tensor, Tensor]:
         """``[m, hidden]`` of every rank to ``([ranks * m, hidden], [ranks * m])`` on all, e4m3 and fp32.
 
@@ -152,6 +169,17 @@ class PeerReducer:
             self.memory.pointers, self._states[1], residual, total, weight, self.memory.rank, tokens, self.hidden, eps,
             self._signals(1), self._offsets["rows"], self._offsets["results"], self._offsets["result scales"],
             self._patience, FP8=fp8, SYNC=sync, EARLY=early, num_warps=8, **self._options(early),
+        )  # fmt: skip
+
+    def _quantized(
+        self, x: Tensor, residual: Tensor, total: Tensor, weight: Tensor, eps: float, *, send: bool, sync: bool,
+        receive: bool, early: bool,
+    ) -> None:  # fmt: skip
+        quantized_two_shot_kernel[(self._ctas,)](
+            x, self.memory.pointers, self._states[4], residual, total, weight, self.memory.rank, len(x), self.hidden,
+            eps, self._signals(4), self._offsets["sent"], self._offsets["sent scales"], self._offsets["results"],
+            self._offsets["result scales"], self._patience, SEND=send, SYNC=sync, RECEIVE=receive, EARLY=early,
+            num_warps=8, **self._options(early),
         )  # fmt: skip
 
     def _gather(self, x: Tensor, *, sync: bool, early: bool) -> None:
@@ -201,7 +229,7 @@ def _offsets(ranks: int, hidden: int, few_tokens: int, tokens: int, ctas: int) -
     """Where each part of a rank's buffer begins, in bytes; flags first."""
     share = -(-tokens // ranks)
     sizes = {
-        "signals": 4 * 4 * ctas * ranks,
+        "signals": 4 * _KINDS * ctas * ranks,
         "few": 3 * ranks * few_tokens * hidden * 2,
         "rows": tokens * hidden * 2,
         "results": tokens * hidden * 2,
@@ -210,6 +238,8 @@ def _offsets(ranks: int, hidden: int, few_tokens: int, tokens: int, ctas: int) -
         "gathered scales": share * ranks * 4,
         "scattered": 2 * ranks * share * hidden,
         "scattered scales": 2 * ranks * share * 4,
+        "sent": ranks * share * hidden,
+        "sent scales": ranks * share * 4,
     }
     offsets, end = {}, 0
     for name, size in sizes.items():
