@@ -1,10 +1,10 @@
 """What sparse prefill costs hy3-tiny at 16K: recall and bits per byte against dense prefill, context by context.
 
-    PYTHONPATH=. python bench/quality/sparse_prefill.py --data DATA --contexts 2 --out bench/results/sparse_prefill.json
+    PYTHONPATH=. python bench/quality/sparse_prefill.py --data DATA --device cuda --out sparse_prefill.json
 
-Each context of `katydid eval`'s recall task is computed once for each budget: its eight questions give recall, the
+Each context of `katydid eval`'s recall task is computed once for each setting: its eight questions give recall, the
 second half of its text (facts included, which nobody can predict) gives bits per byte. Intervals are bootstraps over
-contexts; differences are paired. `--from` takes the lines of an earlier run, one JSON object a context and budget.
+contexts; differences are paired. `--from` takes the lines of an earlier run, one JSON object a context and setting.
 """
 
 from __future__ import annotations
@@ -26,7 +26,19 @@ from katydid_engine.scoring import ModelScorer, TokenScores
 from katydid_engine.sparse_prefill import SparsePrefill
 
 LENGTH, TAIL = 16384, 400
-BUDGETS = (None, 0.25, 0.4, 0.6)
+SETTINGS: dict[str, SparsePrefill | None] = {"dense": None} | {
+    name: SparsePrefill(min_tokens=1, **fields)
+    for name, fields in (
+        *((f"{budget:.0%}", {"budget": budget}) for budget in (0.25, 0.4, 0.5, 0.6)),
+        *(
+            (f"{budget:.0%}, 4 blocks of tail", {"budget": budget, "tail_blocks": 4})
+            for budget in (0.25, 0.4, 0.5, 0.6)
+        ),
+        *((f"25%, {layers} dense layers", {"budget": 0.25, "dense_layers": layers}) for layers in (3, 4)),
+        *((f"60%, {layers} dense layers", {"budget": 0.6, "dense_layers": layers}) for layers in (3, 4)),
+        ("the paper's rule", {"rule": "paper"}),
+    )
+}
 
 
 class Keeping:
@@ -44,17 +56,19 @@ class Keeping:
         return self.scores
 
 
-def measure(model: Path, data: Path, contexts: int) -> Iterator[dict[str, Any]]:
+def measure(model: Path, data: Path, contexts: Sequence[int], device: str) -> Iterator[dict[str, Any]]:
     text, code = ModelText(model), load_held_out(data, "code")
-    for index in range(contexts):
-        for budget in BUDGETS:
-            option = None if budget is None else SparsePrefill(budget=budget, min_tokens=1)
-            scorer = Keeping(ModelScorer(model, sparse_prefill=option))
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    scorers = {
+        setting: Keeping(ModelScorer(model, device=device, dtype=dtype, sparse_prefill=option))
+        for setting, option in SETTINGS.items()
+    }
+    for index in contexts:
+        for setting, scorer in scorers.items():
             item = context_item(scorer, text, code, LENGTH, f"recall/{LENGTH}/{index}")
             first, last = len(scorer.ids) // 2, len(scorer.ids) - TAIL
             nats = -sum(scorer.scores.logprobs[first:last])
             size = len(text.decode(scorer.ids[first + 1 : last + 1]).encode())
-            setting = "dense" if budget is None else f"share {budget}"
             bits = nats / math.log(2)
             yield {"i": index, "setting": setting, "right": item.gain, "asked": item.base, "bits": bits, "bytes": size}
 
@@ -82,7 +96,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, default=Path("models/hy3-tiny"))
     parser.add_argument("--data", type=Path, default=Path(".data"))
-    parser.add_argument("--contexts", type=int, default=2)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--contexts", type=int, default=16)
+    parser.add_argument("--first", type=int, default=0, help="of the contexts")
     parser.add_argument("--from", dest="lines", type=Path)
     parser.add_argument("--out", type=Path, default=Path("bench/results/sparse_prefill.json"))
     arguments = parser.parse_args()
@@ -91,11 +107,12 @@ def main() -> None:
         lines = [json.loads(line) for line in arguments.lines.read_text().splitlines()]
     else:
         lines = []
-        for line in measure(arguments.model, arguments.data, arguments.contexts):
+        contexts = range(arguments.first, arguments.first + arguments.contexts)
+        for line in measure(arguments.model, arguments.data, contexts, arguments.device):
             print(json.dumps(line), flush=True)
             lines.append(line)
     command = "PYTHONPATH=. python bench/quality/sparse_prefill.py"
-    content = {"model": "hy3-tiny", "dense_layers": 2, "decay": 0.7, "command": command, "rows": rows(lines)}
+    content = {"model": "hy3-tiny", "decay": 0.7, "command": command, "rows": rows(lines)}
     arguments.out.write_text(json.dumps(content, indent=1) + "\n")
 
 

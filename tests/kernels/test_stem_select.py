@@ -125,6 +125,15 @@ def test_budgets_are_bounded_and_decay(tokens: int, budget: float, rule: str) ->
         assert sum(kept) <= max(floor, budget * len(kept) * (len(kept) + 1) / 2 + 1e-6)
 
 
+def test_the_tail_keeps_everything_out_of_the_same_budget() -> None:
+    rule = StemRule(budget=0.25, tail=3)
+    kept, without = kept_blocks(rule, 128 * 100), kept_blocks(replace(rule, tail=0), 128 * 100)
+    assert kept[-3:] == (98, 99, 100)
+    assert all(a < b for a, b in zip(kept[60:-3], without[60:-3], strict=True))
+    assert sum(without) - 100 <= sum(kept) <= 0.25 * 100 * 101 / 2
+    assert kept_blocks(rule, 200) == (1, 2)
+
+
 @pytest.mark.parametrize(
     ("kilotokens", "decay", "share"),
     [(64, 1.0, 0.29), (64, 0.7, 0.25), (128, 1.0, 0.24), (256, 0.7, 0.185), (16, 0.7, 0.6)],
@@ -150,7 +159,7 @@ def test_tiles_are_cut_at_multiples_of_128_and_come_heaviest_first() -> None:
 def test_what_does_not_fit_is_named() -> None:
     for fields, message in (
         ({"budget": 0.0}, "budget must be above 0"), ({"decay": 1.5}, "decay must be"), ({"stride": 24}, "stride must"),
-        ({"sink": -1}, "sink and window must not be negative"),
+        ({"sink": -1}, "sink and window must not be negative"), ({"tail": -1}, "tail must not be negative"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             StemRule(**fields)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """How many blocks of keys query block i of a prompt keeps: the paper's linear decay, the released rule, and a share.
 
 A row with i + 1 visible blocks keeps ``min(i + 1, k(i))`` of them, always the first ``sink``, the ``window`` before its
-own and its own among them. So the number is known before any score is, and is the same for every head: the work of a
+own and its own among them; the last ``tail`` rows of a prompt, where the question stands as a rule, keep everything. So the number is known before any score is, and is the same for every head: the work of a
 prompt can be dealt out ahead.
 """
 
@@ -28,6 +28,7 @@ class StemRule:
             below 160, 0.1 N + 30 from there, linear from a to ``decay * a`` over the rows behind the a-th.
         decay: what the last row keeps of the first one's budget; 0.7 in the paper.
         sink, window: blocks always kept at the beginning and before the query's own.
+        tail: blocks of queries at the end of the prompt that keep everything; with rule "share" out of the budget.
         value_weight: beta of the score.
         stride: s of the score; a divisor of 128.
     """
@@ -37,6 +38,7 @@ class StemRule:
     decay: float = 0.7
     sink: int = 4
     window: int = 4
+    tail: int = 0
     value_weight: float = 0.2
     stride: int = 16
 
@@ -47,6 +49,8 @@ class StemRule:
             raise ValueError(f"decay must be above 0 and at most 1, got {self.decay}")
         if self.sink < 0 or self.window < 0:
             raise ValueError(f"sink and window must not be negative, got {self.sink} and {self.window}")
+        if self.tail < 0:
+            raise ValueError(f"tail must not be negative, got {self.tail}")
         if self.stride < 1 or BLOCK % self.stride:
             raise ValueError(f"stride must divide {BLOCK}, got {self.stride}")
 
@@ -66,7 +70,8 @@ def kept_blocks(rule: StemRule, prompt_tokens: int) -> tuple[int, ...]:
 
 def _bounded(rule: StemRule, wanted: list[int]) -> tuple[int, ...]:
     least = rule.sink + rule.window + 1
-    return tuple(min(i + 1, max(k, least)) for i, k in enumerate(wanted))
+    end = len(wanted) - rule.tail
+    return tuple(i + 1 if i >= end else min(i + 1, max(k, least)) for i, k in enumerate(wanted))
 
 
 def _decaying(start: float, count: int, decay: float) -> list[int]:

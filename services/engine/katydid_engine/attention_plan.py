@@ -95,6 +95,6 @@ class AttentionPlanner:
         ]
         if not any(prompts):
             return None
-        rule = StemRule(options.budget, options.rule, options.decay)
+        rule = StemRule(options.budget, options.rule, options.decay, tail=options.tail_blocks)
         new, ends = [chunk.new for chunk in chunks], [chunk.end for chunk in chunks]
         return sparse_plan(rule, new, ends, prompts, batch.token_ids.device)

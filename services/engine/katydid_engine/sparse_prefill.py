@@ -24,6 +24,7 @@ _KINDS: dict[str, Callable[[str], object]] = {
     "decay": float,
     "dense_layers": int,
     "min_tokens": int,
+    "tail_blocks": int,
 }
 _ALLOWED = {
     "budget": "above 0, at most 1",
@@ -31,6 +32,7 @@ _ALLOWED = {
     "decay": "above 0, at most 1",
     "dense_layers": "a number of layers",
     "min_tokens": "a number of tokens above 0",
+    "tail_blocks": "a number of blocks of 128 tokens",
 }
 
 
@@ -44,6 +46,7 @@ class SparsePrefill:
         decay: what the last block of a prompt keeps of the first one's budget.
         dense_layers: the first layers, which keep everything.
         min_tokens: prompts below are dense.
+        tail_blocks: blocks of 128 tokens at a prompt's end, where its question stands, that attend to everything.
     """
 
     budget: float = 0.25
@@ -51,6 +54,7 @@ class SparsePrefill:
     decay: float = 0.7
     dense_layers: int = 2
     min_tokens: int = 32_768
+    tail_blocks: int = 0
 
     @classmethod
     def parse(cls, text: str) -> SparsePrefill:
@@ -76,6 +80,7 @@ class SparsePrefill:
             "decay": 0 < self.decay <= 1,
             "dense_layers": self.dense_layers >= 0,
             "min_tokens": self.min_tokens >= 1,
+            "tail_blocks": self.tail_blocks >= 0,
         }
         for key, fits in sound.items():
             if not fits:
