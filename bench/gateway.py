@@ -28,12 +28,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from katydid_cli.model_folder import default_cache_dir, resolve_model
 from tokenizers import Tokenizer
 
+from bench.gateway_chunks import chunk_delays
 from bench.gateway_peers.launch import PEERS, start_peer
 from bench.gateway_routing import agents, conversations, even_split, killed_engine, unique_prompts
 from bench.http_load import Exchanged, Wire, encoded, percentile
+from tests.gateway.clock_words import ClockWords
 from tests.gateway.processes import Process
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -155,7 +158,16 @@ async def streams(port: int, count: int, tokens: int, dice: random.Random, healt
     }
 
 
-def started(model: Path, engines: int, **mock: float) -> tuple[list[Process], int]:
+async def chunks(port: int, clock: ClockWords, count: int, tokens: int, dice: random.Random) -> Figures:
+    """So many streams at the same time, a token a chunk."""
+    bodies = [
+        encoded([{"role": "user", "content": text(dice, 200)}], max_tokens=tokens, ignore_eos=True)
+        for _ in range(count)
+    ]
+    return await chunk_delays(port, bodies, clock)
+
+
+def started(model: Path, engines: int, **mock: Any) -> tuple[list[Process], int]:
     """Mock engines and a gateway before them; returns the processes and the HTTP port."""
     options = [part for name, value in mock.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     limits = ["--vocab-size", "200000", "--max-model-tokens", "1000000", "--pages", "200000"]
@@ -190,13 +202,15 @@ def measured(model: Path, rounds: int, peers: Path | None, only: tuple[str, ...]
     """By gateway, "" for ours: medians over rounds. Each measurement has processes of its own; gateways take turns."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     stream = {"tokens_per_step": 16, "step_ms": 20}
-    cases: dict[str, tuple[dict[str, float], Callable[[int, random.Random], Awaitable[Figures]]]] = {
+    clock, ticking = ClockWords(model), {"tokens_per_step": 1, "step_ms": 20, "clock": str(model)}
+    cases: dict[str, tuple[dict[str, Any], Callable[[int, random.Random], Awaitable[Figures]]]] = {
         "800 KB turn, warm": ({}, lambda port, dice: agent_turns(port, 800_000, 40, dice)),
         "800 KB, cold": ({}, lambda port, dice: cold_turns(port, tokenizer, 800_000, 8, dice)),
         "800 KB, 20 at once": ({}, lambda port, dice: crowd(port, 800_000, 20, 120, dice)),
         "220 KB, 100 at once": ({}, lambda port, dice: crowd(port, 220_000, 100, 300, dice)),
         "small, 32 at once": ({}, lambda port, dice: small(port, 32, 3000, dice)),
         "256 streams": (stream, lambda port, dice: streams(port, 256, 2048, dice)),
+        "256 x 50 tokens/s": (ticking, lambda port, dice: chunks(port, clock, 256, 400, dice)),
     }
     cases = {name: case for name, case in cases.items() if not only or name.startswith(only)}
     others = {"256 streams": lambda port, dice: streams(port, 256, 2048, dice, "/health")}
@@ -205,7 +219,7 @@ def measured(model: Path, rounds: int, peers: Path | None, only: tuple[str, ...]
         for name, (mock, case) in cases.items():
             processes, port = started(model, 2, **mock)
             try:
-                figures = asyncio.run(case(port, random.Random(number)))  # type: ignore[arg-type]
+                figures = uvloop.run(case(port, random.Random(number)))  # type: ignore[arg-type]
             finally:
                 for process in reversed(processes):
                     process.stop()
@@ -231,7 +245,7 @@ def measured(model: Path, rounds: int, peers: Path | None, only: tuple[str, ...]
 def beside(
     peer: str,
     folder: Path,
-    mock: dict[str, float],
+    mock: dict[str, Any],
     case: Callable[[int, random.Random], Coroutine[Any, Any, Figures]],
     seed: int,
 ) -> Figures:
@@ -240,7 +254,7 @@ def beside(
     if started is None:
         return {}
     try:
-        return asyncio.run(asyncio.wait_for(case(started.port, random.Random(seed)), 120))
+        return uvloop.run(asyncio.wait_for(case(started.port, random.Random(seed)), 120))
     finally:
         started.stop()
 
@@ -257,6 +271,7 @@ def rows(figures: dict[str, dict[str, Figures]]) -> list[dict[str, Any]]:
         ("small requests, 32 at once", "small, 32 at once", "per_s", "1/s", 1500, False),
         ("256 streams: tokens", "256 streams", "tokens_per_s", "1/s", 60_000, False),
         ("256 streams: /healthz p99", "256 streams", "healthz_p99", "ms", 100, True),
+        ("256 x 50 tokens/s, a token a chunk: added delay p99", "256 x 50 tokens/s", "p99", "ms", 10, True),
     )
     made = []
     for figure, case, name, unit, bar, lower in table:

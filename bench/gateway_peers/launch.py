@@ -78,7 +78,7 @@ _COMMANDS = {
 PEERS = tuple(_COMMANDS)
 
 
-def start_peer(name: str, folder: Path, engines: int, mock: Mapping[str, float]) -> Peer | None:
+def start_peer(name: str, folder: Path, engines: int, mock: Mapping[str, object]) -> Peer | None:
     """A peer before so many mock engines, answering; None when `folder` does not have it."""
     needed, command = _COMMANDS[name]
     if not (folder / needed).exists():

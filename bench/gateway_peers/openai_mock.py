@@ -12,9 +12,12 @@ import argparse
 import asyncio
 import json
 import re
+import time
 from typing import Any
 
 import uvloop
+
+from tests.gateway.clock_words import ClockWords
 
 _MAX_TOKENS = re.compile(rb'"max_tokens": ?(\d+)')
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: "
@@ -37,9 +40,10 @@ def event(content: str, finish: str | None) -> bytes:
 class Connection(asyncio.Protocol):
     """One kept-alive connection, one request at a time."""
 
-    def __init__(self, step_s: float, tokens_per_step: int) -> None:
+    def __init__(self, step_s: float, tokens_per_step: int, clock: ClockWords | None) -> None:
         self._step_s = step_s
         self._per_step = tokens_per_step
+        self._clock = clock
         self._buffer = bytearray()
         self._transport: Any = None
         self._answering: asyncio.Task[None] | None = None
@@ -78,18 +82,19 @@ class Connection(asyncio.Protocol):
 
     async def _stream(self, tokens: int) -> None:
         self._transport.write(_HEAD + b"text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        due = time.monotonic()
         for made in range(0, tokens, self._per_step):
-            await asyncio.sleep(self._step_s)
+            due = max(due + self._step_s, time.monotonic())
+            await asyncio.sleep(due - time.monotonic())
             last = made + self._per_step >= tokens
-            self._transport.write(
-                chunk(event("word " * min(self._per_step, tokens - made), "length" if last else None))
-            )
+            word = " word" if self._clock is None else self._clock.word(time.monotonic())
+            self._transport.write(chunk(event(word * min(self._per_step, tokens - made), "length" if last else None)))
         self._transport.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
 
-async def serve(port: int, step_s: float, tokens_per_step: int) -> None:
+async def serve(port: int, step_s: float, tokens_per_step: int, clock: ClockWords | None) -> None:
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(step_s, tokens_per_step), "127.0.0.1", port)
+    server = await loop.create_server(lambda: Connection(step_s, tokens_per_step, clock), "127.0.0.1", port)
     print("READY", f"127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
     await server.serve_forever()
 
@@ -99,8 +104,10 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--step-ms", type=float, default=1.0)
     parser.add_argument("--tokens-per-step", type=int, default=1)
+    parser.add_argument("--clock", metavar="FOLDER", help="text says when it was made, in words of this model")
     options = parser.parse_args()
-    uvloop.run(serve(options.port, options.step_ms / 1e3, options.tokens_per_step))
+    clock = ClockWords(options.clock) if options.clock else None
+    uvloop.run(serve(options.port, options.step_ms / 1e3, options.tokens_per_step, clock))
 
 
 if __name__ == "__main__":

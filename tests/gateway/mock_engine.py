@@ -6,7 +6,6 @@ Used in-process by tests and benches, or as a process of its own that can be kil
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
 import time
@@ -16,15 +15,15 @@ from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+import uvloop
 from katydid.engine.v1 import engine_pb2 as pb
 from katydid.engine.v1.engine_pb2_grpc import EngineServiceServicer, add_EngineServiceServicer_to_server
 from katydid_runtime.block_hash import BLOCK_TOKENS, fingerprint, hash_chain, pack_ids
 from katydid_runtime.server import RpcServer
-from katydid_runtime.tokenizer_digest import tokenizer_digest
 from katydid_runtime.trace_context import TraceContext
 
 from tests.gateway.mock_frames import ended, logprob_columns
-from tests.gateway.mock_options import MockOptions
+from tests.gateway.mock_options import MockOptions, command_line
 
 
 @dataclass
@@ -252,8 +251,11 @@ class MockEngine(EngineServiceServicer):
         return known
 
     async def _steps(self) -> None:
+        due = time.monotonic()
         while True:
-            await asyncio.sleep(self.options.step_s or 0.001)
+            # At a rate that what a step takes does not change.
+            due = max(due + (self.options.step_s or 0.001), time.monotonic())
+            await asyncio.sleep(due - time.monotonic())
             for session in list(self._sessions.values()):
                 if session.running:
                     self._step(session)
@@ -271,6 +273,8 @@ class MockEngine(EngineServiceServicer):
             end = running.sent + self.options.tokens_per_step
             for choice, output in enumerate(running.outputs):
                 row = output[running.sent : end]
+                if row and self.options.clock is not None:
+                    row = [self.options.clock.token(time.monotonic())] * len(row)
                 if row:
                     requests.append(number)
                     choices.append(choice)
@@ -368,28 +372,5 @@ async def _serve(listen: str, options: MockOptions) -> None:
     await asyncio.Event().wait()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--listen", default="127.0.0.1:0")
-    parser.add_argument("--model", required=True, help="folder whose tokenizer the gateway uses")
-    parser.add_argument("--step-ms", type=float, default=1.0)
-    parser.add_argument("--tokens-per-step", type=int, default=1)
-    parser.add_argument("--prefill-ms", type=float, default=0.0)
-    parser.add_argument("--vocab-size", type=int, default=1000)
-    parser.add_argument("--max-model-tokens", type=int, default=8192)
-    parser.add_argument("--pages", type=int, default=4096)
-    arguments = parser.parse_args()
-    options = MockOptions(
-        tokenizer_digest=tokenizer_digest(arguments.model),
-        step_s=arguments.step_ms / 1e3,
-        tokens_per_step=arguments.tokens_per_step,
-        prefill_s=arguments.prefill_ms / 1e3,
-        vocab_size=arguments.vocab_size,
-        max_model_tokens=arguments.max_model_tokens,
-        pages=arguments.pages,
-    )
-    asyncio.run(_serve(arguments.listen, options))
-
-
 if __name__ == "__main__":
-    main()
+    uvloop.run(_serve(*command_line(__doc__)))

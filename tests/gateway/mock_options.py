@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 from array import array
 from collections.abc import Callable
@@ -10,6 +11,9 @@ from dataclasses import dataclass, field
 from katydid.engine.v1 import engine_pb2 as pb
 from katydid_runtime.block_hash import BLOCK_TOKENS
 from katydid_runtime.tls import ServerTls
+from katydid_runtime.tokenizer_digest import tokenizer_digest
+
+from tests.gateway.clock_words import ClockWords
 
 Script = Callable[[array, pb.SamplingParams, int], list[int]]
 
@@ -57,3 +61,31 @@ class MockOptions:
     refusal: pb.RequestError | None = None
     deaf: bool = False
     tls: ServerTls | None = None
+    # Instead of the script's tokens, ones that say when they were made.
+    clock: ClockWords | None = None
+
+
+def command_line(description: str | None) -> tuple[str, MockOptions]:
+    """The address to listen on, and the options, of a mock engine in a process of its own."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--listen", default="127.0.0.1:0")
+    parser.add_argument("--model", required=True, help="folder whose tokenizer the gateway uses")
+    parser.add_argument("--step-ms", type=float, default=1.0)
+    parser.add_argument("--tokens-per-step", type=int, default=1)
+    parser.add_argument("--prefill-ms", type=float, default=0.0)
+    parser.add_argument("--vocab-size", type=int, default=1000)
+    parser.add_argument("--max-model-tokens", type=int, default=8192)
+    parser.add_argument("--pages", type=int, default=4096)
+    parser.add_argument("--clock", metavar="FOLDER", help="tokens say when they were made, in words of this model")
+    arguments = parser.parse_args()
+    options = MockOptions(
+        tokenizer_digest=tokenizer_digest(arguments.model),
+        step_s=arguments.step_ms / 1e3,
+        tokens_per_step=arguments.tokens_per_step,
+        prefill_s=arguments.prefill_ms / 1e3,
+        vocab_size=arguments.vocab_size,
+        max_model_tokens=arguments.max_model_tokens,
+        pages=arguments.pages,
+        clock=ClockWords(arguments.clock) if arguments.clock else None,
+    )
+    return arguments.listen, options
