@@ -203,7 +203,7 @@ BAD: dict[str, tuple[dict[str, Any], type[openai.APIStatusError], str, str]] = {
         {"extra_body": {"guided_regex": ""}},
         openai.BadRequestError,
         "invalid_request",
-        "response_format",
+        "guided_regex",
     ),
 }
 

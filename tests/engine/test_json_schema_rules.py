@@ -33,6 +33,14 @@ def rewritten(schema: Any) -> Any:
         ('{"type": "string", "pattern": "\\""}', "#/pattern cannot be enforced with quotes"),
         ('{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "#/oneOf cannot"),
         ('{"type": "string", "enum": [1]}', "#/enum has no value"),
+        ('{"type": "array", "minItems": -5}', "#/minItems is -5"),
+        ('{"type": "array", "maxItems": 1.5}', "#/maxItems is 1.5"),
+        ('{"type": "array", "minItems": 3, "maxItems": 2}', "#/minItems is above maxItems"),
+        ('{"type": "string", "minLength": "2"}', '#/minLength is "2"'),
+        ('{"type": "object", "maxProperties": true}', "#/maxProperties is true"),
+        ('{"type": "number", "minimum": "0"}', '#/minimum is "0"'),
+        ('{"type": "number", "maximum": Infinity}', "#/maximum is Infinity"),
+        ('{"type": "integer", "multipleOf": 0}', "#/multipleOf is 0"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_by_name(schema: str, named: str) -> None:
@@ -57,6 +65,7 @@ def test_rewriting() -> None:
     closed = {"required": ["a", "b"], "properties": {"a": True}, "additionalProperties": {"type": "null"}}
     assert rewritten(closed)["properties"] == {"a": {}, "b": {"type": "null"}}
     assert rewritten({"type": "integer", "enum": [1, "a", True, 2]}) == {"enum": [1, 2]}
+    assert rewritten({"type": "string", "minLength": 2.0}) == rewritten({"type": "string", "minLength": 2})
     bounded = rewritten({"type": "string", "minLength": 2, "maxLength": 3})
     assert bounded["type"] == "string"
     assert bounded["pattern"].endswith("{2,3}$")

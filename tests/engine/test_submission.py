@@ -14,6 +14,7 @@ from katydid_engine.request import Request, Sampling
 from katydid_engine.submission import EngineLimits, parse_submission, requested_choices
 from katydid_runtime.block_hash import ChainKey
 from katydid_runtime.errors import InvalidRequestError, KatydidError, PromptTooLongError, UnsupportedError
+from katydid_runtime.request_limits import MAX_GRAMMAR_CHARACTERS, MAX_GRAMMAR_CHOICES
 
 from tests.engine.engine_process import submission
 
@@ -153,7 +154,9 @@ def test_grammars() -> None:
         ({"json_schema": '{"not": {}}'}, "json_schema"),
         ({"choice": pb.ChoiceGrammar()}, "choice.choices"),
         ({"choice": pb.ChoiceGrammar(choices=["a", ""])}, "choice.choices"),
-        ({"regex": "a" * 1_000_001}, "regex"),
+        ({"choice": pb.ChoiceGrammar(choices=["a"] * (MAX_GRAMMAR_CHOICES + 1))}, "choice.choices"),
+        ({"choice": pb.ChoiceGrammar(choices=["a" * (MAX_GRAMMAR_CHARACTERS // 2)] * 3)}, "choice"),
+        ({"regex": "a" * (MAX_GRAMMAR_CHARACTERS + 1)}, "regex"),
         ({"regex": "a", "begin_after_ids": marker[:-1]}, "begin_after_ids"),
         ({"regex": "a", "begin_after_ids": marker * 9}, "begin_after_ids"),
         ({"regex": "a", "begin_after_ids": array("I", (100,)).tobytes()}, "begin_after_ids"),

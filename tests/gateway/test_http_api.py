@@ -287,15 +287,17 @@ def test_api_keys(chatml: Path, tmp_path: Path) -> None:
 def test_an_engines_refusal_reaches_the_caller_with_its_status(chatml: Path) -> None:
     from katydid.engine.v1 import engine_pb2 as pb
 
-    refusal = pb.RequestError(reason="INVALID_REQUEST", message="no such grammar", field="sampling.grammar")
+    refusal = pb.RequestError(reason="INVALID_REQUEST", message="no such grammar", field="sampling.grammar.regex")
+    schema = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}
 
     async def scenario(built: Rig) -> None:
         response = await built.chat()
         assert (response.status_code, response.json()["error"]["message"]) == (400, "no such grammar")
-        streamed = await built.chat(stream=True)
-        assert (streamed.status_code, streamed.json()["error"]["param"]) == (400, "sampling.grammar")
+        for fields, param in (({"guided_regex": "a"}, "guided_regex"), (schema, "response_format.json_schema.schema")):
+            streamed = await built.chat(stream=True, **fields)
+            assert (streamed.status_code, streamed.json()["error"]["param"]) == (400, param)
 
-    run(chatml, scenario, options=MockOptions(refusal=refusal))
+    run(chatml, scenario, options=MockOptions(refusal=refusal, grammar_kinds=("regex", "json_schema")))
 
 
 def test_a_request_beyond_the_limit_is_told_to_come_back(chatml: Path) -> None:

@@ -7,13 +7,12 @@ import json
 from katydid.engine.v1 import engine_pb2 as pb
 from katydid_runtime.block_hash import unpack_ids
 from katydid_runtime.errors import InvalidRequestError, UnsupportedError
+from katydid_runtime.request_limits import MAX_GRAMMAR_CHARACTERS, MAX_GRAMMAR_CHOICES
 
 from katydid_engine.grammar import MAX_BEGIN_AFTER, Grammar, GrammarKind
 from katydid_engine.json_schema_rules import SchemaError, enforceable
 
 __all__ = ["parse_grammar"]
-
-_MAX_CHARACTERS = 1_000_000
 
 
 def parse_grammar(message: pb.Grammar, served: tuple[GrammarKind, ...], vocab_size: int) -> Grammar:
@@ -28,12 +27,13 @@ def parse_grammar(message: pb.Grammar, served: tuple[GrammarKind, ...], vocab_si
         allowed = f"one of {', '.join(served)}" if served else "no grammar"
         raise UnsupportedError(f"this engine has no grammars of kind {name}", field=field, allowed=allowed)
     source = _choices(message.choice) if kind is GrammarKind.CHOICE else getattr(message, name)
-    if len(source) > _MAX_CHARACTERS:
+    size = sum(map(len, message.choice.choices)) if kind is GrammarKind.CHOICE else len(source)
+    if size > MAX_GRAMMAR_CHARACTERS:
         raise InvalidRequestError(
-            f"the grammar has {len(source)} characters",
+            f"the grammar has {size} characters",
             field=field,
-            value=len(source),
-            allowed=f"at most {_MAX_CHARACTERS}",
+            value=size,
+            allowed=f"at most {MAX_GRAMMAR_CHARACTERS}",
         )
     if kind is GrammarKind.JSON_SCHEMA:
         try:
@@ -55,6 +55,13 @@ def _choices(message: pb.ChoiceGrammar) -> str:
             field="sampling.grammar.choice.choices",
             value=len(message.choices),
             allowed="at least one string, none of them empty",
+        )
+    if len(message.choices) > MAX_GRAMMAR_CHOICES:
+        raise InvalidRequestError(
+            f"a choice has {len(message.choices)} strings",
+            field="sampling.grammar.choice.choices",
+            value=len(message.choices),
+            allowed=f"at most {MAX_GRAMMAR_CHOICES}",
         )
     return json.dumps(list(message.choices))
 

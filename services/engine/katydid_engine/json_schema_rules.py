@@ -9,13 +9,15 @@ what has the `type` beside it. `format` is an annotation, as the standard has it
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
+from katydid_runtime.request_limits import MAX_GRAMMAR_DEPTH
+
 __all__ = ["SchemaError", "enforceable"]
 
-_MAX_DEPTH = 100
 _ANNOTATIONS = frozenset(
     ("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable", "discriminator",
      "$comment", "$schema", "$id", "$defs", "definitions")
@@ -32,6 +34,8 @@ _TYPE_OF = {
     **dict.fromkeys(("minItems", "maxItems"), ("array",)),
     **dict.fromkeys(("minProperties", "maxProperties", "propertyNames"), ("object",)),
 }
+# Counts: whole numbers from 0, the least not above the most.
+_COUNTS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"))
 _SCHEMAS = ("items", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "propertyNames")
 _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
@@ -67,8 +71,8 @@ def _rewritten(schema: Any, path: str, depth: int) -> Any:
         return {} if schema else False
     if not isinstance(schema, dict):
         raise SchemaError(f"{path} is {json.dumps(schema)[:40]}, expected an object or a boolean")
-    if depth > _MAX_DEPTH:
-        raise SchemaError(f"{path[:80]}... is nested deeper than {_MAX_DEPTH} schemas")
+    if depth > MAX_GRAMMAR_DEPTH:
+        raise SchemaError(f"{path[:80]}... is nested deeper than {MAX_GRAMMAR_DEPTH} schemas")
     _check(schema, path)
     result = {name: value for name, value in schema.items() if name not in _LISTS + _MAPS + _SCHEMAS}
     for name, place, part in _parts(schema, path):
@@ -131,10 +135,32 @@ def _check(schema: dict[str, Any], path: str) -> None:
     for name, holders in _TYPE_OF.items():
         if name in schema and not (types and set(types) & set(holders)):
             raise SchemaError(f"{path}/{name} cannot be enforced without type {holders[-1]} beside it")
+    _check_bounds(schema, path)
     if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
         raise SchemaError(f"{path}/pattern cannot be enforced together with a length")
     if _NEEDS_ESCAPE.search(str(schema.get("pattern", ""))):
         raise SchemaError(f"{path}/pattern cannot be enforced with quotes, backslashes or control characters in it")
+
+
+def _check_bounds(schema: dict[str, Any], path: str) -> None:
+    for least, most in _COUNTS:
+        for name in (least, most):
+            if name in schema and not (_number(schema[name]) and schema[name] >= 0 and schema[name] % 1 == 0):
+                raise SchemaError(f"{path}/{name} is {json.dumps(schema[name])[:40]}, expected a whole number from 0")
+        if schema.get(least, 0) > schema.get(most, math.inf):
+            raise SchemaError(f"{path}/{least} is above {most}")
+    for name in _NUMERIC:
+        if name in schema and not _number(schema[name]):
+            raise SchemaError(f"{path}/{name} is {json.dumps(schema[name])[:40]}, expected a number")
+    if schema.get("multipleOf", 1) <= 0:
+        raise SchemaError(f"{path}/multipleOf is {schema['multipleOf']}, expected a number above 0")
+
+
+def _number(value: Any) -> bool:
+    # json reads NaN and Infinity, which are no JSON.
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _types(schema: dict[str, Any], path: str) -> list[str]:
@@ -195,8 +221,8 @@ def _widen(schema: dict[str, Any]) -> None:
 
 def _limit_length(schema: dict[str, Any]) -> None:
     if "minLength" in schema or "maxLength" in schema:
-        least, most = schema.pop("minLength", 0), schema.pop("maxLength", "")
-        schema["pattern"] = f"^{_CHARACTER}{{{least},{most}}}$"
+        least, most = int(schema.pop("minLength", 0)), schema.pop("maxLength", None)
+        schema["pattern"] = f"^{_CHARACTER}{{{least},{'' if most is None else int(most)}}}$"
 
 
 def _keep_types(schema: dict[str, Any], path: str) -> None:

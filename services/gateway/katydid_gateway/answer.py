@@ -43,7 +43,8 @@ class Answer:
     `on_failed` is called when `fail` ends it: a writer whose client does not read has to be stopped from outside.
 
     `send(flight, failed)` sends a flight to the best engine that is not named in `failed`. With `resume` false an
-    answer that has begun ends with its engine.
+    answer that has begun ends with its engine. `grammar_field` is what the caller calls that which the engine calls its
+    grammar.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Answer:
         buffer_bytes: int,
         send: Callable[[Flight, set[str]], Awaitable[Dispatch]],
         resume: bool = True,
+        grammar_field: str = "",
     ) -> None:
         self.request_id = request_id
         self.model = model
@@ -76,6 +78,7 @@ class Answer:
         self._buffer_bytes = buffer_bytes
         self._send = send
         self._resume = resume
+        self._grammar_field = grammar_field
         self._flights: set[Flight] = set()
         self._generated = [array("I") for _ in choices]
         self._begun = False
@@ -235,6 +238,8 @@ class Answer:
     def _engine_failed(self, flight: Flight, error: KatydidError, *, retryable: bool) -> None:
         if flight.dispatch is None:
             return
+        if self._grammar_field and (error.field or "").startswith("sampling.grammar"):
+            error.field = self._grammar_field
         engine = flight.dispatch.engine
         self._failed.add(engine)
         self._dispatcher.failed(flight.dispatch, error, retryable=retryable)

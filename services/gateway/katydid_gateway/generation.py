@@ -20,7 +20,6 @@ from katydid_runtime.errors import (
     DrainingError,
     InvalidRequestError,
     KatydidError,
-    OverloadedError,
     RequestAbortedError,
 )
 from katydid_runtime.telemetry import Telemetry
@@ -95,7 +94,7 @@ class Generator:
     async def answer(self, request: GenerationRequest, caller: Caller, api: str) -> AsyncIterator[Answer]:
         """The answer to `request`, which its `batches` send; leaving the block early aborts it on the engine.
 
-        Raises InvalidRequestError and its kind for what the caller did wrong, OverloadedError and DrainingError when
+        Raises InvalidRequestError and its kind for what the caller did wrong, DrainingError and OverloadedError when
         this gateway will not take it; `batches` raise UnavailableError when no engine can.
         """
         check_options(request.options)
@@ -189,6 +188,7 @@ class Generator:
             return await self.text.encode(request.prompt)
 
     def _open(self, prepared: Prepared, prompt: Prompt, clock: RequestClock) -> Answer:
+        format = prepared.sampling.format
         return Answer(
             request_id=prepared.request_id,
             model=prepared.model,
@@ -201,6 +201,7 @@ class Generator:
             buffer_bytes=self._settings.client_buffer_bytes,
             send=lambda flight, failed: self._sender.send(prepared, flight, failed, clock),
             resume=self._settings.resume,
+            grammar_field=format.field if format is not None else "",
         )
 
     def _settle(self, prepared: Prepared, answer: Answer, caller: Caller) -> None:
@@ -219,11 +220,6 @@ class Generator:
         if self.draining:
             self._metrics.finished.labels(api, DrainingError.reason.lower()).inc()
             raise DrainingError("the gateway is shutting down")
-        if self._in_flight >= self._settings.max_requests:
-            self._metrics.finished.labels(api, OverloadedError.reason.lower()).inc()
-            raise OverloadedError(
-                f"{self._in_flight} requests are in flight, the most this gateway takes", retry_after_s=1.0
-            )
         self._in_flight += 1
         self._metrics.in_flight.inc()
         self.idle.clear()

@@ -124,13 +124,14 @@ class OutputFormat:
     """A constraint the engine enforces: `kind` is json_schema, regex, ebnf, choice or structural_tag, with its source
     or its choices.
 
-    It begins after the packed ids `begin_after`, or at once.
+    It begins after the packed ids `begin_after`, or at once. `field` is where its caller wrote it, for errors.
     """
 
     kind: str
     source: str = ""
     choices: tuple[str, ...] = ()
     begin_after: bytes = b""
+    field: str = "response_format"
 
 
 @dataclass(frozen=True, slots=True)

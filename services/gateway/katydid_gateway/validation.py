@@ -240,8 +240,8 @@ def _format(asked: OutputFormat, kinds: frozenset[str]) -> OutputFormat:
     if asked.kind not in kinds:
         offered = ", ".join(sorted(kinds)) or "none; structured output is off"
         raise InvalidRequestError(
-            f"response_format {asked.kind} is not served by this model's engines",
-            field="response_format",
+            f"{asked.field}: {asked.kind} is not served by this model's engines",
+            field=asked.field,
             value=asked.kind,
             allowed=offered,
         )

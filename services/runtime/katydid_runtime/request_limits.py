@@ -8,6 +8,9 @@ from __future__ import annotations
 __all__ = [
     "MAX_BIAS",
     "MAX_BIASED_TOKENS",
+    "MAX_GRAMMAR_CHARACTERS",
+    "MAX_GRAMMAR_CHOICES",
+    "MAX_GRAMMAR_DEPTH",
     "MAX_PENALTY",
     "MAX_PRIORITY",
     "MAX_REPETITION_PENALTY",
@@ -22,5 +25,10 @@ MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
 MAX_BIASED_TOKENS = 1024
 MAX_STOP_TOKENS = 64
+# Of a grammar's source, or of its choices together.
+MAX_GRAMMAR_CHARACTERS = 256 * 1024
+MAX_GRAMMAR_CHOICES = 1024
+# Of arrays and objects that lie in each other, so of schemas too.
+MAX_GRAMMAR_DEPTH = 64
 # Either sign.
 MAX_PRIORITY = 1000

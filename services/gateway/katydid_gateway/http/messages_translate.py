@@ -138,4 +138,4 @@ def _format(body: MessagesBody) -> OutputFormat | None:
             value=format.get("type"),
             allowed='{"type": "json_schema", "schema": {...}}',
         )
-    return OutputFormat("json_schema", json.dumps(schema))
+    return OutputFormat("json_schema", json.dumps(schema), field="output_config.format.schema")

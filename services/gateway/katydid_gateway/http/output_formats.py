@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -73,7 +74,9 @@ def output_format(body: _Body) -> OutputFormat | None:
     if len(found) > 1:
         first, second, *_ = found
         raise InvalidRequestError(f"{first} and {second} exclude each other", field=second, allowed="one of them")
-    return next(iter(found.values()), None)
+    for name, format in found.items():
+        return format if name == "response_format" else replace(format, field=name)
+    return None
 
 
 def _response_format(body: ResponseFormatBody | None) -> OutputFormat | None:
@@ -84,7 +87,7 @@ def _response_format(body: ResponseFormatBody | None) -> OutputFormat | None:
             return OutputFormat("json_schema", _ANY_OBJECT)
         case "json_schema":
             schema = body.json_schema
-            return _needed(body, "json_schema", None if schema is None else _schema(schema.schema))
+            return _needed(body, "json_schema", None if schema is None else _schema(schema.schema), ".schema")
         case "regex":
             return _needed(body, "pattern", _source("regex", body.pattern))
         case "grammar":
@@ -95,12 +98,12 @@ def _response_format(body: ResponseFormatBody | None) -> OutputFormat | None:
     return _needed(body, "format", tag)
 
 
-def _needed(body: ResponseFormatBody, part: str, format: OutputFormat | None) -> OutputFormat:
+def _needed(body: ResponseFormatBody, part: str, format: OutputFormat | None, within: str = "") -> OutputFormat:
     if format is None:
         raise InvalidRequestError(
             f"response_format of type {body.type} needs {part}", field=f"response_format.{part}", allowed="a value"
         )
-    return format
+    return replace(format, field=f"response_format.{part}{within}")
 
 
 def _schema(schema: dict[str, Any] | bool | str | None) -> OutputFormat | None:

@@ -137,7 +137,7 @@ def _format(body: ResponsesBody) -> OutputFormat | None:
     if format is None or format.type == "text":
         return None
     if format.type == "json_object":
-        return OutputFormat("json_schema", '{"type": "object"}')
+        return OutputFormat("json_schema", '{"type": "object"}', field="text.format")
     if format.schema is None:
         raise InvalidRequestError("text.format.schema is missing", field="text.format.schema")
-    return OutputFormat("json_schema", json.dumps(format.schema))
+    return OutputFormat("json_schema", json.dumps(format.schema), field="text.format.schema")

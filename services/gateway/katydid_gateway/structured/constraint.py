@@ -7,20 +7,17 @@ may be called freely, a response format holds for an answer that calls none.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from katydid_runtime.errors import InvalidRequestError
+from katydid_runtime.request_limits import MAX_GRAMMAR_CHARACTERS, MAX_GRAMMAR_CHOICES, MAX_GRAMMAR_DEPTH
 
 from katydid_gateway.parsers.hy3 import SUFFIX, thinks_already
 from katydid_gateway.requests import Conversation, OutputFormat, Prompt
 from katydid_gateway.structured.tool_tags import Format, as_format, calls_format
 from katydid_gateway.text.model_text import ModelText
 
-__all__ = ["MAX_CHOICES", "MAX_DEPTH", "MAX_SOURCE", "check_format", "constraint"]
-
-MAX_SOURCE = 256 * 1024
-MAX_CHOICES = 1024
-# Of nested arrays and objects in a schema.
-MAX_DEPTH = 64
+__all__ = ["check_format", "constraint"]
 
 _TAG = "structural_tag"
 
@@ -41,41 +38,46 @@ def constraint(prompt: Prompt, asked: OutputFormat | None, text: ModelText, rend
         if asked is not None:
             raise InvalidRequestError(
                 "a forced call of a tool leaves no room for a response_format",
-                field="response_format",
+                field=asked.field,
                 allowed="response_format with tool_choice auto or none",
             )
-        combined = _tagged(_calls(prompt, text))
+        combined = _tagged(_calls(prompt, text), "tools")
     elif asked is not None and prompt.tools and choice == "auto" and text.tool_format != "none":
         content = as_format(asked.kind, asked.source, asked.choices)
-        combined = _tagged({"type": "or", "elements": [content, _calls(prompt, text)]})
+        combined = _tagged({"type": "or", "elements": [content, _calls(prompt, text)]}, asked.field)
     if combined is None or not thinks_already(rendered):
         return combined
     end = f"</think{SUFFIX}>" if rendered.rstrip().endswith(f"{SUFFIX}>") else "</think>"
-    return OutputFormat(combined.kind, combined.source, combined.choices, text.tokenizer.ids_of(end))
+    return replace(combined, begin_after=text.tokenizer.ids_of(end))
 
 
 def check_format(asked: OutputFormat) -> None:
     """Sizes and depth, before anything is built of it. Raises InvalidRequestError."""
-    if len(asked.source) > MAX_SOURCE or sum(map(len, asked.choices)) > MAX_SOURCE:
-        raise _refused(f"response_format is longer than {MAX_SOURCE} characters", f"at most {MAX_SOURCE} characters")
-    if asked.kind == "choice" and not 1 <= len(asked.choices) <= MAX_CHOICES:
-        raise _refused(f"response_format has {len(asked.choices)} choices", f"1 to {MAX_CHOICES} choices")
+    most, name = MAX_GRAMMAR_CHARACTERS, asked.field
+
+    def refused(problem: str, allowed: str) -> InvalidRequestError:
+        return InvalidRequestError(f"{name} {problem}", field=name, allowed=allowed)
+
+    if len(asked.source) > most or sum(map(len, asked.choices)) > most:
+        raise refused(f"is longer than {most} characters", f"at most {most} characters")
+    if asked.kind == "choice" and not 1 <= len(asked.choices) <= MAX_GRAMMAR_CHOICES:
+        raise refused(f"has {len(asked.choices)} choices", f"1 to {MAX_GRAMMAR_CHOICES} choices")
     if not all(asked.choices):
-        raise _refused("response_format has an empty choice", "texts that are not empty")
+        raise refused("has an empty choice", "texts that are not empty")
     if asked.kind in ("regex", "ebnf") and not asked.source:
-        raise _refused(f"response_format {asked.kind} is empty", "at least one character")
+        raise refused("is empty", "at least one character")
     if asked.kind not in ("json_schema", _TAG):
         return
     try:
         source = json.loads(asked.source)
     except (ValueError, RecursionError) as error:
-        raise _refused(f"response_format holds no JSON: {error}", "JSON") from error
-    if _depth(source) > MAX_DEPTH:
-        raise _refused(f"response_format is nested more than {MAX_DEPTH} deep", f"at most {MAX_DEPTH} levels")
+        raise refused(f"holds no JSON: {error}", "JSON") from error
+    if _depth(source) > MAX_GRAMMAR_DEPTH:
+        raise refused(f"is nested more than {MAX_GRAMMAR_DEPTH} deep", f"at most {MAX_GRAMMAR_DEPTH} levels")
     if asked.kind == _TAG and not (isinstance(source, dict) and isinstance(source.get("format"), dict)):
-        raise _refused("response_format structural_tag has no format", '{"type": "structural_tag", "format": {...}}')
+        raise refused("has no format", '{"type": "structural_tag", "format": {...}}')
     if asked.kind == "json_schema" and not isinstance(source, dict | bool):
-        raise _refused("response_format holds no JSON schema", "an object or a boolean")
+        raise refused("holds no JSON schema", "an object or a boolean")
 
 
 def _calls(prompt: Conversation, text: ModelText) -> Format:
@@ -95,8 +97,16 @@ def _calls(prompt: Conversation, text: ModelText) -> Format:
     return calls
 
 
-def _tagged(format: Format) -> OutputFormat:
-    return OutputFormat(_TAG, json.dumps({"type": _TAG, "format": format}))
+def _tagged(format: Format, field: str) -> OutputFormat:
+    source = json.dumps({"type": _TAG, "format": format})
+    if len(source) > MAX_GRAMMAR_CHARACTERS:
+        raise InvalidRequestError(
+            f"the grammar of the tools' calls has {len(source)} characters",
+            field="tools",
+            value=f"{len(source)} characters",
+            allowed=f"schemas of at most {MAX_GRAMMAR_CHARACTERS} characters there",
+        )
+    return OutputFormat(_TAG, source, field=field)
 
 
 def _depth(value: object) -> int:
@@ -106,11 +116,7 @@ def _depth(value: object) -> int:
         item, depth = waiting.pop()
         if isinstance(item, dict | list):
             deepest = max(deepest, depth + 1)
-            if deepest > MAX_DEPTH:
+            if deepest > MAX_GRAMMAR_DEPTH:
                 break
             waiting += ((part, depth + 1) for part in (item.values() if isinstance(item, dict) else item))
     return deepest
-
-
-def _refused(message: str, allowed: str) -> InvalidRequestError:
-    return InvalidRequestError(message, field="response_format", allowed=allowed)
