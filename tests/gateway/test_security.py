@@ -62,6 +62,9 @@ def test_each_api_asks_for_its_scope(chatml: Path, tmp_path: Path) -> None:
         ("POST", "/detokenize", {"tokens": [5]}, {"count"}),
         ("GET", "/v1/models", None, set(KEYS)),
         ("GET", "/metrics", None, {"watch"}),
+        ("GET", "/console/api/requests", None, {"chat"}),
+        ("GET", "/console/api/fleet", None, {"ops"}),
+        ("POST", "/console/api/explain", {"messages": USER}, {"ops"}),
     ]
 
     async def scenario() -> None:
@@ -85,6 +88,9 @@ def test_each_api_asks_for_its_scope(chatml: Path, tmp_path: Path) -> None:
                     assert (await refusal(call)).reason == "PERMISSION_DENIED", (needed, key)
             for path in ("/healthz", "/readyz"):
                 assert (await built.http.get(path)).status_code == 200
+            figures = (await built.http.get("/metrics", headers=shown("watch"))).text
+            for reason in ("unauthenticated", "permission_denied"):
+                assert f'katydid_gateway_turned_away_requests_total{{reason="{reason}"}}' in figures
 
     asyncio.run(scenario())
 
@@ -212,6 +218,9 @@ def test_admin_changes_a_gateway_while_it_runs(chatml: Path, tmp_path: Path) -> 
                 for wrong in ("169.254.169.254:9000", "10.0.0.1:9000", "nonsense"):
                     bad = admin_pb2.AddEngineRequest(name="bad", address=wrong)
                     assert (await refusal(admin.AddEngine(bad, metadata=ops))).field == "address"
+                for wrong in ("<script>alert(1)</script>", " ", "a b", "e" * 129, "\u00e4"):
+                    bad = admin_pb2.AddEngineRequest(name=wrong, address=address)
+                    assert (await refusal(admin.AddEngine(bad, metadata=ops))).field == "name"
                 await until(lambda: built.gateway.fleet.healthy == 2)
                 listed = (await admin.ListEngines(admin_pb2.ListEnginesRequest(), metadata=ops)).engines
                 assert [(each.name, each.excluded) for each in listed] == [("engine-0", ""), ("late", "")]

@@ -15,14 +15,13 @@ from katydid_gateway.access.registration import EngineAllowList
 from katydid_gateway.access.scopes import Scope
 from katydid_gateway.generation import Generator
 from katydid_gateway.posture import posture
-from katydid_gateway.settings import EngineAddress, GatewaySettings
+from katydid_gateway.settings import ENGINE_NAMES, EngineAddress, GatewaySettings, is_engine_name
 
 __all__ = ["AdminServicer"]
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _LEVELS = ("debug", "info", "warning", "error")
-_LONGEST_NAME = 64
 
 logger = logging.getLogger(__name__)
 
@@ -68,14 +67,9 @@ class AdminServicer(AdminServiceServicer):
     async def AddEngine(self, request: pb.AddEngineRequest, context: Context) -> pb.AddEngineResponse:
         await self._admitted("AddEngine", context, engine=request.name, address=request.address)
         name = request.name or request.address
-        if len(name) > _LONGEST_NAME or not name.isprintable() or not name.isascii():
-            raise InvalidRequestError(
-                "the name is not usable",
-                field="name",
-                value=name,
-                allowed=f"at most {_LONGEST_NAME} printable characters",
-            )
         address = await self._allowed.resolved(request.address)
+        if not is_engine_name(name):
+            raise InvalidRequestError("the name is not usable", field="name", value=name, allowed=ENGINE_NAMES)
         if name in self._generator.fleet.connections:
             raise ConflictError(f"there is an engine {name} already", field="name", value=name)
         self._generator.fleet.add(EngineAddress(name, address))

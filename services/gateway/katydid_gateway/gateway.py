@@ -70,6 +70,7 @@ class Gateway:
         self._scaling_task: asyncio.Task[None] | None = None
         tls = settings.server_tls()
         self.door = door
+        door.on_refused = lambda error: metrics.turned_away.labels(error.reason.lower()).inc()
         self._shared = settings.processes > 1
         self._rpc = RpcServer(
             settings.listen,

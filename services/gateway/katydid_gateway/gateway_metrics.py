@@ -66,6 +66,9 @@ class GatewayMetrics:
         self.queued = metrics.gauge(
             "queued_requests", "Requests that wait here for an engine, by class", ("priority",), add_up=True
         )
+        self.turned_away = metrics.counter(
+            "turned_away_requests", "Calls of strangers, or beyond a share, refused before they were read", ("reason",)
+        )
         self.shed = metrics.counter("shed_requests", "Requests refused before any work, by reason", ("reason",))
         self.resumed = metrics.counter(
             "resumed_choices", "Choices that went on elsewhere in mid-answer, by the engine that was lost", ("engine",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
@@ -12,7 +13,16 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from katydid_gateway.access_settings import AccessSettings
 
-__all__ = ["EngineAddress", "GatewaySettings"]
+__all__ = ["ENGINE_NAMES", "EngineAddress", "GatewaySettings", "is_engine_name"]
+
+# Names are shown in metrics, logs and the console; an address is one too.
+ENGINE_NAMES = "1 to 128 letters, digits and ._:/[]@-"
+_ENGINE_NAME = re.compile(r"[A-Za-z0-9._:/\[\]@-]{1,128}")
+
+
+def is_engine_name(name: str) -> bool:
+    """Whether an engine may be called so."""
+    return _ENGINE_NAME.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +37,9 @@ def _some_engine(value: tuple[str, ...]) -> tuple[str, ...]:
     if not value:
         raise ValueError("at least one engine address is needed")
     names = [_engine(item).name for item in value]
+    for name in names:
+        if not is_engine_name(name):
+            raise ValueError(f"{name!r} is no name of an engine; allowed: {ENGINE_NAMES}")
     if len(set(names)) != len(names):
         raise ValueError("two engines have one name")
     return value

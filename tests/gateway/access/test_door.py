@@ -52,6 +52,8 @@ def test_without_keys_everyone_may_do_everything() -> None:
 
 def test_places_are_limited_and_given_back() -> None:
     door = Door(KEYS, max_requests=3, per_tenant=1)
+    refused: list[str] = []
+    door.on_refused = lambda error: refused.append(error.reason)
     with door.place("a"), door.place("a"):
         with pytest.raises(QuotaExceededError) as caught, door.place("a"):
             pass
@@ -65,8 +67,14 @@ def test_places_are_limited_and_given_back() -> None:
         raise ZeroDivisionError
     with door.place("ops"), pytest.raises(QuotaExceededError), door.place("ops"):
         pass
+    with door.place("ops"):
+        with door.more_places(2), pytest.raises(OverloadedError), door.place("a"):
+            pass
+        with pytest.raises(OverloadedError), door.more_places(3):
+            pass
     assert door._places.in_use == 0
     assert not door._places._taken
+    assert refused == ["QUOTA_EXCEEDED", *["OVERLOADED"] * 2, "QUOTA_EXCEEDED", *["OVERLOADED"] * 2]
 
 
 def test_several_processes_divide_what_a_tenant_has() -> None:

@@ -9,7 +9,7 @@ import pytest
 from katydid_gateway.access.registration import EngineAllowList
 from katydid_runtime.errors import InvalidRequestError, PermissionDeniedError
 
-LIST = EngineAllowList(("10.0.0.0/8", "fd00::/8", "2002::/16", "0.0.0.0/0"), "9000-9999")
+LIST = EngineAllowList(("10.0.0.0/8", "fd00::/8", "2002::/16", "64:ff9b::/32", "0.0.0.0/0"), "9000-9999")
 LOCAL = EngineAllowList(("127.0.0.0/8",), "1-65535")
 
 
@@ -29,6 +29,8 @@ def test_what_is_allowed() -> None:
         "169.254.169.254:9000", "[fe80::1]:9000", "[::ffff:169.254.169.254]:9000", "127.0.0.1:9000", "[::1]:9000",
         "0.0.0.0:9000", "224.0.0.1:9000", "255.255.255.255:9000", "[fc01::1]:9000", "10.1.2.3:80", "10.1.2.3:8999",
         "0x7f.1:9000", "2130706433:9000", "[2002:a9fe:a9fe::1]:9000", "[2002:7f00:1::]:9000",
+        "[fd00:ec2::254]:9000", "[fd20:ce::254]:9000", "100.100.100.200:9000", "168.63.129.16:9000",
+        "[64:ff9b::a9fe:a9fe]:9000", "[64:ff9b::7f00:1]:9000", "[64:ff9b::6464:64c8]:9000",
     ],
 )  # fmt: skip
 def test_what_is_refused(address: str) -> None:

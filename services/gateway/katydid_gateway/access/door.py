@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
-from katydid_runtime.errors import PermissionDeniedError, UnauthenticatedError
+from katydid_runtime.errors import KatydidError, PermissionDeniedError, UnauthenticatedError
 
 from katydid_gateway.access.places import Places
 from katydid_gateway.access.scopes import Identity, Scope
@@ -22,6 +23,7 @@ class Door:
     """Without keys and tokens every caller is the tenant "" and may do everything.
 
     `shares` is how many gateway processes serve the same tenants: each grants its part of what a tenant was given.
+    `on_refused` is called with the error of every caller that is turned away.
     """
 
     def __init__(
@@ -37,7 +39,8 @@ class Door:
         self._tokens = tokens
         self._per_tenant = per_tenant
         self._shares = shares
-        self._places = Places(max_requests, self._limit)
+        self.on_refused: Callable[[KatydidError], object] = lambda _error: None
+        self._places = Places(max_requests, self._limit, lambda error: self.on_refused(error))
 
     @property
     def open(self) -> bool:
@@ -49,16 +52,24 @@ class Door:
 
         Raises UnauthenticatedError for a stranger, PermissionDeniedError for one who may not do it.
         """
-        identity = await self._identity(authorization)
-        if scope is not None and scope not in identity.scopes:
-            raise PermissionDeniedError(
-                f"this needs the scope {scope}", field="authorization", allowed=", ".join(sorted(identity.scopes))
-            )
+        try:
+            identity = await self._identity(authorization)
+            if scope is not None and scope not in identity.scopes:
+                raise PermissionDeniedError(
+                    f"this needs the scope {scope}", field="authorization", allowed=", ".join(sorted(identity.scopes))
+                )
+        except KatydidError as error:
+            self.on_refused(error)
+            raise
         return identity.tenant
 
     def place(self, tenant: str) -> AbstractContextManager[None]:
         """A request's place while it is in flight. Raises OverloadedError, QuotaExceededError."""
         return self._places.one(tenant)
+
+    def more_places(self, count: int) -> AbstractContextManager[None]:
+        """Places of a request's prompts beyond its first. Raises OverloadedError."""
+        return self._places.more(count)
 
     def terms(self, tenant: str) -> TenantTerms:
         """What this process grants the tenant."""

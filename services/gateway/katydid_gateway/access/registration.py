@@ -2,8 +2,8 @@
 what only it can reach.
 
 A name is resolved once, every address it has must be allowed, and the first is connected to from then on: what it means
-later changes nothing. Link-local addresses, where clouds keep their metadata, and those that are no host's are refused
-whatever the list says; loopback is refused unless a network of the list lies within it. gRPC follows no redirects.
+later changes nothing. Addresses where clouds keep their metadata, link-local ones and those that are no host's are
+refused whatever the list says, loopback unless a network of the list lies within it. gRPC follows no redirects.
 """
 
 from __future__ import annotations
@@ -19,6 +19,16 @@ from katydid_runtime.exposition import split_address
 __all__ = ["EngineAllowList"]
 
 _RESOLVE_TIMEOUT_S = 5.0
+# Metadata and credentials of clouds outside of link-local networks: AWS (instances, EKS), Google Cloud, Alibaba Cloud,
+# Azure, Oracle Cloud.
+_METADATA = frozenset(
+    map(
+        ip_address,
+        ("fd00:ec2::254", "fd00:ec2::23", "fd20:ce::254", "100.100.100.200", "168.63.129.16", "192.0.0.192"),
+    )
+)
+# Networks whose addresses end with an IPv4 address, to which a gateway of the network leads.
+_NAT64 = (ip_network("64:ff9b::/96"), ip_network("64:ff9b:1::/48"))
 
 
 class EngineAllowList:
@@ -60,8 +70,12 @@ class EngineAllowList:
 
     def _objection(self, address: IPv4Address | IPv6Address) -> str:
         if isinstance(address, IPv6Address):
-            # What carries an IPv4 address (mapped, or 6to4) leads there.
-            address = address.ipv4_mapped or address.sixtofour or address
+            # What carries an IPv4 address (mapped, 6to4, NAT64) leads there.
+            nat64 = any(address in network for network in _NAT64)
+            carried = IPv4Address(int(address) & 0xFFFFFFFF) if nat64 else address.ipv4_mapped or address.sixtofour
+            address = carried or address
+        if address in _METADATA:
+            return "where a cloud keeps its metadata"
         if address.is_link_local:
             return "a link-local address"
         if address.is_multicast or address.is_unspecified or (address.is_reserved and not address.is_loopback):

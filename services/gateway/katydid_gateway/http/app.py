@@ -128,7 +128,7 @@ def http_app(
 
     posts = {
         "/v1/chat/completions": post(ChatCompletions(generator, keepalive_s)),
-        "/v1/completions": post(Completions(generator, keepalive_s, settings.max_prompts)),
+        "/v1/completions": post(Completions(generator, door, keepalive_s, settings.max_prompts)),
         "/v1/responses": post(Responses(generator, keepalive_s), RESPONSES_ERRORS),
         "/v1/messages": post(Messages(generator, keepalive_s), ANTHROPIC_ERRORS),
         "/v1/messages/count_tokens": post(CountTokens(generator), ANTHROPIC_ERRORS, Allowed.TOKENIZE),

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from katydid_runtime.block_hash import unpack_ids
 
+from katydid_gateway.access.door import Door
 from katydid_gateway.answer import Answer
 from katydid_gateway.generation import Generator
 from katydid_gateway.http.exchange import Exchange
@@ -31,8 +32,9 @@ class Completions:
 
     api = "completions"
 
-    def __init__(self, generator: Generator, keepalive_s: float, max_prompts: int) -> None:
+    def __init__(self, generator: Generator, door: Door, keepalive_s: float, max_prompts: int) -> None:
         self._generator = generator
+        self._door = door
         self._keepalive_s = keepalive_s
         self._max_prompts = max_prompts
 
@@ -40,6 +42,7 @@ class Completions:
         body = decode_body(_decoder, raw)
         requests = completion_requests(body, exchange.request_id, self._max_prompts)
         async with AsyncExitStack() as stack:
+            stack.enter_context(self._door.more_places(len(requests) - 1))
             answers = [
                 await stack.enter_async_context(self._generator.answer(request, caller, self.api))
                 for request in requests

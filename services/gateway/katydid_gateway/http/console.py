@@ -7,10 +7,10 @@ Its files are served from memory under a policy that lets it load nothing from a
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import asdict
 from importlib.resources import files
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from katydid_runtime.errors import NotFoundError
@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
+from katydid_gateway.access.scopes import Scope
 from katydid_gateway.fleet_view import fleet_view
 from katydid_gateway.gateway_metrics import GatewayMetrics
 from katydid_gateway.generation import Generator
@@ -49,10 +50,14 @@ _HEADERS = {
 _encode = msgspec.json.Encoder().encode
 
 
-def console_routes(
-    generator: Generator, metrics: GatewayMetrics, tenant: Callable[[Request], Awaitable[str]]
-) -> list[Route]:
-    """The page's routes; `tenant` raises UnauthenticatedError for who may not ask."""
+class _Tenant(Protocol):
+    """Who asks. Raises UnauthenticatedError for a stranger, PermissionDeniedError for one without the scope."""
+
+    def __call__(self, request: Request, needed: Scope, /) -> Awaitable[str]: ...
+
+
+def console_routes(generator: Generator, metrics: GatewayMetrics, tenant: _Tenant) -> list[Route]:
+    """The page's routes: the fleet is for those who may see why requests go where, requests for those who make them."""
     pages = {
         entry.name: (entry.read_bytes(), _TYPES[entry.name.rpartition(".")[2]])
         for entry in files("katydid_gateway").joinpath("console").iterdir()
@@ -70,16 +75,17 @@ def console_routes(
         return RedirectResponse("console/", 308)
 
     async def fleet(request: Request) -> Response:
-        await tenant(request)
+        await tenant(request, Scope.EXPLAIN)
         model = generator.fleet.limits.model if generator.fleet.ready else ""
         return _json(fleet_view(generator.fleet.router, metrics, model))
 
     async def requests(request: Request) -> Response:
-        return _json({"requests": [_recent(each) for each in generator.recent.of(await tenant(request), SHOWN)]})
+        recent = generator.recent.of(await tenant(request, Scope.INFERENCE), SHOWN)
+        return _json({"requests": [_recent(each) for each in recent]})
 
     async def one(request: Request) -> Response:
         name = request.path_params["id"]
-        found = generator.recent.get(await tenant(request), name)
+        found = generator.recent.get(await tenant(request, Scope.INFERENCE), name)
         if found is None:
             raise NotFoundError(f"request {name!r} is not among the last ones", field="id", value=name)
         return _json(_recent(found))
