@@ -171,6 +171,7 @@ def test_too_little_room(source: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(partial_folder.shutil, "disk_usage", lambda path: namedtuple("usage", "free")(1000))
     with pytest.raises(SettingsError, match=r"the disk is full \(\d+ bytes are needed, 1000 are free\)"):
         quantize_folder(source, tmp_path / "out", Options("w8a8"))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 @pytest.mark.parametrize(
@@ -188,6 +189,7 @@ def test_writes_that_fail(
         patch.setattr(partial_folder.os, "fsync", fail)
         with pytest.raises(SettingsError, match=message):
             quantize_folder(source, tmp_path / "out", Options("w8a8"))
+    assert not list((tmp_path / "out.partial").glob("*.unfinished"))
     quantize_folder(source, tmp_path / "out", Options("w8a8"))
     assert (tmp_path / "out" / "config.json").exists()
 

@@ -71,7 +71,12 @@ class PartialFolder:
                 )
             return
         self.path.mkdir(parents=True)
-        known.write_text(json.dumps(manifest))
+        try:
+            known.write_text(json.dumps(manifest))
+        except OSError:
+            # Without its manifest it would be taken for another run's.
+            shutil.rmtree(self.path)
+            raise
 
     def has(self, shard: Shard) -> bool:
         """Whether a shard is written."""
@@ -79,23 +84,33 @@ class PartialFolder:
         return path.exists() and path.stat().st_size == shard_bytes(shard)
 
     def check_room(self, shards: Iterable[Shard]) -> None:
-        """Raises OSError when the disk has less room than the shards that are missing need."""
+        """Raises OSError when the disk has less room than the shards that are missing need.
+
+        A folder in which nothing has been written yet is taken away then.
+        """
         needed = sum(shard_bytes(shard) for shard in shards if not self.has(shard))
         free = shutil.disk_usage(self.path).free
         if free < needed:
+            if [path.name for path in self.path.iterdir()] == [_MANIFEST]:
+                shutil.rmtree(self.path)
             raise OSError(errno.ENOSPC, f"{needed} bytes are needed, {free} are free")
 
     def write(self, shard: Shard, tensors: Iterable[Tensor]) -> None:
         """Writes one shard out of its outputs' tensors, in their order."""
         path = self.path / shard.name
         unfinished = path.with_suffix(".unfinished")
-        with unfinished.open("wb") as file:
-            file.write(header(shard))
-            for output, tensor in zip(shard.outputs, tensors, strict=True):
-                assert list(tensor.shape) == list(output.shape)
-                file.write(tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with unfinished.open("wb") as file:
+                file.write(header(shard))
+                for output, tensor in zip(shard.outputs, tensors, strict=True):
+                    assert list(tensor.shape) == list(output.shape)
+                    file.write(tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            # A full disk has no room for half a shard.
+            unfinished.unlink(missing_ok=True)
+            raise
         unfinished.rename(path)
 
     def finish(self, shards: Iterable[Shard], changes: Mapping[str, Any], *, remove: Iterable[str] = ()) -> None:
