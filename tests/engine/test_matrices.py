@@ -129,10 +129,15 @@ def test_wrong_tensors(
         read_matrix(weights, SHAPE, EVERY, row_scales=True)
 
 
-def test_a_group_is_not_cut(tmp_path: Path, weight: Tensor) -> None:
+def test_a_part_does_not_begin_inside_a_group(tmp_path: Path, weight: Tensor) -> None:
     weights = weights_of(tmp_path, FORMS["int4"].store(weight)[0], "int4")
-    with pytest.raises(ModelFolderError, match="columns 0 to 192 cut a group of 128"):
-        read_matrix(weights, SHAPE, (slice(0, 160), slice(0, 192)), row_scales=True)
+    with pytest.raises(ModelFolderError, match="columns 192 to 384 begin inside a group of 128"):
+        read_matrix(weights, SHAPE, (slice(0, 160), slice(192, 384)), row_scales=True)
+    part = read_matrix(weights, SHAPE, (slice(0, 160), slice(0, 192)), row_scales=True)
+    whole = read_matrix(weights, SHAPE, EVERY, row_scales=True)
+    assert isinstance(part, Int4Matrix)
+    assert isinstance(whole, Int4Matrix)
+    assert torch.equal(part.dequantised(), whole.dequantised()[:, :192])
 
 
 def test_fp8_weights_without_a_quantization_config(tmp_path: Path, weight: Tensor) -> None:

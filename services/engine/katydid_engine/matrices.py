@@ -195,9 +195,10 @@ def _read_fp8(weights: Weights, shape: tuple[int, int], part: tuple[slice, slice
 def _read_int4(weights: Weights, shape: tuple[int, int], part: tuple[slice, slice]) -> Int4Matrix:
     out_size, in_size = shape
     start, stop = part[1].start, part[1].stop
-    if start % GROUP or (stop % GROUP and stop != in_size):
+    # A part that ends inside a group keeps the group's scale for what it has of it.
+    if start % GROUP:
         raise ModelFolderError(
-            f"{weights.prefix}weight_packed: columns {start} to {stop} cut a group of {GROUP} that has one scale",
+            f"{weights.prefix}weight_packed: columns {start} to {stop} begin inside a group of {GROUP} that has one scale",
             field=f"{weights.prefix}weight_packed",
             value=in_size,
             allowed=f"parts of the TP group that are multiples of {GROUP} columns",

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from katydid_engine.quantization import GROUP, UNQUANTISED, Scheme, StoredQuantization
+from katydid_engine.quantization import UNQUANTISED, Scheme, StoredQuantization
 from katydid_engine.weights import FLOATS
 
 __all__ = ["SyntheticWeights"]
