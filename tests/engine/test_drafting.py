@@ -30,14 +30,17 @@ def plain(model: DecoderLM) -> Output:
     return generate(model, requests())
 
 
-@pytest.mark.parametrize(("drafts", "ahead"), [(0, True), (1, False), (2, True), (3, False)])
-def test_the_same_tokens(model: DecoderLM, plain: Output, drafts: int, ahead: bool) -> None:
+@pytest.mark.parametrize(
+    ("drafts", "ahead", "buckets"), [(0, True, True), (1, False, False), (2, True, True), (3, False, True)]
+)
+def test_the_same_tokens(model: DecoderLM, plain: Output, drafts: int, ahead: bool, buckets: bool) -> None:
+    """``buckets``: decodes are padded, over tensors that never move, as a captured graph runs them."""
     finished: list[ChoiceEnd] = []
-    assert generate(model, requests(), drafts=drafts, ahead=ahead, finished=finished) == plain
+    assert generate(model, requests(), drafts=drafts, ahead=ahead, buckets=buckets, finished=finished) == plain
     drafted = sum(end.drafted for end in finished)
     assert (drafted > 0) == (drafts > 0)
     assert 0 <= sum(end.accepted for end in finished) <= drafted
-    fields = {"drafts": drafts, "ahead": ahead}
+    fields = {"drafts": drafts, "ahead": ahead, "buckets": buckets}
     few = {"num_pages": 10, "chunk": 60, **fields}
     finished.clear()
     assert generate(model, requests(), finished=finished, **few) == plain, "in small chunks"  # type: ignore[arg-type]

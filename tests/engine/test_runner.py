@@ -22,6 +22,7 @@ from katydid_engine.plan import Run, SampleRow, Start, StepPlan
 from katydid_engine.request import Request, Sampling
 from katydid_engine.runner import Runner
 from katydid_engine.scheduler import Scheduler, SchedulerConfig
+from katydid_engine.step_outcome import Launched
 from katydid_runtime.block_hash import ChainKey
 
 from tests.tiny_model import write_tiny_model
@@ -44,6 +45,7 @@ def generate(
     grammars: CompiledGrammars | None = None,
     drafts: int = 0,
     ahead: bool = False,
+    buckets: bool = False,
     finished: list[ChoiceEnd] | None = None,
 ) -> Output:
     """Tokens by request and choice; ``finished`` gets the ends."""
@@ -56,17 +58,19 @@ def generate(
     )
     scheduler = Scheduler(config, pool, time.monotonic, drafts=DraftDepth(drafts))
     runner = Runner(model, num_pages, collectives=SingleRank(), grammars=grammars, drafts=drafts > 0, ahead=ahead)
+    if buckets:
+        runner.prepare_decodes(5, config.max_model_tokens, {0, drafts}, capture=model.device.type == "cuda")
     runner.warm_up()
     output: Output = defaultdict(list)
     for request in requests:
         scheduler.add(request)
-    in_flight: deque[StepPlan] = deque()
+    in_flight: deque[tuple[StepPlan, Launched]] = deque()
     while (plan := scheduler.schedule()) is not None or in_flight:
         if plan is not None:
-            in_flight.append(plan)
+            in_flight.append((plan, runner.launch(plan)))
         if len(in_flight) > (ahead and plan is not None):
-            scheduler.commit(in_flight[0], runner.run(in_flight[0]))
-            in_flight.popleft()
+            done, launched = in_flight.popleft()
+            scheduler.commit(done, launched.output())
         outcome = scheduler.take_outcome()
         for row in outcome.tokens:
             output[row.handle, row.choice] += row.tokens
@@ -124,8 +128,8 @@ def test_runs_whose_logits_are_no_numbers_are_named(model: DecoderLM, monkeypatc
     starts = tuple(Start(sequence, Sampling(n=2), 3, array("I", (1, 2, 3))) for sequence in range(2))
     runs = tuple(Run(start.sequence, 0, start.tokens, 0, array("I", (start.sequence,))) for start in starts)
     plan = StepPlan(1, starts=starts, runs=runs, samples=(SampleRow(0, 0), SampleRow(1, 0), SampleRow(1, 1)))
-    logits = torch.zeros(2, 272)
-    logits[1, 5] = torch.nan
+    logits = torch.zeros(3, 272)
+    logits[1:, 5] = torch.nan
     monkeypatch.setattr(type(model), "logits", lambda *_: logits)
     output = runner.run(plan)
     assert output.broken == {1}

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from katydid_engine.plan import Start
 from katydid_engine.request import Sampling
-from katydid_engine.sampler import Row, sample_rows, token_logprobs
+from katydid_engine.sampler import Row, SamplingRows, joined_logprobs, sample_rows
 from katydid_engine.seen_tokens import SeenTokens
 from katydid_engine.sequence_sampler import SequenceSampler
-from katydid_kernels import verify_draft
+from katydid_kernels import logprobs, verify_draft
 from torch import Tensor
 
 VOCAB = 12
@@ -165,8 +165,20 @@ def test_seeds_wrap_at_64_bits() -> None:
 
 def test_logprobs_as_the_host_sees_them() -> None:
     logits = torch.tensor([[0.0, math.log(3.0), -math.inf]])
-    found = token_logprobs(logits, [0], 2)
+    found = joined_logprobs([logprobs(logits, torch.tensor([0]), 2)])
     assert (found.top, list(found.top_tokens)) == (2, [1, 0])
     torch.testing.assert_close(
         torch.tensor([*found.chosen, *found.top_logprobs]).exp(), torch.tensor([0.25, 0.75, 0.25])
     )
+
+
+def test_parameters_go_to_the_device_as_bits() -> None:
+    rows = [
+        start([1], [], Sampling(temperature=0.5, top_k=3, top_p=0.9, min_p=0.25, seed=2**64 - 2)),
+        start([1], [], Sampling(seed=5)),
+    ]
+    bits = SamplingRows(rows, [1, 0]).columns(2)
+    seen = {name: torch.from_numpy(bits[name]).view(torch.float32).tolist() for name in ("temperature", "min_p")}
+    assert seen == {"temperature": [0.5, 0.5, 0.0, 0.0], "min_p": [0.25, 0.25, 0.0, 0.0]}
+    assert bits["top_k"].tolist() == [3, 3, 0, 0]
+    assert torch.from_numpy(bits["seeds"]).view(torch.int64).tolist() == [-1, -1, 5, 5]

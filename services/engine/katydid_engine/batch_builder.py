@@ -15,9 +15,10 @@ from katydid_kernels import StepInputs
 from torch import Tensor
 
 from katydid_engine.forward_batch import PAGE_SIZE, ForwardBatch
+from katydid_engine.host_copies import to_device
 from katydid_engine.plan import Run
 
-__all__ = ["BatchBuilder", "BuiltBatch"]
+__all__ = ["BatchBuilder", "BuiltBatch", "DecodeRows"]
 
 _Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 # Kernels specialise on 16-byte alignment: every tensor begins on such a border.
@@ -33,6 +34,19 @@ class BuiltBatch:
 
     forward: ForwardBatch
     inputs: StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """R decodes of Q tokens each as the host knows them, int32: ``[R * Q]`` tokens in order, ``[R]`` rows, and their
+    block tables ``[R, pages]``."""
+
+    token_ids: _Ints
+    positions: _Ints
+    slots: _Ints
+    context_lens: _Ints
+    limits: _Ints
+    table: _Ints
 
 
 class BatchBuilder:
@@ -111,6 +125,24 @@ class BatchBuilder:
         )
         return BuiltBatch(forward, inputs)
 
+    def decode_rows(self, runs: Sequence[Run], width: int) -> DecodeRows:
+        """Decodes of ``width`` tokens each: their own, then 0 in the place of drafts. Notes the runs' new pages."""
+        rows = [self._update(run) for run in runs]
+        starts = np.array([run.start for run in runs], dtype=np.int32)
+        context_lens = starts + np.int32(width)
+        columns = -(-int(context_lens.max()) // PAGE_SIZE)
+        if columns > self._tables.shape[1]:
+            self._grow((len(self._tables), 2 * columns))
+        tables = self._tables[rows, :columns]
+        limits = self._num_pages[rows] * PAGE_SIZE
+        positions = starts[:, None] + np.arange(width, dtype=np.int32)
+        slots = np.take_along_axis(tables, positions // PAGE_SIZE, 1) * PAGE_SIZE + positions % PAGE_SIZE
+        writes = np.array([run.writes for run in runs])
+        slots[(positions >= limits[:, None]) | ~writes[:, None]] = -1
+        token_ids = np.zeros((len(runs), width), dtype=np.int32)
+        token_ids[:, 0] = [run.tokens[0] for run in runs]
+        return DecodeRows(token_ids.ravel(), positions.ravel(), slots.ravel(), context_lens, limits, tables)
+
     def _update(self, run: Run) -> int:
         row = self._rows[run.sequence]
         end = run.table_from + len(run.pages)
@@ -134,5 +166,5 @@ class BatchBuilder:
         packed: _Ints = np.zeros(offsets[-1], dtype=np.int32)
         for offset, column in zip(offsets, columns, strict=False):
             packed[offset : offset + len(column)] = column
-        tensor = torch.from_numpy(packed).to(self._device, non_blocking=True)
+        tensor = to_device(torch.from_numpy(packed), self._device)
         return [tensor[offset : offset + len(column)] for offset, column in zip(offsets, columns, strict=False)]

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from katydid_engine.batch_builder import BuiltBatch
 from katydid_engine.forward_batch import PAGE_SIZE, ForwardBatch
+from katydid_engine.host_copies import integers
 from katydid_engine.kv_cache import KvCache
 
-__all__ = ["DraftModel", "draft_tokens", "next_token_ids"]
+__all__ = ["DraftModel", "draft_tokens", "further_drafts", "next_token_ids"]
 
 
 @runtime_checkable
@@ -44,15 +45,17 @@ def next_token_ids(batch: ForwardBatch, following: Sequence[int], sampled: Tenso
     ids[start:-1] = batch.token_ids[start + 1 :]
     ends = batch.cu_q_lens[1 + decodes :].long() - 1
     if len(following):
-        ids[ends] = torch.tensor(following, dtype=torch.int32).to(ids.device, non_blocking=True)
+        ids[ends] = integers(following, ids.device)
     of_run: dict[int, int] = {}
     for row, run in enumerate(runs):
         of_run.setdefault(run, row)
     prompts = [run for run in of_run if run >= decodes]
     if prompts:
-        ids[ends[[run - decodes for run in prompts]]] = sampled[[of_run[run] for run in prompts], 0]
+        at, rows = ([run - decodes for run in prompts], [of_run[run] for run in prompts])
+        ids[ends[integers(at, ids.device)]] = sampled[integers(rows, ids.device), 0]
     if decodes:
-        ids[:start] = sampled[[of_run[run] for run in range(decodes)], :width].reshape(-1)
+        # Decodes come first and have one row each, in order.
+        ids[:start] = sampled[:decodes, :width].reshape(-1)
     return ids
 
 
@@ -78,15 +81,37 @@ def draft_tokens(
     states = model.draft(batch, hidden, next_ids, kv_cache)
     if depth == 0 or not runs:
         return None
-    of_row = torch.tensor(list(runs), dtype=torch.int64).to(hidden.device, non_blocking=True)
+    of_row = integers(list(runs), hidden.device, torch.int64)
     ends, width = batch.cu_q_lens[1:].long(), batch.decode_q_len
     # A decode goes on at the last sample that is its own, a prompt at its last token.
     at = torch.where(of_row < batch.num_decodes, ends[of_row] - width + accepted - 1, ends[of_row] - 1)
+    return further_drafts(model, built, kv_cache, states, at, of_row, depth)
+
+
+def further_drafts(
+    model: DraftModel,
+    built: BuiltBatch,
+    kv_cache: KvCache,
+    states: Tensor,
+    at: Tensor,
+    of_row: Tensor | None,
+    depth: int,
+) -> Tensor:
+    """Drafts ``depth`` tokens for each of R rows, int32 ``[R, depth]``.
+
+    Args:
+        states: ``[T, hidden]``, of the draft layer's pass over the batch.
+        at: int64 ``[R]``, the token of the batch at which each row goes on.
+        of_row: int64 ``[R]``, the sequence of each row in the batch; None where rows are the sequences.
+    """
+    batch = built.forward
     states, positions = states[at], batch.positions[at]
     tokens = model.logits(states).argmax(dim=-1).to(torch.int32)
     drafts = [tokens]
-    table, limits = batch.block_table[of_row], built.inputs.limits[of_row]
-    rows = torch.arange(len(runs) + 1, dtype=torch.int32, device=hidden.device)
+    table, limits = batch.block_table, built.inputs.limits
+    if of_row is not None:
+        table, limits = table[of_row], limits[of_row]
+    rows = torch.arange(len(at) + 1, dtype=torch.int32, device=at.device)
     for ahead in range(1, depth):
         places = positions + ahead
         stored = places < limits
@@ -99,7 +124,7 @@ def draft_tokens(
             context_lens=torch.minimum(places + 1, limits),
             block_table=table,
             slot_mapping=torch.where(stored, pages * PAGE_SIZE + places % PAGE_SIZE, -1),
-            num_decodes=len(runs),
+            num_decodes=len(at),
             decode_q_len=1,
             max_q_len=1,
             max_context_len=batch.max_context_len + ahead,

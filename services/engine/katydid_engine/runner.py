@@ -1,6 +1,7 @@
 """Carries out plans on one rank: moves pages, runs the model, and on the first rank samples.
 
-    output = runner.run(plan)
+    launched = runner.launch(plan)      nothing waits for the device here
+    output = launched.output()          in the order of plans
 
 All state a rank keeps between steps is what earlier plans said: block tables and, for sampling, seen tokens. The ranks
 of a group carry out the same plans in the same order; that is all they need to agree.
@@ -10,27 +11,33 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
-from katydid_kernels import Sampled, advance, verify_draft
+from katydid_kernels import Sampled, advance
+from katydid_kernels.sample import Logprobs as DeviceLogprobs
+from katydid_kernels.sample import logprobs
 from torch import Tensor
 
 from katydid_engine.batch_builder import BatchBuilder, BuiltBatch
 from katydid_engine.collectives import Collectives
 from katydid_engine.compiled_grammars import CompiledGrammars
-from katydid_engine.drafting import DraftModel, draft_tokens, next_token_ids
+from katydid_engine.decode_buffers import Bucket
+from katydid_engine.decode_steps import Captured, DecodeSteps, Uncaptured
 from katydid_engine.forward_batch import PrefillChunk
+from katydid_engine.host_copies import integers
 from katydid_engine.kv_cache import KvCache
 from katydid_engine.models.decoder_lm import DecoderLM
-from katydid_engine.page_mover import PageMover, published_checksums
-from katydid_engine.plan import Logprobs, Run, SampleRow, Start, StepOutput, StepPlan
-from katydid_engine.request import Sampling
-from katydid_engine.sampler import Row, sample_rows, token_logprobs
+from katydid_engine.page_mover import PageMover
+from katydid_engine.plan import Run, SampleRow, Start, StepOutput, StepPlan
+from katydid_engine.request import Sampling, pages_for
+from katydid_engine.sampler import SamplingRows
 from katydid_engine.seen_tokens import SeenTokens
 from katydid_engine.sequence_sampler import SequenceSampler
 from katydid_engine.slot_memory import SlotMemory
+from katydid_engine.step_choice import SampledStep, Settled, StepChoice
+from katydid_engine.step_outcome import Launched, Left, RowsLeft
 
 __all__ = ["Runner"]
 
@@ -71,18 +78,40 @@ class Runner:
         # Lengths of the prompts that may be computed sparsely.
         self._sparse_prompts: dict[int, int] = {}
         self._seen = SeenTokens(model.config.vocab_size, model.device)
+        self._choice = StepChoice(model, self._kv_cache, collectives, self._seen, feeds_back=self._feeds_back)
+        self._steps: DecodeSteps | None = None
         # What the last step sampled, still on the device, and in which row each sequence.
         self._before: Sampled | None = None
         self._last_rows: dict[int, int] = {}
+        self._last: Launched | None = None
 
     @property
     def kv_cache(self) -> KvCache:
-        """Its pages."""
+        """The pages that plans number."""
         return self._kv_cache
 
-    @torch.inference_mode()
+    def prepare_decodes(self, rows: int, tokens: int, depths: Iterable[int] = (0,), *, capture: bool) -> None:
+        """From now on steps of decodes alone run over tensors that never move, padded to a bucket.
+
+        Args:
+            rows: most of a step.
+            tokens: most of a sequence.
+            depths: numbers of drafts that such steps verify and make.
+            capture: as CUDA graphs, which are captured here; otherwise op by op.
+        """
+        pieces = Captured() if capture else Uncaptured()
+        self._steps = DecodeSteps(
+            self._model, self._kv_cache, pieces, rows=rows, pages=pages_for(tokens) + 1, depths=depths
+        )
+        self._steps.prepare()
+
     def run(self, plan: StepPlan) -> StepOutput:
         """Carries out one plan; the output is empty on all ranks but the first."""
+        return self.launch(plan).output()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        """Begins to carry out one plan; what it samples is copied to the host when the device is done with it."""
         for sequence in plan.ends:
             self._batches.end(sequence)
             self._seen.end(sequence)
@@ -94,13 +123,12 @@ class Runner:
             if start.sparse_prefill:
                 self._sparse_prompts[start.sequence] = start.num_prompt
             self._samplers[start.sequence] = SequenceSampler(start, self._model.config.eos_token_ids, self._grammars)
-        sums = self._pages.move(plan)
-        output = self._compute(plan) if plan.runs else StepOutput()
-        if sums is not None:
-            # Read last: on a GPU this waits for the transfers, without which their slots must not be given back.
-            moved = published_checksums(sums.tolist(), (*plan.packs, *plan.unpacks))
-            output = replace(output, packed=moved[: len(plan.packs)], unpacked=moved[len(plan.packs) :])
-        return output
+        self._pages.start(plan)
+        rows, prompts = self._compute(plan) if plan.runs else (None, {})
+        launched = Launched(plan, self._model.device, rows=rows, prompt_logprobs=prompts, over=self._pages.over)
+        if plan.runs:
+            self._last = launched
+        return launched
 
     def warm_up(self, tokens: int = 8, sequences: int = 1, context: int = 9, drafts: int = 0) -> None:
         """Computes a prompt and decodes, so that no request pays for first use, nor finds too little memory.
@@ -139,210 +167,159 @@ class Runner:
             )
         self.run(StepPlan(0, ends=tuple(range(sequences))))
 
-    def _compute(self, plan: StepPlan) -> StepOutput:
+    def _compute(self, plan: StepPlan) -> tuple[RowsLeft | None, dict[int, list[DeviceLogprobs]]]:
+        """What is sampled, as far as this rank tells, and log probabilities of prompts."""
+        previous, num_drafts = self._continued(plan)
+        bucket = self._bucket(plan)
+        if bucket is not None:
+            return self._decode(plan, bucket, previous, num_drafts), {}
         built = self._batches.build(plan.runs, plan.num_decodes, plan.decode_q_len)
-        num_drafts = self._continue(plan, built)
+        if self._before is not None and any(row >= 0 for row in previous):
+            advance(built.inputs, self._before, integers(previous, self._model.device))
         batch = built.forward
         if self._sparse_prompts:
             batch = replace(batch, prefills=tuple(map(self._chunk, plan.runs[plan.num_decodes :])))
-        ends = _ends(plan)
         hidden = self._model.forward(batch, self._kv_cache)
         if not self._model.has_head:
-            return StepOutput()
-        prompt_logprobs = self._prompt_logprobs(plan, hidden, ends)
-        step = None
-        if plan.samples:
-            places = _sampled_places(plan, ends)
-            owned = list(dict.fromkeys(places))
-            logits = self._model.logits(hidden[owned])
-            if len(owned) < len(places):
-                # Several choices of one prompt are sampled from the same logits.
-                logits = logits[[owned.index(place) for place in places]]
-            step = self._choose(plan, built, logits, num_drafts)
-        self._draft(plan, built, hidden, step)
-        if step is None:
-            return StepOutput(prompt_logprobs=prompt_logprobs)
-        return self._output(plan, step, logits, prompt_logprobs) if self._collectives.rank == 0 else StepOutput()
+            return None, {}
+        ends = _ends(plan)
+        prompts = self._prompt_logprobs(plan, hidden, ends)
+        if not plan.samples:
+            self._drafted(plan, built, hidden, None)
+            self._leave(plan, None)
+            return None, prompts
+        places = _sampled_places(plan, ends)
+        logits = self._model.logits(hidden[integers(places, hidden.device, torch.int64)])
+        return self._choose(plan, built, hidden, logits, previous, num_drafts), prompts
+
+    def _bucket(self, plan: StepPlan) -> Bucket | None:
+        """Of a step of decodes alone; None where it is of another kind."""
+        steps = self._steps
+        alone = plan.num_decodes == len(plan.runs) == len(plan.samples) and not plan.waits
+        if steps is None or not alone or not self._left_fits:
+            return None
+        longest = max(run.start for run in plan.runs) + plan.decode_q_len
+        if pages_for(longest) > steps.buffers.pages:
+            return None
+        return steps.bucket(len(plan.runs), plan.decode_q_len, plan.drafts)
+
+    @property
+    def _left_fits(self) -> bool:
+        """Whether the graphs can go on from what the last step left."""
+        assert self._steps is not None
+        return self._before is None or len(self._before.tokens) <= self._steps.buffers.rows
+
+    def _decode(
+        self, plan: StepPlan, bucket: Bucket, previous: Sequence[int], num_drafts: Sequence[int]
+    ) -> RowsLeft | None:
+        steps = self._steps
+        assert steps is not None
+        samplers = [self._samplers[run.sequence] for run in plan.runs]
+        sampling = SamplingRows(samplers, [row.choice for row in plan.samples])
+        rows = self._batches.decode_rows(plan.runs, plan.decode_q_len)
+        own = steps.buffers.fill(bucket, rows, sampling, previous, num_drafts)
+        hidden = steps.forward(bucket)[: len(plan.runs) * plan.decode_q_len]
+        if not all(sampler.plain for sampler in samplers):
+            return self._choose(plan, own.built, hidden, self._model.logits(hidden), previous, num_drafts)
+        left, self._before = steps.choose(bucket, len(plan.runs))
+        self._last_rows = {run.sequence: row for row, run in enumerate(plan.runs)}
+        if self._collectives.rank:
+            return None
+        count = len(plan.runs)
+        return RowsLeft(left, range(count), samplers, [True] * count, num_drafts, {})
 
     def _chunk(self, run: Run) -> PrefillChunk:
         new = len(run.tokens)
         return PrefillChunk(new, run.start + new, self._sparse_prompts.get(run.sequence))
 
-    def _continue(self, plan: StepPlan, built: BuiltBatch) -> list[int]:
-        """Rewrites decodes by what the step before left on the device; returns the drafts that each verifies."""
-        rows = [self._last_rows.get(run.sequence, -1) for run in plan.runs[: plan.num_decodes]]
-        ahead = any(run.ahead for run in plan.runs[: plan.num_decodes])
-        if self._before is None or not (ahead or plan.decode_q_len > 1):
-            return [0] * plan.num_decodes
-        advance(built.inputs, self._before, torch.tensor(rows, dtype=torch.int32).to(self._model.device))
+    def _continued(self, plan: StepPlan) -> tuple[list[int], list[int]]:
+        """The row of the step before that each decode continues, or -1, and how many drafts it verifies."""
+        decodes = plan.runs[: plan.num_decodes]
+        if self._before is None or not (plan.decode_q_len > 1 or any(run.ahead for run in decodes)):
+            return [-1] * len(decodes), [0] * len(decodes)
+        rows = [self._last_rows.get(run.sequence, -1) for run in decodes]
         made = 0 if self._before.drafts is None else min(plan.decode_q_len - 1, self._before.drafts.shape[1])
-        return [made if row >= 0 else 0 for row in rows]
+        return rows, [made if row >= 0 else 0 for row in rows]
 
-    def _choose(self, plan: StepPlan, built: BuiltBatch, logits: Tensor, num_drafts: list[int]) -> _Step:
-        """Samples every row at all its positions, and settles how many of the samples are its own."""
-        device, width, decodes = logits.device, plan.decode_q_len, plan.num_decodes
-        runs = [row.run for row in plan.samples]
-        counts = [width if run < decodes else 1 for run in runs]
-        positions, drafts = self._positions(plan, built, runs)
-        step = _Step(
-            runs=runs,
-            counts=counts,
-            owned=_first_of(runs),
-            positions=positions,
-            drafts=drafts,
-            num_drafts=[num_drafts[run] if run < decodes else 0 for run in runs],
-            tokens=torch.zeros((len(runs), width), dtype=torch.int32, device=device),
-        )
-        if self._collectives.rank == 0:
-            self._sample(plan, step, logits)
-        if self._feeds_back and self._collectives.size > 1:
-            # Other ranks go on from the same tokens.
-            step.tokens = self._collectives.all_reduce(step.tokens)
-        slots = None
-        if self._collectives.rank == 0:
-            slots = self._seen.slots([self._samplers[plan.runs[run].sequence] for run in runs])
-        if slots is not None:
-            slots = torch.where(torch.tensor(step.owned, device=device), slots, -1)
-        if width > 1 or slots is not None:
-            step.accepted = verify_draft(
-                step.tokens,
-                drafts,
-                num_drafts=torch.tensor(step.num_drafts, dtype=torch.int32).to(device),
-                slots=slots,
-                seen=None if slots is None else self._seen.table,
+    def _choose(
+        self,
+        plan: StepPlan,
+        built: BuiltBatch,
+        hidden: Tensor,
+        logits: Tensor,
+        previous: Sequence[int],
+        num_drafts: Sequence[int],
+    ) -> RowsLeft | None:
+        """Samples and drafts op by op."""
+        samplers = [self._samplers[plan.runs[row.run].sequence] for row in plan.samples]
+        leads = self._collectives.rank == 0
+        settled = self._settled(plan, samplers, previous) if leads else {}
+        step = self._choice.choose(plan, built, logits, num_drafts, samplers, settled)
+        step.drafts = self._drafted(plan, built, hidden, step)
+        self._leave(plan, step)
+        if not leads:
+            return None
+        sound = torch.isfinite(logits.amax(dim=-1))
+        starts = [0, *itertools.accumulate(step.counts)]
+        of_rows = torch.ones_like(step.tokens, dtype=torch.bool)
+        of_rows.view(-1)[self._choice.places(step.counts, plan.decode_q_len)] = sound
+        wanted = {
+            row: logprobs(
+                logits[starts[row] : starts[row + 1]], step.tokens[row, : step.counts[row]], sampler.sampling.logprobs
             )
-        else:
-            step.accepted = torch.ones(len(runs), dtype=torch.int32, device=device)
-        return step
+            for row, sampler in enumerate(samplers)
+            if sampler.sampling.logprobs is not None
+        }
+        left = Left(step.tokens, step.accepted, step.positions, step.drafts, of_rows.all(1))
+        return RowsLeft(left, step.runs, samplers, step.owned, step.num_drafts, wanted)
 
-    def _positions(self, plan: StepPlan, built: BuiltBatch, runs: list[int]) -> tuple[Tensor, Tensor]:
-        """Of each row the position of its first token, int32 ``[R]``, and what stands behind its newest token, int32
-        ``[R, Q - 1]``."""
-        decodes, width, device = plan.num_decodes, plan.decode_q_len, self._model.device
-        known = [plan.runs[run].start + len(plan.runs[run].tokens) for run in runs]
-        positions = torch.tensor(known, dtype=torch.int32).to(device, non_blocking=True)
-        drafts = torch.full((len(runs), width - 1), -1, dtype=torch.int32, device=device)
-        # Decodes come first and have one row each, in order.
-        of_decodes = sum(run < decodes for run in runs)
-        if of_decodes:
-            positions[:of_decodes] = built.inputs.sample_positions.view(decodes, width)[:, 0]
-            drafts[:of_decodes] = built.inputs.token_ids.view(decodes, width)[:, 1:]
-        return positions, drafts
+    def _settled(
+        self, plan: StepPlan, samplers: Sequence[SequenceSampler], previous: Sequence[int]
+    ) -> dict[int, Settled]:
+        """For rows that depend on tokens which the host must know first: the step before is told now."""
+        rows = [row for row, sampler in enumerate(samplers) if sampler.needs_host]
+        if not rows or self._last is None:
+            return {}
+        self._last.output()
+        settled = {}
+        for row in rows:
+            run = plan.samples[row].run
+            if run < plan.num_decodes and previous[run] >= 0:
+                left, source = self._last.left, previous[run]
+                drafts = [] if left.drafts is None else left.drafts[source].tolist()
+                settled[row] = Settled(int(left.positions[source]) + int(left.accepted[source]), drafts)
+        return settled
 
-    def _sample(self, plan: StepPlan, step: _Step, logits: Tensor) -> None:
-        device, width = logits.device, plan.decode_q_len
-        samplers = [self._samplers[plan.runs[run].sequence] for run in step.runs]
-        on_host = any(sampler.needs_host for sampler in samplers)
-        first = step.positions.tolist() if on_host else [0] * len(samplers)
-        drafts = step.drafts.tolist() if on_host else [[]] * len(samplers)
-        rows = []
-        for index, (sampler, count) in enumerate(zip(samplers, step.counts, strict=True)):
-            behind = drafts[index][: count - 1] if sampler.needs_host else [0] * (count - 1)
-            choice = plan.samples[index].choice
-            rows += [Row(sampler, choice, bias, mask) for bias, mask in sampler.limits(first[index], behind)]
-        # Flat place of each sample in the table of rows by positions.
-        flat = [index * width + place for index, count in enumerate(step.counts) for place in range(count)]
-        places = torch.tensor(flat, dtype=torch.int64).to(device, non_blocking=True)
-        offsets = torch.arange(width, dtype=torch.int32, device=device)
-        positions = (step.positions[:, None] + offsets).view(-1)[places]
-        pending = None
-        if width > 1:
-            behind_of = torch.where(offsets[:-1] < offsets[:, None], step.drafts[:, None, :], -1)
-            pending = behind_of.reshape(-1, width - 1)[places]
-        step.tokens.view(-1)[places] = sample_rows(logits, rows, positions, self._seen, pending)
+    def _drafted(
+        self, plan: StepPlan, built: BuiltBatch, hidden: Tensor, step: SampledStep | None
+    ) -> Tensor | None:
+        """The drafts of the next step; the draft layer's pages hold every token of a prompt, wanted or not."""
+        if not self._drafts or not (plan.drafts or plan.num_decodes < len(plan.runs)):
+            return None
+        return self._choice.draft(plan, built, hidden, step)
 
-    def _draft(self, plan: StepPlan, built: BuiltBatch, hidden: Tensor, step: _Step | None) -> None:
-        """Makes the drafts of the next step, and leaves it what it continues."""
+    def _leave(self, plan: StepPlan, step: SampledStep | None) -> None:
+        """Leaves the next step what it continues."""
         self._last_rows = {}
         self._before = None
-        if step is None and not self._drafts:
+        if step is None or not self._feeds_back:
             return
-        tokens = torch.zeros((0, 1), dtype=torch.int32, device=hidden.device) if step is None else step.tokens
-        runs = [] if step is None else step.runs
-        drafts = None
-        if self._drafts and (plan.drafts or plan.num_decodes < len(plan.runs)):
-            assert isinstance(self._model, DraftModel)
-            following = [run.next_token for run in plan.runs[plan.num_decodes :]]
-            ids = next_token_ids(built.forward, following, tokens, runs)
-            accepted = tokens.new_ones(0) if step is None else step.accepted
-            drafts = draft_tokens(self._model, built, hidden, ids, self._kv_cache, runs, accepted, plan.drafts)
-        if step is not None and self._feeds_back:
-            self._before = Sampled(step.tokens, step.accepted, step.positions, drafts)
-            self._last_rows = {plan.runs[run].sequence: row for row, run in enumerate(runs) if step.owned[row]}
+        self._last_rows = step.rows(plan)
+        self._before = step.left
+        if self._steps is not None and self._left_fits:
+            self._before = self._steps.buffers.keep(step.left)
 
-    def _output(self, plan: StepPlan, step: _Step, logits: Tensor, prompt_logprobs: dict[int, Logprobs]) -> StepOutput:
-        """What the host gets to know."""
-        sound = torch.isfinite(logits.amax(dim=-1)).tolist()
-        tokens: list[array[int]] = []
-        logprobs, misfits = {}, {}
-        broken, complete = set(), set()
-        starts = [0, *itertools.accumulate(step.counts)]
-        for row, (own, count) in enumerate(zip(step.tokens.tolist(), step.accepted.tolist(), strict=True)):
-            run = step.runs[row]
-            sampler = self._samplers[plan.runs[run].sequence]
-            if step.owned[row]:
-                accepted, ends = sampler.accept(array("I", own[:count]))
-            else:
-                accepted, ends = array("I", own[:1]), sampler.would_end(own[0])
-            tokens.append(accepted)
-            if ends:
-                complete.add(row)
-            if sampler.misfit:
-                misfits[run] = sampler.misfit
-            place = starts[row]
-            if not all(sound[place : place + count]):
-                broken.add(run)
-            if sampler.sampling.logprobs is not None:
-                rows = logits[place : place + len(accepted)]
-                logprobs[row] = token_logprobs(rows, accepted, sampler.sampling.logprobs)
-        return StepOutput(
-            tuple(tokens),
-            tuple(step.num_drafts),
-            logprobs,
-            prompt_logprobs,
-            frozenset(broken),
-            misfits,
-            frozenset(complete),
-        )
-
-    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor, ends: list[int]) -> dict[int, Logprobs]:
+    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor, ends: list[int]) -> dict[int, list[DeviceLogprobs]]:
         """For the runs that ask; in slices, because logits of a whole chunk would be large."""
-        results = {}
+        results: dict[int, list[DeviceLogprobs]] = {}
         for index, run in enumerate(plan.runs):
-            parts = []
             for first in range(0, len(run.prompt_targets), _PROMPT_LOGPROB_ROWS):
                 targets = run.prompt_targets[first : first + _PROMPT_LOGPROB_ROWS]
                 start = ends[index] + run.prompt_row + first
                 logits = self._model.logits(hidden[start : start + len(targets)])
-                parts.append(token_logprobs(logits, targets, run.prompt_top))
-            if parts:
-                results[index] = _join(parts)
+                part = logprobs(logits, integers(targets, logits.device), run.prompt_top)
+                results.setdefault(index, []).append(part)
         return results
-
-
-@dataclass(slots=True)
-class _Step:
-    """What a step samples: R rows, at Q positions or one each.
-
-    Attributes:
-        runs: the run of each row.
-        counts: samples of each row.
-        owned: whether a row is its run's own sequence, not another choice of it.
-        positions: int32 ``[R]``, of each row's first sample.
-        drafts: int32 ``[R, Q - 1]``.
-        num_drafts: how many of them are drafts, by row.
-        tokens: int32 ``[R, Q]``.
-        accepted: int32 ``[R]``.
-    """
-
-    runs: list[int]
-    counts: list[int]
-    owned: list[bool]
-    positions: Tensor
-    drafts: Tensor
-    num_drafts: list[int]
-    tokens: Tensor
-    accepted: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 def _ends(plan: StepPlan) -> list[int]:
@@ -358,16 +335,3 @@ def _sampled_places(plan: StepPlan, ends: list[int]) -> list[int]:
         first = ends[row.run] if row.run < plan.num_decodes else ends[row.run + 1] - 1
         places.extend(range(first, ends[row.run + 1]))
     return places
-
-
-def _first_of(runs: list[int]) -> list[bool]:
-    return [index == 0 or run != runs[index - 1] for index, run in enumerate(runs)]
-
-
-def _join(parts: Sequence[Logprobs]) -> Logprobs:
-    joined = Logprobs(parts[0].top, array("f"))
-    for part in parts:
-        joined.chosen.extend(part.chosen)
-        joined.top_tokens.extend(part.top_tokens)
-        joined.top_logprobs.extend(part.top_logprobs)
-    return joined

@@ -12,15 +12,18 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from katydid_kernels.sample import LogitBias, Penalties, SamplingBatch, logprobs, sample
+from katydid_kernels.sample import LogitBias, Penalties, SamplingBatch, sample
+from katydid_kernels.sample import Logprobs as DeviceLogprobs
 from torch import Tensor
 
+from katydid_engine.host_copies import floats, integers, to_device
 from katydid_engine.plan import Logprobs
 from katydid_engine.seen_tokens import SeenTokens
 from katydid_engine.sequence_sampler import SequenceSampler
 
-__all__ = ["Row", "sample_rows", "token_logprobs"]
+__all__ = ["Row", "SamplingRows", "joined_logprobs", "sample_rows"]
 
 _SEED_MASK = (1 << 64) - 1
 
@@ -42,6 +45,26 @@ class Row:
     mask: Tensor | None
 
 
+class SamplingRows:
+    """Parameters of rows that ask for nothing beyond them, as bits of int32 that one copy takes to a device."""
+
+    def __init__(self, samplers: Sequence[SequenceSampler], choices: Sequence[int]) -> None:
+        samplings = [sampler.sampling for sampler in samplers]
+        seeds = [_signed(sampling.seed + choice) for sampling, choice in zip(samplings, choices, strict=True)]
+        self._seeds = np.array(seeds, dtype=np.int64)
+        self._columns = {
+            "top_k": np.array([sampling.top_k for sampling in samplings], dtype=np.int32),
+            "temperature": np.array([sampling.temperature for sampling in samplings], dtype=np.float32),
+            "top_p": np.array([sampling.top_p for sampling in samplings], dtype=np.float32),
+            "min_p": np.array([sampling.min_p for sampling in samplings], dtype=np.float32),
+        }
+
+    def columns(self, width: int) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.int32]]]:
+        """By name, each row ``width`` times; seeds take two places each."""
+        by_name = self._columns | {"seeds": self._seeds}
+        return {name: np.repeat(column, width).view(np.int32) for name, column in by_name.items()}
+
+
 def sample_rows(
     logits: Tensor, rows: Sequence[Row], positions: Tensor, seen: SeenTokens, pending: Tensor | None = None
 ) -> Tensor:
@@ -55,11 +78,11 @@ def sample_rows(
     device = logits.device
     samplings = [row.sequence.sampling for row in rows]
     batch = SamplingBatch(
-        temperature=_floats([sampling.temperature for sampling in samplings], device),
-        top_k=_ints([sampling.top_k for sampling in samplings], device, torch.int32),
-        top_p=_floats([sampling.top_p for sampling in samplings], device),
-        min_p=_floats([sampling.min_p for sampling in samplings], device),
-        seeds=_ints([_signed(row.sequence.sampling.seed + row.choice) for row in rows], device, torch.int64),
+        temperature=floats([sampling.temperature for sampling in samplings], device),
+        top_k=integers([sampling.top_k for sampling in samplings], device),
+        top_p=floats([sampling.top_p for sampling in samplings], device),
+        min_p=floats([sampling.min_p for sampling in samplings], device),
+        seeds=integers([_signed(row.sequence.sampling.seed + row.choice) for row in rows], device, torch.int64),
         positions=positions,
         penalties=_penalties(rows, seen, device, pending),
         bias=_bias(rows, device),
@@ -70,15 +93,15 @@ def sample_rows(
     return sample(logits, batch)
 
 
-def token_logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> Logprobs:
-    """Log probabilities of ``tokens`` under the model, one for each row of ``logits``, as the host sees them."""
-    result = logprobs(logits, _ints(list(tokens), logits.device, torch.int32), top)
-    return Logprobs(
-        top,
-        array("f", result.chosen.tolist()),
-        array("I", result.top_ids.flatten().tolist()),
-        array("f", result.top.flatten().tolist()),
-    )
+def joined_logprobs(parts: Sequence[DeviceLogprobs]) -> Logprobs:
+    """Log probabilities that lie on the host, one part after the other."""
+    top = parts[0].top.shape[1]
+    joined = Logprobs(top, array("f"))
+    for part in parts:
+        joined.chosen.extend(part.chosen.tolist())
+        joined.top_tokens.extend(part.top_ids.flatten().tolist())
+        joined.top_logprobs.extend(part.top.flatten().tolist())
+    return joined
 
 
 def _penalties(rows: Sequence[Row], seen: SeenTokens, device: torch.device, pending: Tensor | None) -> Penalties | None:
@@ -88,9 +111,9 @@ def _penalties(rows: Sequence[Row], seen: SeenTokens, device: torch.device, pend
     samplings = [row.sequence.sampling for row in rows]
     return Penalties(
         slots=slots,
-        repetition=_floats([sampling.repetition_penalty for sampling in samplings], device),
-        presence=_floats([sampling.presence_penalty for sampling in samplings], device),
-        frequency=_floats([sampling.frequency_penalty for sampling in samplings], device),
+        repetition=floats([sampling.repetition_penalty for sampling in samplings], device),
+        presence=floats([sampling.presence_penalty for sampling in samplings], device),
+        frequency=floats([sampling.frequency_penalty for sampling in samplings], device),
         seen=seen.table,
         pending=pending,
     )
@@ -102,9 +125,9 @@ def _bias(rows: Sequence[Row], device: torch.device) -> LogitBias | None:
         return None
     token_ids, values = zip(*entries, strict=True)
     return LogitBias(
-        _ints([0, *itertools.accumulate(len(row.bias) for row in rows)], device, torch.int32),
-        _ints(list(token_ids), device, torch.int32),
-        _floats(list(values), device),
+        integers([0, *itertools.accumulate(len(row.bias) for row in rows)], device),
+        integers(list(token_ids), device),
+        floats(list(values), device),
     )
 
 
@@ -115,18 +138,10 @@ def _allowed(rows: Sequence[Row], vocab_size: int, device: torch.device) -> Tens
     for index, row in enumerate(rows):
         if row.mask is not None:
             allowed[index] = row.mask[0]
-    return allowed.to(device, non_blocking=True)
+    return to_device(allowed, device)
 
 
 def _signed(seed: int) -> int:
     """The bits of an unsigned 64-bit seed as a signed integer."""
     seed &= _SEED_MASK
     return seed - (1 << 64) if seed >> 63 else seed
-
-
-def _floats(values: list[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
-
-
-def _ints(values: list[int], device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)

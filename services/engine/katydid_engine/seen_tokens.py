@@ -9,6 +9,7 @@ import torch
 from katydid_kernels.sample import seen_tokens
 from torch import Tensor
 
+from katydid_engine.host_copies import integers, to_device
 from katydid_engine.sequence_sampler import SequenceSampler
 
 __all__ = ["SeenTokens"]
@@ -27,12 +28,15 @@ class SeenTokens:
         self._free: list[int] = []
         self.table = torch.zeros((0, vocab_size), dtype=torch.int16, device=device)
 
-    def slots(self, sequences: Sequence[SequenceSampler]) -> Tensor | None:
-        """Rows of ``table``, int32 ``[R]``, -1 where a sequence has no penalties; None where none has any."""
+    def slots(self, sequences: Sequence[SequenceSampler], owned: Sequence[bool] | None = None) -> Tensor | None:
+        """Rows of ``table``, int32 ``[R]``, -1 where a sequence has no penalties or is not ``owned``; None where none
+        has any."""
         slots = [self._slot(sequence) if sequence.penalises else -1 for sequence in sequences]
         if all(slot < 0 for slot in slots):
             return None
-        return torch.tensor(slots, dtype=torch.int32).to(self._device, non_blocking=True)
+        if owned is not None:
+            slots = [slot if own else -1 for slot, own in zip(slots, owned, strict=True)]
+        return integers(slots, self._device)
 
     def end(self, sequence: int) -> None:
         """A sequence is gone; one that never had a slot is no error."""
@@ -48,7 +52,7 @@ class SeenTokens:
             slot = self._slots[sequence.id] = self._free.pop()
             tokens, end = np.frombuffer(sequence.start.tokens, dtype=np.int32), sequence.start.num_prompt
             prompt, output = (torch.from_numpy(part.copy()) for part in (tokens[:end], tokens[end:]))
-            self.table[slot] = seen_tokens(prompt, output, self._vocab_size).to(self._device)
+            self.table[slot] = to_device(seen_tokens(prompt, output, self._vocab_size), self._device)
         return slot
 
     def _grow(self) -> None:

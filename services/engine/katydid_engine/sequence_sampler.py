@@ -44,6 +44,11 @@ class SequenceSampler:
         """Whether what it asks for depends on its tokens so far, which a device may know before the host does."""
         return self._grammar is not None or self.sampling.min_tokens > 0
 
+    @property
+    def plain(self) -> bool:
+        """Whether it asks for nothing beyond temperature, filters and a seed."""
+        return not (self.needs_host or self.penalises or self._bias or self.sampling.logprobs is not None)
+
     def limits(self, position: int, drafts: Sequence[int]) -> list[tuple[dict[int, float], Tensor | None]]:
         """Additions to the logits and the grammar's mask, for the token at ``position`` and for the one behind each of
         ``drafts`` that follow it. (``position`` is used only where ``needs_host``.)"""

@@ -1,0 +1,204 @@
+"""Tensors of decode steps that never move: what a captured graph reads its step from.
+
+A bucket is a number of rows and of tokens a row. What the host says of a step lies in one int32 buffer, filled by one
+copy; the layout depends on the bucket alone. Rows that fill a bucket up have length 0, write nowhere and continue no
+row, so that they change nothing for the others. What a step leaves for the next one lies in tensors of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from katydid_kernels import Sampled, StepInputs
+from katydid_kernels.sample import SamplingBatch
+from torch import Tensor
+
+from katydid_engine.batch_builder import BuiltBatch, DecodeRows
+from katydid_engine.forward_batch import ForwardBatch
+from katydid_engine.host_copies import to_device
+from katydid_engine.sampler import SamplingRows
+
+__all__ = ["Bucket", "BucketTensors", "DecodeBuffers"]
+
+# Kernels specialise on 16-byte alignment: every tensor begins on such a border.
+_ALIGNMENT = 4
+_BY_TOKEN = ("token_ids", "positions", "slot_mapping", "sample_positions", "top_k", "temperature", "top_p", "min_p")
+_BY_ROW = ("context_lens", "limits", "previous", "num_drafts")
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """``rows`` of ``width`` tokens each, their own and ``width - 1`` drafts; ``drafts`` are made for the next step."""
+
+    rows: int
+    width: int
+    drafts: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.width
+
+
+@dataclass(frozen=True, slots=True)
+class BucketTensors:
+    """A bucket's view of the buffers.
+
+    Attributes:
+        built: the batch, padded.
+        previous: int32 ``[rows]``, the row of the step before that each continues; negative for none.
+        num_drafts: int32 ``[rows]``.
+        sampling: of ``[rows * width]`` tokens.
+    """
+
+    built: BuiltBatch
+    previous: Tensor
+    num_drafts: Tensor
+    sampling: SamplingBatch
+
+
+class DecodeBuffers:
+    """Buffers of buckets up to ``rows`` by ``width``, for sequences of up to ``pages`` pages.
+
+    Attributes:
+        hidden: ``[rows * width, hidden]``, between a step's two graphs.
+        left: what the last step sampled, of ``rows`` rows; see `Sampled`.
+    """
+
+    def __init__(
+        self, rows: int, width: int, pages: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._device = device
+        self._ints = torch.zeros(_size(Bucket(rows, width, 0)), dtype=torch.int32, device=device)
+        self._table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
+        ends = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._ends = [ends * each for each in range(width + 1)]
+        self.hidden = torch.zeros(rows * width, hidden_size, dtype=dtype, device=device)
+        ints = {"dtype": torch.int32, "device": device}
+        self.left = Sampled(
+            tokens=torch.zeros(rows, width, **ints),
+            accepted=torch.ones(rows, **ints),
+            first_positions=torch.zeros(rows, **ints),
+            drafts=torch.zeros(rows, max(1, width - 1), **ints),
+        )
+        self.sound = torch.ones(rows, dtype=torch.bool, device=device)
+
+    @property
+    def rows(self) -> int:
+        return self._table.shape[0]
+
+    @property
+    def pages(self) -> int:
+        return self._table.shape[1]
+
+    def bucket(self, bucket: Bucket) -> BucketTensors:
+        """The tensors of a bucket; the same memory whenever asked."""
+        return self._tensors(bucket, bucket.rows)
+
+    def fill(
+        self,
+        bucket: Bucket,
+        rows: DecodeRows,
+        sampling: SamplingRows,
+        previous: Sequence[int],
+        num_drafts: Sequence[int],
+    ) -> BucketTensors:
+        """Copies a step of fewer rows than the bucket has to the device; the step's own rows of the tensors."""
+        host: np.ndarray[tuple[int, ...], np.dtype[np.int32]] = np.zeros(_size(bucket), dtype=np.int32)
+        places = _places(bucket)
+        columns = {
+            "token_ids": rows.token_ids,
+            "positions": rows.positions,
+            "slot_mapping": rows.slots,
+            "sample_positions": rows.positions + 1,
+            "context_lens": rows.context_lens,
+            "limits": rows.limits,
+            "previous": previous,
+            "num_drafts": num_drafts,
+            **sampling.columns(bucket.width),
+        }
+        for name in ("slot_mapping", "previous"):
+            host[slice(*places[name])] = -1
+        for name, column in columns.items():
+            start = places[name][0]
+            host[start : start + len(column)] = column
+        self._ints[: len(host)].copy_(to_device(torch.from_numpy(host), self._device))
+        count, columns_used = rows.table.shape
+        self._table[:count, :columns_used].copy_(to_device(torch.from_numpy(rows.table), self._device))
+        return self._tensors(bucket, count, max_context_len=int(rows.context_lens.max()))
+
+    def keep(self, step: Sampled) -> Sampled:
+        """Another step's rows in place of what the last one left here."""
+        count, width = step.tokens.shape
+        kept = self.left
+        kept.tokens[:count, :width].copy_(step.tokens)
+        kept.accepted[:count].copy_(step.accepted)
+        kept.first_positions[:count].copy_(step.first_positions)
+        made = 0 if step.drafts is None else step.drafts.shape[1]
+        if step.drafts is not None and kept.drafts is not None:
+            kept.drafts[:count, :made].copy_(step.drafts)
+        return self.kept(count, width, made)
+
+    def kept(self, count: int, width: int, drafts: int) -> Sampled:
+        """The first ``count`` rows of what the last step left, with so many samples and drafts each."""
+        left = self.left
+        made = None if left.drafts is None or not drafts else left.drafts[:count, :drafts]
+        return Sampled(left.tokens[:count, :width], left.accepted[:count], left.first_positions[:count], made)
+
+    def _tensors(self, bucket: Bucket, rows: int, max_context_len: int | None = None) -> BucketTensors:
+        width, places = bucket.width, _places(bucket)
+        tokens = rows * width
+
+        def part(name: str) -> Tensor:
+            start = places[name][0]
+            return self._ints[start : start + (rows if name in _BY_ROW else tokens)]
+
+        seeds = places["seeds"][0]
+        table = self._table[:rows]
+        inputs = StepInputs(
+            token_ids=part("token_ids"),
+            positions=part("positions"),
+            slot_mapping=part("slot_mapping"),
+            context_lens=part("context_lens"),
+            block_table=table,
+            sample_positions=part("sample_positions"),
+            limits=part("limits"),
+        )
+        forward = ForwardBatch(
+            token_ids=inputs.token_ids,
+            positions=inputs.positions,
+            cu_q_lens=self._ends[width][: rows + 1],
+            context_lens=inputs.context_lens,
+            block_table=table,
+            slot_mapping=inputs.slot_mapping,
+            num_decodes=rows,
+            decode_q_len=width,
+            max_q_len=width,
+            max_context_len=max_context_len or self.pages * 64,
+        )
+        sampling = SamplingBatch(
+            temperature=part("temperature").view(torch.float32),
+            top_k=part("top_k"),
+            top_p=part("top_p").view(torch.float32),
+            min_p=part("min_p").view(torch.float32),
+            seeds=self._ints[seeds : seeds + 2 * tokens].view(torch.int64),
+            positions=inputs.sample_positions,
+        )
+        return BucketTensors(BuiltBatch(forward, inputs), part("previous"), part("num_drafts"), sampling)
+
+
+def _places(bucket: Bucket) -> dict[str, tuple[int, int]]:
+    """Where each column of a bucket begins and ends in the buffer."""
+    sizes = dict.fromkeys(_BY_TOKEN, bucket.tokens) | dict.fromkeys(_BY_ROW, bucket.rows) | {"seeds": 2 * bucket.tokens}
+    places, start = {}, 0
+    for name, size in sizes.items():
+        places[name] = (start, start + size)
+        start += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return places
+
+
+def _size(bucket: Bucket) -> int:
+    *_, (_, end) = _places(bucket).values()
+    return -(-end // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,160 @@
+"""Steps of decodes alone, as two pieces of work over tensors that never move: on a GPU two graphs a bucket.
+
+    forward    the step's inputs corrected by what the step before left (`advance`), attention planned, the model
+    choice     logits, sampling, verification, and the drafts of the next step
+
+Between the two the host may do what needs the step before: a step with rows of other kinds takes the first graph and
+goes on op by op. What is captured allocates nothing outside its pool and waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+from katydid_kernels import Sampled, advance, sample, verify_draft
+from torch import Tensor
+
+from katydid_engine.decode_buffers import Bucket, BucketTensors, DecodeBuffers
+from katydid_engine.drafting import DraftModel, further_drafts
+from katydid_engine.kv_cache import KvCache
+from katydid_engine.models.decoder_lm import DecoderLM
+from katydid_engine.step_outcome import Left
+
+__all__ = ["Captured", "DecodeSteps", "Pieces", "Uncaptured", "row_buckets"]
+
+_SMALL = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+
+
+def row_buckets(most: int) -> list[int]:
+    """Numbers of rows that steps are padded to, ``most`` last: closer where a row more costs more."""
+    larger = range(96, most, 32) if most > 64 else ()
+    return [*(rows for rows in (*_SMALL, *larger) if rows < most), most]
+
+
+class Pieces(Protocol):
+    """How pieces of work are carried out."""
+
+    def prepare(self, key: tuple[str, Bucket], work: Callable[[], None]) -> None:
+        """Before the first step; ``work`` reads and writes the same memory whenever it is done."""
+        ...
+
+    def run(self, key: tuple[str, Bucket]) -> None: ...
+
+
+class Uncaptured:
+    """Does the work each time: on a host, and where a graph is in doubt."""
+
+    def __init__(self) -> None:
+        self._works: dict[tuple[str, Bucket], Callable[[], None]] = {}
+
+    def prepare(self, key: tuple[str, Bucket], work: Callable[[], None]) -> None:
+        self._works[key] = work
+
+    def run(self, key: tuple[str, Bucket]) -> None:
+        self._works[key]()
+
+
+class Captured:
+    """CUDA graphs that share the memory of what they compute in between: no two of them run at once."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[tuple[str, Bucket], torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def prepare(self, key: tuple[str, Bucket], work: Callable[[], None]) -> None:
+        # Once outside: kernels are compiled and loaded, scratch that outlives the graph is allocated.
+        work()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            work()
+        self._graphs[key] = graph
+
+    def run(self, key: tuple[str, Bucket]) -> None:
+        self._graphs[key].replay()
+
+
+class DecodeSteps:
+    """Of one rank that samples.
+
+    Args:
+        rows: most of a step.
+        pages: most of a sequence.
+        depths: numbers of drafts that steps verify and make.
+    """
+
+    def __init__(
+        self, model: DecoderLM, kv_cache: KvCache, pieces: Pieces, *, rows: int, pages: int, depths: Iterable[int]
+    ) -> None:
+        self._model = model
+        self._kv_cache = kv_cache
+        self._pieces = pieces
+        self._depths = sorted(set(depths), reverse=True)
+        self._rows = row_buckets(rows)
+        width = 1 + max(self._depths)
+        self.buffers = DecodeBuffers(rows, width, pages, model.config.hidden_size, model.dtype, model.device)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The largest first: what it needs of memory is enough for the others."""
+        return [Bucket(rows, 1 + depth, depth) for depth in self._depths for rows in reversed(self._rows)]
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Captures every bucket; no step may be under way."""
+        for bucket in self.buckets:
+            self._prepare(bucket)
+
+    def _prepare(self, bucket: Bucket) -> None:
+        self._pieces.prepare(("forward", bucket), lambda: self._forward(bucket))
+        self._pieces.prepare(("choice", bucket), lambda: self._choice(bucket))
+
+    def bucket(self, rows: int, width: int, drafts: int) -> Bucket | None:
+        """The smallest that such a step fits; None where it is none of those prepared."""
+        if width - 1 not in self._depths or drafts != width - 1 or rows > self._rows[-1]:
+            return None
+        return Bucket(next(size for size in self._rows if size >= rows), width, drafts)
+
+    def forward(self, bucket: Bucket) -> Tensor:
+        """Computes what the buffers hold: hidden states of the whole bucket, ``[rows * width, hidden]``."""
+        self._pieces.run(("forward", bucket))
+        return self.buffers.hidden[: bucket.tokens]
+
+    def choose(self, bucket: Bucket, rows: int) -> tuple[Left, Sampled]:
+        """Samples, verifies and drafts after ``forward``; of the step's own rows."""
+        self._pieces.run(("choice", bucket))
+        step = self.buffers.kept(rows, bucket.width, bucket.drafts)
+        return Left(step.tokens, step.accepted, step.first_positions, step.drafts, self.buffers.sound[:rows]), step
+
+    def _forward(self, bucket: Bucket) -> None:
+        tensors = self.buffers.bucket(bucket)
+        advance(tensors.built.inputs, self.buffers.left, tensors.previous)
+        hidden = self._model.forward(tensors.built.forward, self._kv_cache)
+        self.buffers.hidden[: bucket.tokens].copy_(hidden)
+
+    def _choice(self, bucket: Bucket) -> None:
+        rows, width = bucket.rows, bucket.width
+        tensors, left = self.buffers.bucket(bucket), self.buffers.left
+        inputs = tensors.built.inputs
+        hidden = self.buffers.hidden[: bucket.tokens]
+        logits = self._model.logits(hidden)
+        tokens = sample(logits, tensors.sampling).view(rows, width)
+        accepted = verify_draft(tokens, inputs.token_ids.view(rows, width)[:, 1:], num_drafts=tensors.num_drafts)
+        if bucket.drafts:
+            self._draft(tensors, hidden, tokens, accepted, bucket)
+        left.tokens[:rows, :width].copy_(tokens)
+        left.accepted[:rows].copy_(accepted)
+        left.first_positions[:rows].copy_(inputs.sample_positions.view(rows, width)[:, 0])
+        self.buffers.sound[:rows].copy_(torch.isfinite(logits.amax(-1)).view(rows, width).all(1))
+
+    def _draft(
+        self, tensors: BucketTensors, hidden: Tensor, tokens: Tensor, accepted: Tensor, bucket: Bucket
+    ) -> None:
+        assert isinstance(self._model, DraftModel)
+        states = self._model.draft(tensors.built.forward, hidden, tokens.reshape(-1), self._kv_cache)
+        at = torch.arange(0, bucket.tokens, bucket.width, device=hidden.device) + accepted - 1
+        drafts = further_drafts(self._model, tensors.built, self._kv_cache, states, at, None, bucket.drafts)
+        assert self.buffers.left.drafts is not None
+        self.buffers.left.drafts[: bucket.rows, : bucket.drafts].copy_(drafts)
+

@@ -1,0 +1,48 @@
+"""Copies between host and device that nobody waits for.
+
+From pageable memory a driver may wait for the stream before it copies. Page-locked memory of torch's allocator is not
+given again before the copies that read it are done, so what is copied here may be forgotten at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["Arriving", "floats", "integers", "to_device", "to_host"]
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device."""
+    if device.type == "cpu":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def integers(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
+    return to_device(torch.tensor(values, dtype=dtype), device)
+
+
+def floats(values: Sequence[float], device: torch.device) -> Tensor:
+    return to_device(torch.tensor(values, dtype=torch.float32), device)
+
+
+def to_host(values: Tensor) -> Tensor:
+    """A copy, on a GPU in page-locked memory and complete when an ``Arriving`` that is made later has arrived."""
+    return values.to("cpu", non_blocking=True) if values.is_cuda else values.clone()
+
+
+class Arriving:
+    """The moment on a device's stream at which all that was copied before is on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
