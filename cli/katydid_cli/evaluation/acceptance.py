@@ -26,11 +26,15 @@ def acceptance(scorer: Scorer, text: ModelText, documents: Sequence[HeldOut], pr
         ids = text.encode(document.text)
         if len(ids) >= PROMPT and len(runs) < prompts:
             runs.append(scorer.generate([text.bos, *ids[:PROMPT]], CONTINUATION, (text.eos,), DEPTH))
-    runs = [r for r in runs if r.steps]
-    if not runs:
+    if not any(run.steps for run in runs):
         raise EvaluationError(f"mtp: no held-out document gave a continuation of a prompt of {PROMPT} tokens")
     figures = [
-        estimate(f"mtp.depth{d + 1}.acceptance", [Item(r.accepted[d], r.steps) for r in runs], "share", "higher")
+        estimate(
+            f"mtp.depth{d + 1}.acceptance",
+            [Item(r.accepted[d] if r.steps else 0, r.steps) for r in runs],
+            "share",
+            "higher",
+        )
         for d in range(DEPTH)
     ]
     gains = [Item(r.steps + sum(r.accepted), r.steps) for r in runs]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from katydid_cli.evaluation.figures import Figure
+from katydid_cli.evaluation.figures import Figure, Loss, loss
 
 FORMAT = "katydid.eval/1"
 
@@ -30,7 +30,8 @@ def as_json(model: str, results: Sequence[Result]) -> str:
 def rows(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the table, a column for each configuration.
 
-    A cell is the value and half of its 95 % interval; `*` marks a value outside the first configuration's interval.
+    A cell is the value and half of its 95 % interval, or what is lost against the first configuration, in per cent,
+    with the 95 % interval of that.
     """
     names = list(dict.fromkeys(f.name for r in results for f in r.figures))
     by_name = [{f.name: f for f in r.figures} for r in results]
@@ -44,10 +45,15 @@ def rows(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
             if f is None:
                 cells.append("-")
                 continue
-            outside = first is not None and f is not first and not first.low <= f.value <= first.high
-            cells.append(f"{f.value:.4f} ±{(f.high - f.low) / 2:.4f}" + (" *" if outside else ""))
+            lost = None if first is None or f is first else loss(first, f)
+            noise = f"±{(f.high - f.low) / 2:.4f}"
+            cells.append(f"{f.value:.4f} " + (noise if lost is None else _lost(lost)))
         table.append([name, unit, *cells])
     return ["figure", "unit", *(r.configuration for r in results)], table
+
+
+def _lost(lost: Loss) -> str:
+    return f"({lost.percent:+.2f} % [{lost.low:+.2f}, {lost.high:+.2f}])"
 
 
 def as_table(results: Sequence[Result]) -> str:

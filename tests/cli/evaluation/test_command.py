@@ -15,16 +15,24 @@ from tests.cli.evaluation.conftest import HY3_TINY
 from tests.cli.evaluation.paper_scorer import PaperScorer
 
 
-def figure(name: str, value: float) -> Figure:
-    return Figure(name, value, value - 0.02, value + 0.02, "share", 50, "higher")
+def figure(name: str, value: float, samples: tuple[tuple[float, float], ...] = ()) -> Figure:
+    return Figure(name, value, value - 0.02, value + 0.02, "share", 50, "higher", samples)
 
 
-def test_the_table_puts_configurations_side_by_side_and_marks_what_left_the_noise() -> None:
+def test_the_table_says_what_is_lost_on_the_same_items() -> None:
+    first, second = (
+        Result(name, [], [figure("recall.4k.accuracy", value, ((20 * value, 20),) * 4)])
+        for name, value in (("bf16", 0.8), ("w4a8", 0.7))
+    )
+    assert "| 0.8000 ±0.0200 | 0.7000 (+12.50 % [+12.50, +12.50]) |" in as_table([first, second])
+
+
+def test_the_table_puts_configurations_side_by_side() -> None:
     first = Result("bf16", [], [figure("recall.4k.accuracy", 0.95), figure("choice.code.accuracy", 0.7)])
     second = Result("w4a8", ["--weights=w4a8"], [figure("recall.4k.accuracy", 0.9)])
     table = as_table([first, second])
-    assert "| recall.4k.accuracy   | share | 0.9500 ±0.0200 | 0.9000 ±0.0200 * |" in table
-    assert "| choice.code.accuracy | share | 0.7000 ±0.0200 | -                |" in table
+    assert "| recall.4k.accuracy   | share | 0.9500 ±0.0200 | 0.9000 ±0.0200 |" in table
+    assert "| choice.code.accuracy | share | 0.7000 ±0.0200 | -              |" in table
     body = json.loads(as_json("m", [first, second]))
     assert body["format"] == "katydid.eval/1"
     assert body["results"][1]["options"] == ["--weights=w4a8"]

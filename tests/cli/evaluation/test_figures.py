@@ -5,7 +5,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from katydid_cli.evaluation.figures import Item, estimate
+from katydid_cli.evaluation.figures import Figure, Item, estimate, loss
 
 shares = st.lists(st.tuples(st.floats(0, 10), st.floats(0.5, 10)), min_size=1, max_size=30)
 
@@ -38,3 +38,35 @@ def test_equal_items_leave_no_noise_and_the_same_items_the_same_interval() -> No
 def test_no_items_is_an_error() -> None:
     with pytest.raises(ValueError, match="recall: no items"):
         estimate("recall", [], "share", "higher")
+
+
+def test_a_loss_is_surer_than_the_figures_it_compares() -> None:
+    rng = random.Random(3)
+    bits = [rng.uniform(0.3, 1.5) for _ in range(60)]
+    plain, rounded = (
+        estimate("code.bits_per_byte", [Item(b * factor, 1) for b in bits], "bit/byte", "lower")
+        for factor in (1.0, 1.01)
+    )
+    lost = loss(plain, rounded)
+    assert lost is not None
+    assert lost.percent == pytest.approx(1.0)
+    assert lost.high - lost.low < 1e-6 < (plain.high - plain.low) / 100
+
+
+def test_a_lower_share_is_a_loss_and_a_higher_one_a_gain() -> None:
+    first, second = (
+        estimate("f", [Item(hit, 1) for hit in hits], "share", "higher") for hits in ([1, 1, 1, 0], [1, 1, 0, 0])
+    )
+    assert (lost := loss(first, second)) is not None
+    assert lost.percent == pytest.approx(100 / 3)
+    assert lost.low <= lost.percent <= lost.high
+    assert (won := loss(second, first)) is not None
+    assert won.percent == pytest.approx(-50)
+
+
+def test_items_that_are_not_the_same_are_not_compared() -> None:
+    few, many = (estimate("f", [Item(1, 1)] * count, "share", "higher") for count in (3, 4))
+    assert loss(few, many) is None
+    none = estimate("f", [Item(0, 1)] * 3, "share", "higher")
+    assert loss(none, few) is None
+    assert loss(Figure("f", 1.0, 1.0, 1.0, "share", 3, "higher"), few) is None
