@@ -12,7 +12,7 @@ Order is by logit, then by id. Sums are over fixed tiles in a fixed order: no re
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from katydid_kernels.sample.row_values import adjusted_logits, gumbel_at, order_key
 
@@ -227,6 +227,8 @@ def choose_kernel(
     PENDING: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """FOLLOWS: launched while `scan_kernel` runs."""
+    if FOLLOWS:
+        gdc_launch_dependents()
     GROUPS: tl.constexpr = BLOCK_TILES * 256
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)

@@ -16,6 +16,8 @@ from katydid_kernels.sample.scan_kernel import GROUPS, TILE, scan_kernel
 __all__ = ["launch_logprobs", "launch_sample"]
 
 _NO_PARAMETERS = (None,) * 6
+# Rows from which on the SMs have enough programs of two tiles.
+_WIDE_ROWS = 16
 
 
 def launch_sample(logits: Tensor, batch: SamplingBatch, *, overlap: bool, chain: bool = True) -> Tensor:
@@ -30,8 +32,9 @@ def launch_sample(logits: Tensor, batch: SamplingBatch, *, overlap: bool, chain:
     source = _source(logits, batch)
     parameters = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seeds, batch.positions)
     pending = 0 if batch.penalties is None or batch.penalties.pending is None else batch.penalties.pending.shape[1]
-    scan_kernel[(tiles, rows)](
-        *source, *parameters, group_max, tile_sums, vocab, PENDING=pending, EARLY=overlap, FOLLOWED=chain,
+    span = 2 if rows >= _WIDE_ROWS else 1
+    scan_kernel[(triton.cdiv(tiles, span), rows)](
+        *source, *parameters, group_max, tile_sums, vocab, tiles, PENDING=pending, SPAN=span, EARLY=overlap, FOLLOWED=chain,
         num_warps=8, enable_fp_fusion=False, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     choose_kernel[(rows,)](
@@ -52,8 +55,9 @@ def launch_logprobs(logits: Tensor, token_ids: Tensor, num_top: int, *, chain: b
     if rows == 0:
         return result
     tiles, group_max, tile_sums, candidates = _scratch(logits)
-    scan_kernel[(tiles, rows)](
-        *_source(logits, None), *_NO_PARAMETERS, group_max, tile_sums, vocab, PENDING=0, EARLY=False, FOLLOWED=chain,
+    span = 2 if rows >= _WIDE_ROWS else 1
+    scan_kernel[(triton.cdiv(tiles, span), rows)](
+        *_source(logits, None), *_NO_PARAMETERS, group_max, tile_sums, vocab, tiles, PENDING=0, SPAN=span, EARLY=False, FOLLOWED=chain,
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     logprob_kernel[(rows,)](

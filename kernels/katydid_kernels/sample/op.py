@@ -20,7 +20,7 @@ def sample(logits: Tensor, batch: SamplingBatch, *, overlap: bool = False) -> Te
     Args:
         logits: fp32 or bf16 ``[R, V]``, rows contiguous, left as they are.
         overlap: let the kernel start before the preceding one ends (programmatic dependent launch). Then all but the
-            logits must be older than the preceding kernel.
+            logits, the mask and the seen counts must be older than what still runs as it starts.
 
     Raises ValueError for a field of the batch that does not fit.
     """

@@ -7,45 +7,68 @@ kernels and the torch reference come to the same bits.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 __all__ = ["adjusted_logits", "gumbel_at", "noisy_bound", "order_key"]
 
 
 @triton.jit
-def adjusted_logits(row, fours, valid, vocab, first, last, source, PENDING: tl.constexpr):
+def adjusted_logits(row, fours, valid, vocab, first, last, source, PENDING: tl.constexpr, EARLY: tl.constexpr = False):
     """fp32 ``[A, B, 4]`` of the tokens ``4 * fours + (0 .. 3)``, and these; -inf where not valid or past the last.
 
     ``source`` are the kernels' arguments from the logits to the mask, in their order. All tokens lie in
-    ``first .. last - 1``: bias of others is passed over.
+    ``first .. last - 1``: bias of others is passed over. EARLY: the kernel that makes the logits may still run.
     """
     (
         logits_ptr, logits_stride, slots_ptr, repetition_ptr, presence_ptr, frequency_ptr, seen_ptr, seen_stride,
         pending_ptr, bias_starts_ptr, bias_ids_ptr, bias_values_ptr, allowed_ptr, allowed_stride,
     ) = source  # fmt: skip
+    # What says where to read comes first, then all that is read of the vocabulary, so that it is under way at once.
+    slot = -1
+    repetition = 1.0
+    if seen_ptr is not None:
+        slot = tl.load(slots_ptr + row)
+        repetition = tl.load(repetition_ptr + row)
+        frequency = tl.load(frequency_ptr + row)
+        presence = tl.load(presence_ptr + row)
+    bias_begin = 0
+    bias_end = 0
+    if bias_starts_ptr is not None:
+        bias_begin = tl.load(bias_starts_ptr + row)
+        bias_end = tl.load(bias_starts_ptr + row + 1)
+        place = bias_begin + tl.arange(0, 32)
+        biased_ids = tl.load(bias_ids_ptr + place, mask=place < bias_end, other=-1)
+    if EARLY:
+        gdc_wait()
     token = fours[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]
     inside = valid[:, :, None] & (token < vocab)
     x = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
     if seen_ptr is not None:
-        slot = tl.load(slots_ptr + row)
+        entries = seen_ptr + slot.to(tl.int64) * seen_stride
+        entry = tl.load(entries + token, mask=inside & (slot >= 0), other=0)
+    if allowed_ptr is not None:
+        word = tl.load(allowed_ptr + row * allowed_stride + fours // 8, mask=valid & (fours * 4 < vocab), other=0)
+    if seen_ptr is not None:
         if slot >= 0:
-            entry = tl.load(seen_ptr + slot.to(tl.int64) * seen_stride + token, mask=inside, other=0).to(tl.int32)
-            count = entry & 0x7FFF
+            seen = entry.to(tl.int32)
+            count = seen & 0x7FFF
             if pending_ptr is not None:
                 for i in range(PENDING):
                     count += (token == tl.load(pending_ptr + row * PENDING + i)).to(tl.int32)
-            repetition = tl.load(repetition_ptr + row)
             factor = tl.where(x > 0, tl.div_rn(1.0, repetition), repetition)
-            x = tl.where((entry < 0) | (count > 0), x * factor, x)
-            x = x - tl.load(frequency_ptr + row) * count.to(tl.float32)
-            x = x - tl.load(presence_ptr + row) * (count > 0).to(tl.float32)
+            x = tl.where((seen | count) != 0, x * factor, x)
+            x = x - frequency * count.to(tl.float32)
+            x = x - tl.where(count > 0, presence, 0.0)
     if bias_starts_ptr is not None:
-        for i in range(tl.load(bias_starts_ptr + row), tl.load(bias_starts_ptr + row + 1)):
-            biased = tl.load(bias_ids_ptr + i)
-            if (biased >= first) & (biased < last):
-                x = tl.where(token == biased, x + tl.load(bias_values_ptr + i), x)
+        near = tl.sum(((biased_ids >= first) & (biased_ids < last)).to(tl.int32), 0) > 0
+        if near | (bias_end - bias_begin > 32):
+            for i in range(bias_begin, bias_end):
+                biased = tl.load(bias_ids_ptr + i)
+                if (biased >= first) & (biased < last):
+                    x = tl.where(token == biased, x + tl.load(bias_values_ptr + i), x)
     if allowed_ptr is not None:
-        word = tl.load(allowed_ptr + row * allowed_stride + fours // 8, mask=valid & (fours * 4 < vocab), other=0)
-        x = tl.where(((word[:, :, None] >> (token & 31)) & 1) != 0, x, float("-inf"))
+        four_bits = word >> (fours % 8 * 4)
+        x = tl.where((four_bits[:, :, None] & (1 << tl.arange(0, 4))[None, None, :]) != 0, x, float("-inf"))
     return x, token
 
 
