@@ -25,6 +25,7 @@ def main() -> None:
     x, weight = torch.zeros(16, HIDDEN, dtype=torch.bfloat16), torch.ones(HIDDEN)
     record({
         "few": lambda: reducer.all_reduce_few(x, x, weight, 1e-5, overlap=True),
+        "sum": lambda: reducer.sum_few(x),
         "many": lambda: reducer.all_reduce_many(x[:2], weight, 1e-5, 16, fp8=True, overlap=True),
         "quantized": lambda: reducer.quantized_all_reduce(x, x[:2], weight, 1e-5),
         "gather": lambda: reducer.quantized_all_gather(x),

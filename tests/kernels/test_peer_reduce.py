@@ -85,6 +85,18 @@ def test_few_rows_round_after_round(fp8: bool) -> None:
         reducer.check()
 
 
+def test_few_rows_are_summed() -> None:
+    group = reducers()
+    summands = [rows(3, HIDDEN, seed=rank) for rank in range(RANKS)]
+    sums = [torch.full_like(x, float("nan")) for x in summands]
+    for phase in ({"send": True, "receive": False}, {"send": False, "receive": True}):
+        for reducer, x, total in zip(group, summands, sums, strict=True):
+            reducer._few(x, None, None, None, 0.0, total, None, early=False, **phase)
+    expected = torch.stack([x.float() for x in summands]).sum(0).to(torch.bfloat16)
+    for total in sums:
+        assert_same(total, expected)
+
+
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("tokens", [24, 21, 2])
 def test_many_rows(tokens: int, fp8: bool) -> None:
@@ -218,6 +230,10 @@ def test_ranks_at_once(ranks: int) -> None:
         for y, scale, found in few:
             assert torch.equal(found, total)
             assert error(dequantised(y, scale), expected) < LIMIT[fp8]
+        sums = streams.run([partial(reducer.sum_few, x) for reducer, x in zip(group, summands, strict=True)])
+        streams.wait()
+        for found in sums:
+            assert torch.equal(found, torch.stack([x.float() for x in summands]).sum(0).to(torch.bfloat16))
         many = streams.random.choice([ranks, 64 * ranks, 64 * ranks - 3])
         share = -(-many // ranks)
         summands = [rows(many, hidden, seed=100 * number + rank) for rank in range(ranks)]
@@ -312,5 +328,6 @@ def test_a_rank_that_stays_away_ends_in_an_error() -> None:
     group = reducers(2, 4096, patience=2000)
     x = rows(2, 4096, seed=0)
     group[0].all_reduce_few(x, x, x[0], EPS)
+    torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match="a rank did not come in time"):
         group[0].check()

@@ -25,13 +25,13 @@ _EMPTY = tl.constexpr(EMPTY)
 
 @triton.jit(do_not_specialize=["rank", "tokens", "capacity", "patience"])
 def lamport_kernel(
-    x_ptr, pointers_ptr, state_ptr, residual_ptr, residual_out_ptr, weight_ptr, out_ptr, scales_ptr, rank, tokens,
-    capacity, hidden, eps, patience, RANKS: tl.constexpr, BLOCK: tl.constexpr, SEND: tl.constexpr,
-    RECEIVE: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, pointers_ptr, state_ptr, failed_ptr, residual_ptr, residual_out_ptr, weight_ptr, out_ptr, scales_ptr, rank,
+    tokens, capacity, hidden, eps, patience, RANKS: tl.constexpr, BLOCK: tl.constexpr, SEND: tl.constexpr, RECEIVE:
+    tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """x: int32 words of bf16 pairs ``[tokens, hidden / 2]``. state: round, programs done, rows of the round before,
-    error. SEND and RECEIVE: both, or one after the other where ranks run in turn. EARLY: launched while the kernel
-    before runs.
+    """x: int32 words of bf16 pairs ``[tokens, hidden / 2]``. state: round, programs done, rows of the round before.
+    Without a weight the sum itself is the result. SEND and RECEIVE: both, or one after the other where ranks run in
+    turn. EARLY: launched while the kernel before runs.
     """
     HALF: tl.constexpr = BLOCK // 2
     row = tl.program_id(0)
@@ -76,9 +76,11 @@ def lamport_kernel(
             missing = tl.max(lacks, 0)
             looks += 1
         if missing > 0:
-            tl.store(state_ptr + 3, 1)
+            tl.store(failed_ptr, 1)
         total = tl.reshape(tl.join(low, high), (BLOCK,))
-        y = normed_row(total, row, residual_ptr, residual_out_ptr, weight_ptr, hidden, eps, BLOCK)
+        y = total
+        if weight_ptr is not None:
+            y = normed_row(total, row, residual_ptr, residual_out_ptr, weight_ptr, hidden, eps, BLOCK)
         column = tl.arange(0, BLOCK)
         target = out_ptr + row.to(tl.int64) * hidden + column
         if scales_ptr is not None:

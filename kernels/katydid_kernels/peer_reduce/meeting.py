@@ -19,9 +19,9 @@ def _fenced(number):
 
 
 @triton.jit
-def meet(pointers_ptr, signals_offset, rank, number, state_ptr, patience, RANKS: tl.constexpr):
+def meet(pointers_ptr, signals_offset, rank, number, failed_ptr, patience, RANKS: tl.constexpr):
     """Waits for the same program of every rank to reach meeting ``number``; after ``patience`` looks at the flags it
-    sets the error word of the state and goes on.
+    sets the word at ``failed`` and goes on.
     """
     peer = tl.arange(0, RANKS)
     flags = signals_offset + tl.program_id(0) * RANKS
@@ -36,7 +36,7 @@ def meet(pointers_ptr, signals_offset, rank, number, state_ptr, patience, RANKS:
         seen = tl.min(tl.load(mine, volatile=True), 0)
         looks += 1
     if _fenced(seen) < number:
-        tl.store(state_ptr + 3, 1)
+        tl.store(failed_ptr, 1)
     tl.debug_barrier()
 
 

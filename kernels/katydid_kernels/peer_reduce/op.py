@@ -61,8 +61,10 @@ class PeerReducer:
         self.few_tokens, self.tokens, self._ctas, self._patience = few_tokens, tokens, ctas, patience
         self._share = -(-tokens // memory.size)
         self._offsets = _offsets(memory.size, hidden, few_tokens, tokens, ctas)
-        # Round, programs done, rows of the round before, error: of each kind of call.
+        # Round, programs done, rows of the round before, nothing: of each kind of call.
         self._states = torch.zeros(_KINDS, 4, dtype=torch.int32, device=memory.own.device)
+        # On the host, so that to look at it costs nothing.
+        self._failed = torch.zeros(1, dtype=torch.int32, pin_memory=memory.own.is_cuda)
         begin, end = self._offsets["few"], self._offsets["rows"]
         memory.own[begin:end].view(torch.int32).fill_(EMPTY)
         self._few_pointers = memory.pointers + begin
@@ -73,8 +75,8 @@ class PeerReducer:
         return _offsets(ranks, hidden, few_tokens, tokens, ctas)["end"]
 
     def check(self) -> None:
-        """Raises RuntimeError if a rank was given up in a call before; waits for the device."""
-        if bool(self._states[:, 3].any()):
+        """Raises RuntimeError if a rank was given up in a call that the device has done with; does not wait for it."""
+        if self._failed[0]:
             raise RuntimeError("a rank did not come in time: results since then are wrong")
 
     def all_reduce_few(
@@ -94,6 +96,13 @@ class PeerReducer:
         if tokens:
             self._few(x, residual, total, weight, eps, y, scale, send=True, receive=True, early=overlap)
         return y, scale, total
+
+    def sum_few(self, x: Tensor, *, overlap: bool = False) -> Tensor:
+        """The sum of all ranks' x, bf16 ``[T, hidden]``, T at most ``few_tokens``; made in fp32 and rounded once."""
+        total = torch.empty_like(x)
+        if self._rows_of("x", x, self.few_tokens):
+            self._few(x, None, None, None, 0.0, total, None, send=True, receive=True, early=overlap)
+        return total
 
     def shared_rows(self, tokens: int) -> Tensor:
         """bf16 ``[tokens, hidden]``: where the kernel before `all_reduce_many` leaves this rank's summand."""
@@ -152,13 +161,13 @@ class PeerReducer:
         return out
 
     def _few(
-        self, x: Tensor, residual: Tensor, total: Tensor, weight: Tensor, eps: float, y: Tensor, scale: Tensor | None,
-        *, send: bool, receive: bool, early: bool,
+        self, x: Tensor, residual: Tensor | None, total: Tensor | None, weight: Tensor | None, eps: float, y: Tensor,
+        scale: Tensor | None, *, send: bool, receive: bool, early: bool,
     ) -> None:  # fmt: skip
         lamport_kernel[(len(x),)](
-            x.view(torch.int32), self._few_pointers, self._states[0], residual, total, weight,
-            y, scale, self.memory.rank, len(x), self.few_tokens, self.hidden, eps, self._patience, SEND=send,
-            RECEIVE=receive, EARLY=early, num_warps=8, **self._options(early),
+            x.view(torch.int32), self._few_pointers, self._states[0], self._failed, residual, total, weight, y, scale,
+            self.memory.rank, len(x), self.few_tokens, self.hidden, eps, self._patience, SEND=send, RECEIVE=receive,
+            EARLY=early, num_warps=8, **self._options(early),
         )  # fmt: skip
 
     def _many(
@@ -166,9 +175,10 @@ class PeerReducer:
         early: bool,
     ) -> None:  # fmt: skip
         two_shot_kernel[(self._ctas,)](
-            self.memory.pointers, self._states[1], residual, total, weight, self.memory.rank, tokens, self.hidden, eps,
-            self._signals(1), self._offsets["rows"], self._offsets["results"], self._offsets["result scales"],
-            self._patience, FP8=fp8, SYNC=sync, EARLY=early, num_warps=8, **self._options(early),
+            self.memory.pointers, self._states[1], self._failed, residual, total, weight, self.memory.rank, tokens,
+            self.hidden, eps, self._signals(1), self._offsets["rows"], self._offsets["results"],
+            self._offsets["result scales"], self._patience, FP8=fp8, SYNC=sync, EARLY=early, num_warps=8,
+            **self._options(early),
         )  # fmt: skip
 
     def _quantized(
@@ -176,24 +186,24 @@ class PeerReducer:
         receive: bool, early: bool,
     ) -> None:  # fmt: skip
         quantized_two_shot_kernel[(self._ctas,)](
-            x, self.memory.pointers, self._states[4], residual, total, weight, self.memory.rank, len(x), self.hidden,
-            eps, self._signals(4), self._offsets["sent"], self._offsets["sent scales"], self._offsets["results"],
-            self._offsets["result scales"], self._patience, SEND=send, SYNC=sync, RECEIVE=receive, EARLY=early,
-            num_warps=8, **self._options(early),
+            x, self.memory.pointers, self._states[4], self._failed, residual, total, weight, self.memory.rank, len(x),
+            self.hidden, eps, self._signals(4), self._offsets["sent"], self._offsets["sent scales"],
+            self._offsets["results"], self._offsets["result scales"], self._patience, SEND=send, SYNC=sync,
+            RECEIVE=receive, EARLY=early, num_warps=8, maxnreg=72, **self._options(early),
         )  # fmt: skip
 
     def _gather(self, x: Tensor, *, sync: bool, early: bool) -> None:
         all_gather_kernel[(self._ctas,)](
-            x, self.memory.pointers, self._states[2], self.memory.rank, len(x), self.hidden, self._signals(2),
-            self._offsets["gathered"], self._offsets["gathered scales"], self._patience, SYNC=sync, EARLY=early,
-            num_warps=8, **self._options(early),
+            x, self.memory.pointers, self._states[2], self._failed, self.memory.rank, len(x), self.hidden,
+            self._signals(2), self._offsets["gathered"], self._offsets["gathered scales"], self._patience, SYNC=sync,
+            EARLY=early, num_warps=8, **self._options(early),
         )  # fmt: skip
 
     def _scatter(self, x: Tensor, out: Tensor, *, send: bool, sync: bool, receive: bool, early: bool) -> None:
         reduce_scatter_kernel[(self._ctas,)](
-            x, out, self.memory.pointers, self._states[3], self.memory.rank, len(out), self._share, self.hidden,
-            self._signals(3), self._offsets["scattered"], self._offsets["scattered scales"], self._patience, SEND=send,
-            SYNC=sync, RECEIVE=receive, EARLY=early, num_warps=8, **self._options(early),
+            x, out, self.memory.pointers, self._states[3], self._failed, self.memory.rank, len(out), self._share,
+            self.hidden, self._signals(3), self._offsets["scattered"], self._offsets["scattered scales"],
+            self._patience, SEND=send, SYNC=sync, RECEIVE=receive, EARLY=early, num_warps=8, **self._options(early),
         )  # fmt: skip
 
     def _options(self, early: bool) -> dict[str, int | bool]:

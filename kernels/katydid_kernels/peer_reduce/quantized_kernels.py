@@ -12,8 +12,8 @@ __all__ = ["all_gather_kernel", "reduce_scatter_kernel"]
 
 @triton.jit(do_not_specialize=["rank", "rows", "signals_offset", "out_offset", "scales_offset", "patience"])
 def all_gather_kernel(
-    x_ptr, pointers_ptr, state_ptr, rank, rows, hidden, signals_offset, out_offset, scales_offset, patience,
-    RANKS: tl.constexpr, BLOCK: tl.constexpr, SYNC: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, pointers_ptr, state_ptr, failed_ptr, rank, rows, hidden, signals_offset, out_offset, scales_offset,
+    patience, RANKS: tl.constexpr, BLOCK: tl.constexpr, SYNC: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Writes this rank's ``[rows, hidden]`` to rows ``rank * rows`` on of every rank's results; then waits for theirs.
 
@@ -23,7 +23,7 @@ def all_gather_kernel(
         gdc_wait()
     number = tl.load(state_ptr)
     if SYNC:
-        meet(pointers_ptr, signals_offset, rank, 2 * number + 1, state_ptr, patience, RANKS)
+        meet(pointers_ptr, signals_offset, rank, 2 * number + 1, failed_ptr, patience, RANKS)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
     for i in range(tl.program_id(0), rows, tl.num_programs(0)):
@@ -36,7 +36,7 @@ def all_gather_kernel(
             tl.store(tl.multiple_of(target, 16) + column, q, mask=inside)
             tl.store((theirs + scales_offset).to(tl.pointer_type(tl.float32)) + row, scale)
     if SYNC:
-        meet(pointers_ptr, signals_offset, rank, 2 * number + 2, state_ptr, patience, RANKS)
+        meet(pointers_ptr, signals_offset, rank, 2 * number + 2, failed_ptr, patience, RANKS)
     count_round(state_ptr, number, rows)
 
 
@@ -44,8 +44,8 @@ def all_gather_kernel(
     do_not_specialize=["rank", "rows", "capacity", "signals_offset", "data_offset", "scales_offset", "patience"]
 )
 def reduce_scatter_kernel(
-    x_ptr, out_ptr, pointers_ptr, state_ptr, rank, rows, capacity, hidden, signals_offset, data_offset, scales_offset,
-    patience, RANKS: tl.constexpr, BLOCK: tl.constexpr, SEND: tl.constexpr, SYNC: tl.constexpr,
+    x_ptr, out_ptr, pointers_ptr, state_ptr, failed_ptr, rank, rows, capacity, hidden, signals_offset, data_offset,
+    scales_offset, patience, RANKS: tl.constexpr, BLOCK: tl.constexpr, SEND: tl.constexpr, SYNC: tl.constexpr,
     RECEIVE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sends rows ``p * rows`` on of x, ``[RANKS * rows, hidden]``, to rank p; sums what the others sent.
@@ -71,7 +71,7 @@ def reduce_scatter_kernel(
                 tl.store(tl.multiple_of(target, 16) + column, q, mask=inside)
                 tl.store((theirs + scales_offset).to(tl.pointer_type(tl.float32)) + row, scale)
     if SYNC:
-        meet(pointers_ptr, signals_offset, rank, 2 * number + 1, state_ptr, patience, RANKS)
+        meet(pointers_ptr, signals_offset, rank, 2 * number + 1, failed_ptr, patience, RANKS)
     if RECEIVE:
         mine = tl.load(pointers_ptr + rank)
         for i in range(tl.program_id(0), rows, tl.num_programs(0)):

@@ -23,10 +23,9 @@ __all__ = ["quantized_two_shot_kernel"]
     ]
 )  # fmt: skip
 def quantized_two_shot_kernel(
-    x_ptr, pointers_ptr, state_ptr, residual_ptr, residual_out_ptr, weight_ptr, rank, tokens, hidden, eps,
-    signals_offset, sent_offset, sent_scales_offset, out_offset, scales_offset, patience,
-    RANKS: tl.constexpr, BLOCK: tl.constexpr, SEND: tl.constexpr, SYNC: tl.constexpr, RECEIVE: tl.constexpr,
-    EARLY: tl.constexpr,
+    x_ptr, pointers_ptr, state_ptr, failed_ptr, residual_ptr, residual_out_ptr, weight_ptr, rank, tokens, hidden, eps,
+    signals_offset, sent_offset, sent_scales_offset, out_offset, scales_offset, patience, RANKS: tl.constexpr, BLOCK:
+    tl.constexpr, SEND: tl.constexpr, SYNC: tl.constexpr, RECEIVE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """x: ``[tokens, hidden]``, this rank's summand. Residuals: this rank's rows. Offsets as in `two_shot_kernel`; what
     is sent lies in the owner's buffer as ``[source][row of its share][hidden]``.
@@ -41,7 +40,7 @@ def quantized_two_shot_kernel(
         for i in range(tl.program_id(0), share, tl.num_programs(0)):
             for step in tl.static_range(1, RANKS):
                 # Each rank begins with its next: no owner is written to by all at once.
-                peer = (rank + step) % RANKS
+                peer = (rank + step) & (RANKS - 1)
                 row = peer * share + i
                 if row < tokens:
                     x = tl.load(x_ptr + row.to(tl.int64) * hidden + column, mask=inside, other=0.0)
@@ -52,7 +51,7 @@ def quantized_two_shot_kernel(
                     tl.store(tl.multiple_of(target, 16) + column, q, mask=inside)
                     tl.store((theirs + sent_scales_offset).to(tl.pointer_type(tl.float32)) + place, scale)
     if SYNC:
-        meet(pointers_ptr, signals_offset, rank, 2 * number + 1, state_ptr, patience, RANKS)
+        meet(pointers_ptr, signals_offset, rank, 2 * number + 1, failed_ptr, patience, RANKS)
     if RECEIVE:
         mine = tl.load(pointers_ptr + rank)
         first = rank * share
@@ -73,10 +72,10 @@ def quantized_two_shot_kernel(
             q, scale = quantized_row(y)
             place = (first + i).to(tl.int64) * hidden
             for step in tl.static_range(RANKS):
-                theirs = tl.load(pointers_ptr + (rank + step) % RANKS)
+                theirs = tl.load(pointers_ptr + ((rank + step) & (RANKS - 1)))
                 target = (theirs + out_offset).to(tl.pointer_type(tl.float8e4nv)) + place
                 tl.store(tl.multiple_of(target, 16) + column, q, mask=inside)
                 tl.store((theirs + scales_offset).to(tl.pointer_type(tl.float32)) + first + i, scale)
         if SYNC:
-            meet(pointers_ptr, signals_offset, rank, 2 * number + 2, state_ptr, patience, RANKS)
+            meet(pointers_ptr, signals_offset, rank, 2 * number + 2, failed_ptr, patience, RANKS)
         count_round(state_ptr, number, tokens)

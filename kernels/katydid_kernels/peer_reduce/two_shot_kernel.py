@@ -20,9 +20,9 @@ __all__ = ["two_shot_kernel"]
     do_not_specialize=["rank", "tokens", "signals_offset", "x_offset", "out_offset", "scales_offset", "patience"]
 )
 def two_shot_kernel(
-    pointers_ptr, state_ptr, residual_ptr, residual_out_ptr, weight_ptr, rank, tokens, hidden, eps, signals_offset,
-    x_offset, out_offset, scales_offset, patience, RANKS: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr,
-    SYNC: tl.constexpr, EARLY: tl.constexpr,
+    pointers_ptr, state_ptr, failed_ptr, residual_ptr, residual_out_ptr, weight_ptr, rank, tokens, hidden, eps,
+    signals_offset, x_offset, out_offset, scales_offset, patience, RANKS: tl.constexpr, BLOCK: tl.constexpr, FP8:
+    tl.constexpr, SYNC: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Offsets into a rank's buffer: flags in words of four bytes, the others in bytes. Residuals: this rank's rows.
     SYNC: off where ranks run in turn. EARLY: launched while the kernel before runs.
@@ -31,7 +31,7 @@ def two_shot_kernel(
         gdc_wait()
     number = tl.load(state_ptr)
     if SYNC:
-        meet(pointers_ptr, signals_offset, rank, 2 * number + 1, state_ptr, patience, RANKS)
+        meet(pointers_ptr, signals_offset, rank, 2 * number + 1, failed_ptr, patience, RANKS)
     share = (tokens + RANKS - 1) // RANKS
     first = rank * share
     own_rows = tl.minimum(share, tl.maximum(tokens - first, 0))
@@ -57,5 +57,5 @@ def two_shot_kernel(
                 theirs = (tl.load(pointers_ptr + peer) + out_offset).to(tl.pointer_type(tl.bfloat16))
                 tl.store(tl.multiple_of(theirs + place, 16) + column, y.to(tl.bfloat16), mask=inside)
     if SYNC:
-        meet(pointers_ptr, signals_offset, rank, 2 * number + 2, state_ptr, patience, RANKS)
+        meet(pointers_ptr, signals_offset, rank, 2 * number + 2, failed_ptr, patience, RANKS)
     count_round(state_ptr, number, tokens)
