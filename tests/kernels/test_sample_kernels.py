@@ -5,6 +5,7 @@ A few draws in a million may differ where a token's mass lies within rounding of
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 
 import pytest
@@ -55,7 +56,8 @@ MANY = ({"top_p": 0.95, "temperature": 3.0}, {"top_k": 900, "top_p": 0.8, "tempe
 
 @pytest.mark.parametrize("tiles_a_program", [1, 2])
 def test_rows_of_every_kind_side_by_side(tiles_a_program: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("katydid_kernels.sample.launch._WIDE_ROWS", 1 if tiles_a_program == 2 else 10**9)
+    launches = importlib.import_module("katydid_kernels.sample.launch")
+    monkeypatch.setattr(launches, "_WIDE_ROWS", 1 if tiles_a_program == 2 else 10**9)
     batch = joined(*(batch_of(1, seed, **fields) for seed, fields in enumerate((*FEW, *MANY))))
     logits = logits_of(len(FEW) + len(MANY))
     assert launched(logits, batch) == sample_reference(logits, batch).tolist()

@@ -34,8 +34,8 @@ def launch_sample(logits: Tensor, batch: SamplingBatch, *, overlap: bool, chain:
     pending = 0 if batch.penalties is None or batch.penalties.pending is None else batch.penalties.pending.shape[1]
     span = 2 if rows >= _WIDE_ROWS else 1
     scan_kernel[(triton.cdiv(tiles, span), rows)](
-        *source, *parameters, group_max, tile_sums, vocab, tiles, PENDING=pending, SPAN=span, EARLY=overlap, FOLLOWED=chain,
-        num_warps=8, enable_fp_fusion=False, **({"launch_pdl": True} if overlap else {}),
+        *source, *parameters, group_max, tile_sums, vocab, tiles, PENDING=pending, SPAN=span, EARLY=overlap,
+        FOLLOWED=chain, num_warps=8, enable_fp_fusion=False, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     choose_kernel[(rows,)](
         *source, *parameters, group_max, tile_sums, *candidates, out, vocab, TILES=tiles,
@@ -57,8 +57,8 @@ def launch_logprobs(logits: Tensor, token_ids: Tensor, num_top: int, *, chain: b
     tiles, group_max, tile_sums, candidates = _scratch(logits)
     span = 2 if rows >= _WIDE_ROWS else 1
     scan_kernel[(triton.cdiv(tiles, span), rows)](
-        *_source(logits, None), *_NO_PARAMETERS, group_max, tile_sums, vocab, tiles, PENDING=0, SPAN=span, EARLY=False, FOLLOWED=chain,
-        num_warps=8, enable_fp_fusion=False,
+        *_source(logits, None), *_NO_PARAMETERS, group_max, tile_sums, vocab, tiles, PENDING=0, SPAN=span, EARLY=False,
+        FOLLOWED=chain, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     logprob_kernel[(rows,)](
         logits, logits.stride(0), token_ids, group_max, tile_sums, *candidates, result.chosen, result.top_ids,

@@ -48,17 +48,16 @@ def adjusted_logits(row, fours, valid, vocab, first, last, source, PENDING: tl.c
         entry = tl.load(entries + token, mask=inside & (slot >= 0), other=0)
     if allowed_ptr is not None:
         word = tl.load(allowed_ptr + row * allowed_stride + fours // 8, mask=valid & (fours * 4 < vocab), other=0)
-    if seen_ptr is not None:
-        if slot >= 0:
-            seen = entry.to(tl.int32)
-            count = seen & 0x7FFF
-            if pending_ptr is not None:
-                for i in range(PENDING):
-                    count += (token == tl.load(pending_ptr + row * PENDING + i)).to(tl.int32)
-            factor = tl.where(x > 0, tl.div_rn(1.0, repetition), repetition)
-            x = tl.where((seen | count) != 0, x * factor, x)
-            x = x - frequency * count.to(tl.float32)
-            x = x - tl.where(count > 0, presence, 0.0)
+    if slot >= 0:
+        seen = entry.to(tl.int32)
+        count = seen & 0x7FFF
+        if pending_ptr is not None:
+            for i in range(PENDING):
+                count += (token == tl.load(pending_ptr + row * PENDING + i)).to(tl.int32)
+        factor = tl.where(x > 0, tl.div_rn(1.0, repetition), repetition)
+        x = tl.where((seen | count) != 0, x * factor, x)
+        x = x - frequency * count.to(tl.float32)
+        x = x - tl.where(count > 0, presence, 0.0)
     if bias_starts_ptr is not None:
         near = tl.sum(((biased_ids >= first) & (biased_ids < last)).to(tl.int32), 0) > 0
         if near | (bias_end - bias_begin > 32):
