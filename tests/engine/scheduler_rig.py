@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict, deque
+from collections.abc import Callable
 
 from katydid_engine.block_pool import BlockPool
 from katydid_engine.draft_depth import DraftDepth
@@ -24,14 +25,21 @@ class Rig:
     before is in flight."""
 
     def __init__(
-        self, *, num_pages: int = 12, slots: int = 0, ahead: bool = False, drafts: int = 0, **config: object
+        self,
+        *,
+        num_pages: int = 12,
+        slots: int = 0,
+        ahead: bool = False,
+        drafts: int = 0,
+        lingers: Callable[[], bool] = lambda: False,
+        **config: object,
     ) -> None:
         values = {"max_model_tokens": 300, "max_batch_tokens": 96, "max_sequences": 4, "eos_token_ids": EOS}
         self.config = SchedulerConfig(**(values | config))  # type: ignore[arg-type]
         self.now = 0.0
         self.pool = BlockPool(num_pages)
         self.scheduler = Scheduler(self.config, self.pool, lambda: self.now, range(slots), DraftDepth(drafts))
-        self.runner = PaperRunner(num_pages, 2 * slots)
+        self.runner = PaperRunner(num_pages, 2 * slots, lingers)
         self.requests: dict[int, Request] = {}
         self.output: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.ends: dict[tuple[int, int], FinishReason] = {}

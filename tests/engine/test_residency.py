@@ -65,6 +65,6 @@ def test_blocks_that_another_finishes_count(queues: Residency) -> None:
     for computed in range(6):
         assert not queues.take_pages(waiting, 0)
         running.num_computed = 64 * (computed + 1)
-        queues.publish(running, computed=True)
+        queues.publish(running, running.num_computed, computed=True)
     assert queues.take_pages(waiting, 0)
     assert waiting.pages[:6] == running.pages

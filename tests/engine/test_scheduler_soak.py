@@ -10,6 +10,7 @@ import pytest
 from katydid_engine.messages import KvArrived, KvFound, KvLookup, KvReadSlotsFree, KvStore
 from katydid_engine.request import Request, Sampling, Tier
 
+from tests.engine.paper_runner import PAGE, checksum
 from tests.engine.scheduler_rig import STREAMS, Rig
 
 LENGTHS = [1, 2, 40, 63, 64, 65, 96, 127, 128, 129, 150]
@@ -28,6 +29,7 @@ class Disorder:
             max_batch_tokens=chooser.choice([12, 70, 300]),
             watermark_pages=chooser.randrange(2),
             max_bypass=3,
+            lingers=(lambda: chooser.random() < 0.6) if chooser.random() < 0.7 else lambda: False,
         )
         self.rig.scheduler.kv.set_attached(chooser.random() < 0.7)
         self.store: dict[bytes, list[int]] = {}
@@ -99,13 +101,19 @@ class Disorder:
         left = self.fetches[ticket]
         count = min(len(left), len(self.free_read_slots), self.chooser.randrange(3))
         slots = [self.free_read_slots.pop() for _ in range(count)]
+        checked, checksums = self.chooser.random() < 0.5, []
         for slot, block_hash in zip(slots, left, strict=False):
             self.rig.runner.slots[slot] = self.store[block_hash][:]
+            checksums.append(checksum(self.store[block_hash]) * checked)
+            self.rig.runner.bad.discard(slot)
+            if checked and self.chooser.random() < 0.1:
+                self.rig.runner.slots[slot][self.chooser.randrange(PAGE)] ^= 1
+                self.rig.runner.bad.add(slot)
         del left[:count]
         last = not left or self.chooser.random() < 0.05
         if last:
             del self.fetches[ticket]
-        self.rig.scheduler.kv_arrived(KvArrived(ticket, tuple(slots), last))
+        self.rig.scheduler.kv_arrived(KvArrived(ticket, tuple(slots), last, tuple(checksums)))
 
     def run(self, requests: int) -> list[Request]:
         for _ in range(requests):
@@ -117,7 +125,8 @@ class Disorder:
             if self.chooser.random() < 0.02:
                 self.rig.pool.flush()
         for _ in range(20_000):
-            if not self.rig.scheduler.num_requests and not self.rig.in_flight:
+            moving = self.rig.in_flight or self.rig.scheduler._queues.moves
+            if not self.rig.scheduler.num_requests and not moving:
                 break
             self.step()
         self.rig.run_out()

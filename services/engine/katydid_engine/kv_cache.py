@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,10 +20,19 @@ class KvCache:
         k_pages: per layer ``[num_pages, kv_heads, 64, head_dim]``.
         v_pages: per layer ``[num_pages, kv_heads, head_dim, 64]`` (token-contiguous: fp8 tensor cores take only
             K-major operands). A model with an MTP layer keeps that layer's pages last.
+        coming: by layer, the event after which blocks that are being unpacked can be read; for the pass under way.
     """
 
     k_pages: tuple[Tensor, ...]
     v_pages: tuple[Tensor, ...]
+    coming: dict[int, torch.cuda.Event] = field(default_factory=dict)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """K and V pages of a layer, for the current stream to use when what is coming to them has come."""
+        event = self.coming.pop(index, None)
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+        return self.k_pages[index], self.v_pages[index]
 
     @classmethod
     def allocate(

@@ -38,20 +38,34 @@ _RESERVED_LEAST = 64
 @dataclass(slots=True)
 class Ticket:
     """One sequence's fetch: ``first_block`` is the index of the first block asked for, ``span_id`` its lookup's;
-    ``taken`` blocks are being unpacked by steps in flight."""
+    ``taken`` blocks are being unpacked. ``stay`` tells whether the sequence still has the pages it waited with, and
+    ``computing`` that it goes on already, behind the last of the blocks; ``wrong`` that one had another checksum."""
 
     number: int
     sequence: Sequence
     first_block: int
     span_id: bytes
+    stay: int
     tiers: list[Tier] = field(default_factory=list)
     arrived: int = 0
     taken: int = 0
+    computing: bool = False
+    wrong: bool = False
     ended: bool = False
 
     @property
     def loaded_tokens(self) -> int:
         return (self.first_block + self.arrived) * BLOCK_TOKENS
+
+    @property
+    def taken_tokens(self) -> int:
+        """With those that are being unpacked."""
+        return (self.first_block + self.arrived + self.taken) * BLOCK_TOKENS
+
+    @property
+    def left(self) -> bool:
+        """Whether the sequence has gone."""
+        return self.sequence.stay != self.stay
 
     @property
     def next_tier(self) -> Tier | None:
@@ -125,7 +139,7 @@ class KvTraffic:
         """Asks for the sequence's blocks from ``first_block`` on, under a new ticket."""
         self._last_ticket += 1
         span_id = b"" if sequence.live.has_first_token else random.randbytes(8)
-        ticket = Ticket(self._last_ticket, sequence, first_block, span_id)
+        ticket = Ticket(self._last_ticket, sequence, first_block, span_id, sequence.stay)
         self._tickets[ticket.number] = ticket
         hashes = sequence.hashes()
         before = b"".join(hashes[first_block - first_block % RUN_BLOCKS : first_block])
@@ -170,8 +184,13 @@ class KvTraffic:
             arrival.ticket.taken += len(arrival.transfers)
         return arrivals
 
+    def go_on(self, ticket: Ticket) -> None:
+        """The sequence computes behind the last of its blocks, which is being unpacked."""
+        ticket.computing = True
+        del self._tickets[ticket.number]
+
     def unpacked(self, arrival: Arrival, sums: tuple[int, ...]) -> bool:
-        """A step has unpacked ``arrival``, whose blocks had these checksums there; whether its sequence waits for it.
+        """``arrival`` has been unpacked, its blocks had these checksums; whether that matters to its sequence still.
 
         A block that is wrong is reported, and ends the ticket as if it had not been found.
         """
@@ -179,11 +198,12 @@ class KvTraffic:
             self._asks.append(KvReadSlotsFree(tuple(transfer.slot for transfer in arrival.transfers)))
         ticket = arrival.ticket
         ticket.taken -= len(arrival.transfers)
-        if self._tickets.get(ticket.number) is not ticket:
+        if ticket.ended or ticket.left:
             return False
         checks = zip(arrival.checksums, sums, strict=True)
         wrong = next((place for place, (wanted, found) in enumerate(checks) if wanted not in (0, found)), None)
         if wrong is not None:
+            ticket.wrong = True
             block = ticket.sequence.hashes()[ticket.first_block + ticket.arrived + wrong]
             self._asks.append(KvCorrupt(block, ticket.sequence.request.tenant))
             if not arrival.last:
@@ -191,7 +211,7 @@ class KvTraffic:
         ticket.arrived += len(arrival.transfers) if wrong is None else wrong
         if arrival.last or wrong is not None:
             ticket.ended = True
-            del self._tickets[ticket.number]
+            self._tickets.pop(ticket.number, None)
             self._forget_arrivals(ticket)
         return True
 

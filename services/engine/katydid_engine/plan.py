@@ -1,7 +1,7 @@
 """What one step does, as data: made by the scheduler, carried out in the same order by every rank of its group.
 
-A rank first packs pages into staging slots, then copies pages, then unpacks slots into pages, then computes the runs,
-so that a page given away in this step is still read before it is written.
+Transfers between pages and slots go on beside the steps on a GPU: a step's output tells which are over, of this step or
+of one before. Their pages belong to them until then. Elsewhere they are over with their own step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from katydid_engine.request import Sampling
 
-__all__ = ["Logprobs", "PageCopy", "Run", "SampleRow", "Start", "StepOutput", "StepPlan", "Transfer"]
+__all__ = ["Logprobs", "Moved", "PageCopy", "Run", "SampleRow", "Start", "StepOutput", "StepPlan", "Transfer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,8 @@ class Transfer:
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. The first ``num_decodes`` runs hold one token each, the newest of their sequence, and compute
-    ``decode_q_len`` of them: what the step before drafted follows it. ``drafts`` are to be made for the next step."""
+    ``decode_q_len`` of them: what the step before drafted follows it. ``drafts`` are to be made for the next step.
+    ``waits``: runs read pages that are still being unpacked, each layer when it has come."""
 
     number: int
     ends: tuple[int, ...] = ()
@@ -97,6 +98,7 @@ class StepPlan:
     decode_q_len: int = 1
     samples: tuple[SampleRow, ...] = ()
     drafts: int = 0
+    waits: bool = False
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -122,14 +124,23 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """The packs or the unpacks of step ``step`` are over. ``checksums`` are the 64-bit linear ones, of whole objects
+    whatever the number of ranks; 0 for those that were not to be summed."""
+
+    step: int
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """What rank 0 sampled, by row of ``StepPlan.samples``: ``tokens``, at least one each, and ``drafted``, the drafts
     that the row was given; log probabilities by sample row and by run.
 
     ``broken`` are the runs whose logits are no numbers, ``misfits`` those that their grammar has no way on for, and
     why; their tokens mean nothing. ``complete`` are the sample rows whose grammar ended with their last token.
-    ``packed`` and ``unpacked`` are the 64-bit linear checksums of the plan's packs and unpacks, of whole objects
-    whatever the number of ranks; 0 for those that were not to be summed.
+    ``packed`` and ``unpacked`` are what ended of transfers, each in the order of steps; all that the runs waited for is
+    among it.
     """
 
     tokens: tuple[array[int], ...] = ()
@@ -139,5 +150,5 @@ class StepOutput:
     broken: frozenset[int] = frozenset()
     misfits: dict[int, str] = field(default_factory=dict)
     complete: frozenset[int] = frozenset()
-    packed: tuple[int, ...] = ()
-    unpacked: tuple[int, ...] = ()
+    packed: tuple[Moved, ...] = ()
+    unpacked: tuple[Moved, ...] = ()

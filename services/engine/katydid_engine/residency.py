@@ -14,6 +14,7 @@ from katydid_runtime.block_hash import BLOCK_TOKENS
 
 from katydid_engine.block_pool import BlockPool, IntegrityError, OutOfPages
 from katydid_engine.kv_traffic import KvTraffic
+from katydid_engine.moves import Moves
 from katydid_engine.plan import PageCopy
 from katydid_engine.request import Sequence, State, pages_for
 
@@ -34,6 +35,7 @@ class Residency:
         self.running: list[Sequence] = []
         self._planned = 0
         self._done = 0
+        self.moves = Moves(pool)
         self._copies: list[PageCopy] = []
         self._started: dict[int, Sequence] = {}
         self._ended_ids: list[int] = []
@@ -60,8 +62,8 @@ class Residency:
 
     @property
     def pages_return(self) -> bool:
-        """Whether steps in flight hold pages back that will be free when they are done."""
-        return bool(self._released_later)
+        """Whether steps in flight, or transfers, hold pages back that will be free when they are done."""
+        return bool(self._released_later) or self.pool.count_sole(self.moves.pages()) > 0
 
     def take_ended_ids(self) -> tuple[int, ...]:
         """Sequences that the runner may forget."""
@@ -134,13 +136,9 @@ class Residency:
         sequence.num_published = 0
         sequence.stay += 1
 
-    def step_planned(self, number: int, packed: list[int]) -> None:
-        """A step is in flight; it may use every page that is held now, and reads the ``packed`` ones, which may be
-        merely cached."""
+    def step_planned(self, number: int) -> None:
+        """A step is in flight; it may use every page that is held now."""
         self._planned = number
-        if packed:
-            self.pool.acquire(packed)
-            self._released_later.append((number, packed))
 
     def step_done(self, number: int) -> None:
         """A step is over: what no later one may use is given back."""
@@ -148,9 +146,10 @@ class Residency:
         while self._released_later and self._released_later[0][0] <= number:
             self.pool.release(self._released_later.popleft()[1])
 
-    def publish(self, sequence: Sequence, *, computed: bool) -> None:
-        """Publishes the blocks that are complete now; a block that another page holds already is shared from there."""
-        complete = sequence.num_computed // BLOCK_TOKENS
+    def publish(self, sequence: Sequence, tokens: int, *, computed: bool) -> None:
+        """Publishes the complete blocks of the first ``tokens``; one that another page holds already is shared from
+        there."""
+        complete = tokens // BLOCK_TOKENS
         hashes = sequence.hashes()
         for block in range(sequence.num_published, complete):
             page = sequence.pages[block]
@@ -191,7 +190,8 @@ class Residency:
         self.pool.check_integrity()
         holders = list(self.holders())
         held = [page for sequence in holders for page in sequence.pages]
-        self.pool.check_references([*held, *(page for _, pages in self._released_later for page in pages)])
+        released_later = (page for _, pages in self._released_later for page in pages)
+        self.pool.check_references([*held, *released_later, *self.moves.pages()])
         for sequence in self.waiting:
             if sequence.pages or sequence.num_computed or sequence.state is not State.WAITING:
                 raise IntegrityError(f"waiting sequence {sequence.id} is {sequence.state} with pages {sequence.pages}")

@@ -135,16 +135,22 @@ class Scheduler:
             self._admission.admit(now)
             decodes = [sequence for sequence in decodes if sequence.state is State.RUNNING]
         q_len = q_len if decodes else 1
-        prefills = self._schedule_prefills(len(decodes), q_len)
-        # Taken last: what lost its pages just now is not moved.
+        # Taken behind all that takes pages away: what lost its own just now is not moved.
         packs = self.kv.take_packs(self._pool.hash_of)
         unpacking = self.kv.take_arrivals()
         copies = self._queues.take_copies()
-        if not (decodes or prefills or packs or copies or unpacking):
+        unpacking = tuple(arrival for arrival in unpacking if not self._ended_before(arrival, now))
+        if not decodes:
+            self._go_on(unpacking)
+        prefills = self._schedule_prefills(len(decodes), q_len)
+        # With nothing else to do a step sees what transfers are over.
+        if not (decodes or prefills or packs or copies or unpacking or (self._queues.moves and not self._flights)):
             return None
         self._step += 1
-        self._queues.step_planned(self._step, [transfer.page for transfer, _ in packs])
+        self._queues.step_planned(self._step)
         sequences = [*decodes, *(sequence for sequence, _ in prefills)]
+        tickets = (arrival.ticket for arrival in (*self._queues.moves.arrivals(), *unpacking))
+        coming = {ticket.sequence.id for ticket in tickets if ticket.computing}
         samples = tuple(
             SampleRow(index, sequence.choice + fork)
             for index, sequence in enumerate(sequences)
@@ -163,10 +169,10 @@ class Scheduler:
             decode_q_len=q_len,
             samples=samples,
             drafts=self._depth.choose(len(samples)) if samples else 0,
+            waits=any(sequence.id in coming for sequence in sequences),
         )
-        stays = tuple(sequence.stay for sequence in sequences)
-        flight = StepFlight(plan, tuple(sequences), stays, tuple(store for _, store in packs), unpacking)
-        self._flights.append(flight)
+        self._flights.append(StepFlight(plan, tuple(sequences), tuple(sequence.stay for sequence in sequences)))
+        self._queues.moves.begin(plan, tuple(store for _, store in packs), unpacking)
         if plan.runs:
             self._drafts = plan.drafts
         for sequence in decodes:
@@ -184,11 +190,12 @@ class Scheduler:
         flight = self._flights.popleft()
         now = self._clock()
         self._queues.step_done(plan.number)
-        for store, checksum in zip(flight.packing, output.packed, strict=True):
-            self.kv.packed(store, checksum)
-        sums = iter(output.unpacked)
-        for arrival in flight.unpacking:
-            self._commit_arrival(arrival, tuple(itertools.islice(sums, len(arrival.transfers))), now)
+        for moved in output.packed:
+            for store, checksum in self._queues.moves.packed(moved):
+                self.kv.packed(store, checksum)
+        for moved in output.unpacked:
+            for arrival, sums in self._queues.moves.unpacked(moved):
+                self._commit_arrival(arrival, sums, now)
         for index, run in enumerate(plan.runs):
             if (sequence := flight.sequence(index)) is None:
                 continue
@@ -306,15 +313,36 @@ class Scheduler:
         self._pool.withdraw(sequence.pages)
         self._end(sequence, FinishReason.ERROR, "INTERNAL", "the model produced logits that are no numbers")
 
+    def _go_on(self, unpacking: tuple[Arrival, ...]) -> None:
+        """Sequences whose last blocks are unpacked by this step compute in it already, each layer when its blocks have
+        come. Where others decode these would wait with them: then it is the next step, once all has come."""
+        for arrival in unpacking:
+            ticket, sequence = arrival.ticket, arrival.ticket.sequence
+            if arrival.last and not ticket.left and ticket.taken_tokens < sequence.num_tokens - 1:
+                self.kv.go_on(ticket)
+                sequence.num_computed = ticket.taken_tokens
+                self._compute(sequence)
+
+    def _ended_before(self, arrival: Arrival, now: float) -> bool:
+        """Whether this ends a ticket whose blocks have all been unpacked: then there is nothing to wait for."""
+        if arrival.transfers or arrival.ticket.taken:
+            return False
+        self._commit_arrival(arrival, (), now)
+        return True
+
     def _commit_arrival(self, arrival: Arrival, sums: tuple[int, ...], now: float) -> None:
+        ticket, sequence = arrival.ticket, arrival.ticket.sequence
         if not self.kv.unpacked(arrival, sums):
             return
-        ticket, sequence = arrival.ticket, arrival.ticket.sequence
-        sequence.num_computed = sequence.num_scheduled = ticket.loaded_tokens
-        self._queues.publish(sequence, computed=False)
+        if not ticket.computing:
+            sequence.num_computed = sequence.num_scheduled = ticket.loaded_tokens
+        self._queues.publish(sequence, ticket.loaded_tokens, computed=False)
         if not sequence.live.has_first_token:
             sequence.live.cached = ticket.cached(_reusable(sequence))
-        if ticket.ended:
+        if ticket.computing:
+            if ticket.wrong:
+                self._preempt(sequence)  # what was computed behind that block is worth nothing
+        elif ticket.ended:
             self._compute(sequence)
         elif (tier := ticket.next_tier) is not None:
             sequence.live.enter(Phase.FETCH, now, tier, ticket.fetch_span_id)
@@ -368,7 +396,7 @@ class Scheduler:
 
     def _publish(self, sequence: Sequence) -> None:
         if not sequence.request.bypass_cache:
-            self._queues.publish(sequence, computed=True)
+            self._queues.publish(sequence, sequence.num_computed, computed=True)
 
 
 def _between_blocks(sequence: Sequence, chunk: int) -> int:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from katydid_runtime.block_hash import BLOCK_TOKENS
 
-from katydid_engine.kv_traffic import Arrival
-from katydid_engine.messages import KvStore
 from katydid_engine.plan import Run, Start, StepPlan
 from katydid_engine.request import Sequence
 
@@ -22,8 +20,6 @@ class StepFlight:
     plan: StepPlan
     sequences: tuple[Sequence, ...]
     stays: tuple[int, ...]
-    packing: tuple[KvStore, ...]
-    unpacking: tuple[Arrival, ...]
 
     def sequence(self, run: int) -> Sequence | None:
         """The sequence of a run; None when it has left since."""

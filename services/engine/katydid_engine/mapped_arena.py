@@ -1,0 +1,88 @@
+"""A cache service's memory as one rank sees it: mapped, and on a GPU registered with CUDA piece by piece.
+
+To register all of it takes seconds (0.05 s a GiB), and no step may wait for that: a thread does it, and a step that
+comes to a piece first registers that one itself. Without a GPU the thread has the kernel map the pages, which a step
+would wait for otherwise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Iterable
+
+import torch
+from katydid_kernels import register_memory, unregister_memory
+from torch import Tensor
+
+from katydid_engine.staging import ARENA_PAGE_BYTES
+
+__all__ = ["MappedArena"]
+
+_POPULATE_WRITE = 23  # madvise, since Linux 5.14
+_PIECE_BYTES = 64 * 1024 * 1024
+
+
+class MappedArena:
+    """``rows`` are uint8 ``[rows, object_bytes]``, one at every 4 KiB of the file ``path``, so they overlap.
+
+    Raises OSError when it can't be mapped, RuntimeError when CUDA refuses it.
+    """
+
+    def __init__(self, path: str, size: int, object_bytes: int, device: torch.device) -> None:
+        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            memory = mmap.mmap(opened, size)
+        finally:
+            os.close(opened)
+        self._flat = torch.frombuffer(memory, dtype=torch.uint8)
+        self._device = device
+        self._object_bytes = object_bytes
+        self._registered: dict[int, Tensor] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        rows = (size - object_bytes) // ARENA_PAGE_BYTES + 1
+        self.rows = self._flat.as_strided((rows, object_bytes), (ARENA_PAGE_BYTES, 1))
+        self.prepare((0,))  # by its first byte the memory is known as reachable
+        threading.Thread(target=self._prepare_all, name="map-arena", daemon=True).start()
+
+    def prepare(self, rows: Iterable[int]) -> None:
+        """Have these rows ready for the device."""
+        if self._device.type != "cuda":
+            return
+        for row in rows:
+            first = row * ARENA_PAGE_BYTES
+            for piece in range(first // _PIECE_BYTES, (first + self._object_bytes - 1) // _PIECE_BYTES + 1):
+                if piece not in self._registered:
+                    self._register(piece)
+
+    def close(self) -> None:
+        """Forget the memory; nothing on the device may still use it."""
+        with self._lock:
+            self._closed = True
+            for memory in self._registered.values():
+                unregister_memory(memory)
+            self._registered.clear()
+
+    def _prepare_all(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        madvise = ctypes.CDLL(None).madvise
+        for piece in range(-(-self._flat.numel() // _PIECE_BYTES)):
+            if self._closed:
+                return
+            if self._device.type == "cuda":
+                self._register(piece)
+                continue
+            memory = self._flat[piece * _PIECE_BYTES :][:_PIECE_BYTES]
+            if madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), _POPULATE_WRITE):
+                return
+
+    def _register(self, piece: int) -> None:
+        with self._lock:
+            if piece not in self._registered and not self._closed:
+                memory = self._flat[piece * _PIECE_BYTES :][:_PIECE_BYTES]
+                register_memory(memory)
+                self._registered[piece] = memory
