@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = ["Sampled", "StepInputs", "advance", "advance_reference"]
 
@@ -65,11 +66,12 @@ class StepInputs:
     pending: Tensor | None = None
 
 
-def advance(step: StepInputs, before: Sampled, previous: Tensor) -> None:
+def advance(step: StepInputs, before: Sampled, previous: Tensor, *, overlap: bool = False) -> None:
     """Writes into ``step`` the rows that continue one of ``before``; others stay as the host wrote them.
 
     Args:
         previous: int32 ``[S]``, the row of ``before`` that each row continues; negative for a row that the host knows.
+        overlap: let the kernel start before the preceding one ends (programmatic dependent launch), and wait for it.
 
     Drafts that ``before`` lacks (D < Q - 1) become token 0: give `verify_draft` so many ``num_drafts``.
 
@@ -91,10 +93,10 @@ def advance(step: StepInputs, before: Sampled, previous: Tensor) -> None:
     if not step.token_ids.is_cuda:
         advance_reference(step, before, previous)
         return
-    launch(step, before, previous)
+    launch(step, before, previous, overlap=overlap)
 
 
-def launch(step: StepInputs, before: Sampled, previous: Tensor) -> None:
+def launch(step: StepInputs, before: Sampled, previous: Tensor, *, overlap: bool = False) -> None:
     rows = len(previous)
     width = step.token_ids.numel() // rows
     depth = 0 if before.drafts is None else before.drafts.shape[1]
@@ -102,7 +104,8 @@ def launch(step: StepInputs, before: Sampled, previous: Tensor) -> None:
         previous, before.tokens, before.accepted, before.first_positions, before.drafts, step.token_ids,
         step.positions, step.slot_mapping, step.context_lens, step.block_table, step.sample_positions, step.limits,
         step.pending, before.tokens.stride(0), 0 if before.drafts is None else before.drafts.stride(0),
-        step.block_table.stride(0), depth, Q=width, BLOCK_Q=triton.next_power_of_2(width), num_warps=1,
+        step.block_table.stride(0), depth, Q=width, BLOCK_Q=triton.next_power_of_2(width), EARLY=overlap,
+        num_warps=1, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
 
 
@@ -110,8 +113,11 @@ def launch(step: StepInputs, before: Sampled, previous: Tensor) -> None:
 def _advance_kernel(
     previous_ptr, tokens_ptr, accepted_ptr, first_ptr, drafts_ptr, ids_ptr, positions_ptr, slots_ptr, lens_ptr,
     table_ptr, sample_positions_ptr, limits_ptr, pending_ptr, tokens_stride, drafts_stride, table_stride, depth,
-    Q: tl.constexpr, BLOCK_Q: tl.constexpr,
+    Q: tl.constexpr, BLOCK_Q: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
     source = tl.load(previous_ptr + row)
     if source >= 0:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from katydid_kernels import SamplingBatch, sample, seen_tokens, verify_draft
+from katydid_kernels import Sampled, SamplingBatch, sample, seen_tokens, verify_draft, verify_draft_reference
 from katydid_kernels.verify_draft import launch
 from torch import Tensor
 
@@ -48,6 +50,24 @@ def test_kernel_and_reference_equal_the_definition(width: int) -> None:
             output = torch.cat((history[slot, 3:], sampled[row, :count]))
             assert torch.equal(of_reference[slot], seen_tokens(history[slot, :3], output, vocab))
     assert (of_reference[3] == 0x7FFF).all()
+
+
+@pytest.mark.parametrize("find", [launch, verify_draft_reference])
+def test_what_the_next_step_reads_is_left_in_its_place(find: Callable[..., Tensor]) -> None:
+    rows, width = 5, 3
+    sampled = torch.arange(rows * width, dtype=torch.int32, device=DEVICE).view(rows, width)
+    drafts = sampled[:, :2].clone()
+    drafts[2, 0] = -1
+    positions = torch.arange(100, 100 + 4 * rows, dtype=torch.int32, device=DEVICE)[::4]
+    nothing = torch.full((8, 4), -7, dtype=torch.int32, device=DEVICE)
+    left = Sampled(nothing.clone(), nothing[:, 0].clone(), nothing[:, 0].clone())
+    found = find(sampled, drafts, num_drafts=None, slots=None, seen=None, first_positions=positions, left=left)
+    assert found.data_ptr() == left.accepted.data_ptr()
+    assert found.tolist() == [3, 3, 1, 3, 3]
+    assert torch.equal(left.tokens[:rows, :width], sampled)
+    assert torch.equal(left.first_positions[:rows], positions)
+    untouched = (left.tokens[rows:], left.tokens[:, width:], left.accepted[rows:], left.first_positions[rows:])
+    assert all(bool((part == -7).all()) for part in untouched)
 
 
 @settings(max_examples=30, deadline=None)
@@ -101,3 +121,8 @@ def test_what_does_not_fit_is_named() -> None:
         verify_draft(sampled, torch.zeros(2, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match="slots and seen must be given together"):
         verify_draft(sampled, sampled[:, :2], slots=sampled[:, 0])
+    with pytest.raises(ValueError, match="first_positions and left must be given together"):
+        verify_draft(sampled, sampled[:, :2], first_positions=sampled[:, 0])
+    small = Sampled(sampled[:1], sampled[:, 0], sampled[:, 0])
+    with pytest.raises(ValueError, match=r"left.tokens must be at least \[2, 3\], got \[1, 3\]"):
+        verify_draft(sampled, sampled[:, :2], first_positions=sampled[:, 0], left=small)
