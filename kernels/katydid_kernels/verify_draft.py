@@ -14,6 +14,8 @@ reads where the next step looks for it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -87,7 +89,7 @@ def launch(
     rows, width = sampled.shape
     if left is None:
         accepted = torch.empty(rows, dtype=torch.int32, device=sampled.device)
-        kept = (None, None, None, 0, 0)
+        kept: tuple[Any, ...] = (None, None, None, 0, 0)
     else:
         accepted = left.accepted[:rows]
         assert first_positions is not None

@@ -24,15 +24,11 @@ def adjusted_logits(row, fours, valid, vocab, first, last, source, PENDING: tl.c
         pending_ptr, bias_starts_ptr, bias_ids_ptr, bias_values_ptr, allowed_ptr, allowed_stride,
     ) = source  # fmt: skip
     # What says where to read comes first, then all that is read of the vocabulary, so that it is under way at once.
-    slot = -1
-    repetition = 1.0
     if seen_ptr is not None:
         slot = tl.load(slots_ptr + row)
         repetition = tl.load(repetition_ptr + row)
         frequency = tl.load(frequency_ptr + row)
         presence = tl.load(presence_ptr + row)
-    bias_begin = 0
-    bias_end = 0
     if bias_starts_ptr is not None:
         bias_begin = tl.load(bias_starts_ptr + row)
         bias_end = tl.load(bias_starts_ptr + row + 1)
@@ -48,16 +44,18 @@ def adjusted_logits(row, fours, valid, vocab, first, last, source, PENDING: tl.c
         entry = tl.load(entries + token, mask=inside & (slot >= 0), other=0)
     if allowed_ptr is not None:
         word = tl.load(allowed_ptr + row * allowed_stride + fours // 8, mask=valid & (fours * 4 < vocab), other=0)
-    if slot >= 0:
-        seen = entry.to(tl.int32)
-        count = seen & 0x7FFF
-        if pending_ptr is not None:
-            for i in range(PENDING):
-                count += (token == tl.load(pending_ptr + row * PENDING + i)).to(tl.int32)
-        factor = tl.where(x > 0, tl.div_rn(1.0, repetition), repetition)
-        x = tl.where((seen | count) != 0, x * factor, x)
-        x = x - frequency * count.to(tl.float32)
-        x = x - tl.where(count > 0, presence, 0.0)
+    # Two conditions: the first is settled as the kernel is compiled.
+    if seen_ptr is not None:  # noqa: SIM102
+        if slot >= 0:
+            seen = entry.to(tl.int32)
+            count = seen & 0x7FFF
+            if pending_ptr is not None:
+                for i in range(PENDING):
+                    count += (token == tl.load(pending_ptr + row * PENDING + i)).to(tl.int32)
+            factor = tl.where(x > 0, tl.div_rn(1.0, repetition), repetition)
+            x = tl.where((seen | count) != 0, x * factor, x)
+            x = x - frequency * count.to(tl.float32)
+            x = x - tl.where(count > 0, presence, 0.0)
     if bias_starts_ptr is not None:
         near = tl.sum(((biased_ids >= first) & (biased_ids < last)).to(tl.int32), 0) > 0
         if near | (bias_end - bias_begin > 32):

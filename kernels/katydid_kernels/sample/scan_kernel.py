@@ -42,7 +42,6 @@ def scan_kernel(
     )  # fmt: skip
     temperature = 1.0
     wants_sum = True
-    free = False
     if temperature_ptr is not None:
         temperature = tl.load(temperature_ptr + row)
         top_k = tl.load(top_k_ptr + row)
@@ -52,9 +51,10 @@ def scan_kernel(
         free = (temperature > 0) & (top_p >= 1) & all_k & (tl.load(min_p_ptr + row) <= 0)
     first = first_tile * 4096
     x, _ = adjusted_logits(row, fours, fours >= 0, vocab, first, first + SPAN * 4096, source, PENDING, EARLY)
-    if free:
-        scaled = x * tl.div_rn(1.0, temperature)
-        x = noisy_bound(scaled, fours, tl.load(seeds_ptr + row).to(tl.uint64), tl.load(positions_ptr + row))
+    if temperature_ptr is not None:  # noqa: SIM102 - settled as the kernel is compiled
+        if free:
+            scaled = x * tl.div_rn(1.0, temperature)
+            x = noisy_bound(scaled, fours, tl.load(seeds_ptr + row).to(tl.uint64), tl.load(positions_ptr + row))
     best = tl.max(tl.reshape(tl.max(x, 2), (SPAN, 4, 256)), 1)
     tile = first_tile + tl.arange(0, SPAN)
     place = row * tiles + tile
