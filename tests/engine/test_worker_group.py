@@ -32,6 +32,7 @@ CONFIG = WorkerConfig(
     threads=1,
     mtp="auto",
     async_scheduling="auto",
+    cuda_graphs="on",
     tpot_target_s=None,
     num_pages=1,
     kv_memory_bytes=0,

@@ -18,9 +18,9 @@ from katydid_engine.forward_batch import PAGE_SIZE, ForwardBatch
 from katydid_engine.host_copies import to_device
 from katydid_engine.plan import Run
 
-__all__ = ["BatchBuilder", "BuiltBatch", "DecodeRows"]
+__all__ = ["BatchBuilder", "BuiltBatch", "DecodeRows", "Int32s"]
 
-_Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+Int32s = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 # Kernels specialise on 16-byte alignment: every tensor begins on such a border.
 _ALIGNMENT = 4
 _FIRST_ROWS = 16
@@ -41,12 +41,12 @@ class DecodeRows:
     """R decodes of Q tokens each as the host knows them, int32: ``[R * Q]`` tokens in order, ``[R]`` rows, and their
     block tables ``[R, pages]``."""
 
-    token_ids: _Ints
-    positions: _Ints
-    slots: _Ints
-    context_lens: _Ints
-    limits: _Ints
-    table: _Ints
+    token_ids: Int32s
+    positions: Int32s
+    slots: Int32s
+    context_lens: Int32s
+    limits: Int32s
+    table: Int32s
 
 
 class BatchBuilder:
@@ -54,8 +54,8 @@ class BatchBuilder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._tables: _Ints = np.zeros((_FIRST_ROWS, _FIRST_PAGES), dtype=np.int32)
-        self._num_pages: _Ints = np.zeros(_FIRST_ROWS, dtype=np.int32)
+        self._tables: Int32s = np.zeros((_FIRST_ROWS, _FIRST_PAGES), dtype=np.int32)
+        self._num_pages: Int32s = np.zeros(_FIRST_ROWS, dtype=np.int32)
         self._free_rows = list(range(_FIRST_ROWS))
         self._rows: dict[int, int] = {}
 
@@ -153,17 +153,17 @@ class BatchBuilder:
         return row
 
     def _grow(self, shape: tuple[int, int]) -> None:
-        larger: _Ints = np.zeros(shape, dtype=np.int32)
+        larger: Int32s = np.zeros(shape, dtype=np.int32)
         larger[: self._tables.shape[0], : self._tables.shape[1]] = self._tables
         self._tables = larger
         self._num_pages = np.concatenate([self._num_pages, np.zeros(shape[0] - len(self._num_pages), dtype=np.int32)])
 
-    def _to_device(self, columns: Sequence[_Ints]) -> list[Tensor]:
+    def _to_device(self, columns: Sequence[Int32s]) -> list[Tensor]:
         """The columns as tensors, by one copy of all of them."""
         offsets = [0]
         for column in columns:
             offsets.append(offsets[-1] + -(-len(column) // _ALIGNMENT) * _ALIGNMENT)
-        packed: _Ints = np.zeros(offsets[-1], dtype=np.int32)
+        packed: Int32s = np.zeros(offsets[-1], dtype=np.int32)
         for offset, column in zip(offsets, columns, strict=False):
             packed[offset : offset + len(column)] = column
         tensor = to_device(torch.from_numpy(packed), self._device)

@@ -16,7 +16,7 @@ from katydid_kernels import Sampled, StepInputs
 from katydid_kernels.sample import SamplingBatch
 from torch import Tensor
 
-from katydid_engine.batch_builder import BuiltBatch, DecodeRows
+from katydid_engine.batch_builder import BuiltBatch, DecodeRows, Int32s
 from katydid_engine.forward_batch import ForwardBatch
 from katydid_engine.host_copies import to_device
 from katydid_engine.sampler import SamplingRows
@@ -76,12 +76,11 @@ class DecodeBuffers:
         ends = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._ends = [ends * each for each in range(width + 1)]
         self.hidden = torch.zeros(rows * width, hidden_size, dtype=dtype, device=device)
-        ints = {"dtype": torch.int32, "device": device}
         self.left = Sampled(
-            tokens=torch.zeros(rows, width, **ints),
-            accepted=torch.ones(rows, **ints),
-            first_positions=torch.zeros(rows, **ints),
-            drafts=torch.zeros(rows, max(1, width - 1), **ints),
+            tokens=torch.zeros(rows, width, dtype=torch.int32, device=device),
+            accepted=torch.ones(rows, dtype=torch.int32, device=device),
+            first_positions=torch.zeros(rows, dtype=torch.int32, device=device),
+            drafts=torch.zeros(rows, max(1, width - 1), dtype=torch.int32, device=device),
         )
         self.sound = torch.ones(rows, dtype=torch.bool, device=device)
 
@@ -106,9 +105,9 @@ class DecodeBuffers:
         num_drafts: Sequence[int],
     ) -> BucketTensors:
         """Copies a step of fewer rows than the bucket has to the device; the step's own rows of the tensors."""
-        host: np.ndarray[tuple[int, ...], np.dtype[np.int32]] = np.zeros(_size(bucket), dtype=np.int32)
+        host: Int32s = np.zeros(_size(bucket), dtype=np.int32)
         places = _places(bucket)
-        columns = {
+        columns: dict[str, Int32s | Sequence[int]] = {
             "token_ids": rows.token_ids,
             "positions": rows.positions,
             "slot_mapping": rows.slots,

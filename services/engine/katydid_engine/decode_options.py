@@ -10,7 +10,7 @@ from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.rank_groups import RankGroups
 from katydid_engine.worker_config import WorkerConfig
 
-__all__ = ["draft_depth", "plans_ahead"]
+__all__ = ["captures", "draft_depth", "plans_ahead"]
 
 
 def draft_depth(config: WorkerConfig, model: DecoderLM) -> DraftDepth | None:
@@ -43,3 +43,9 @@ def plans_ahead(config: WorkerConfig, groups: RankGroups) -> bool:
     return can and (
         config.async_scheduling == "on" or (config.async_scheduling == "auto" and config.device.startswith("cuda"))
     )
+
+
+def captures(config: WorkerConfig, groups: RankGroups) -> bool:
+    """Whether steps of decodes become CUDA graphs: where no rank waits for another in the middle of one."""
+    alone = groups.step.size == 1 and config.plan.world_size == 1
+    return config.cuda_graphs == "on" and config.device.startswith("cuda") and alone

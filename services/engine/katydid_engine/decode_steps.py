@@ -9,6 +9,7 @@ goes on op by op. What is captured allocates nothing outside its pool and waits 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -62,13 +63,20 @@ class Captured:
     def __init__(self) -> None:
         self._graphs: dict[tuple[str, Bucket], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def prepare(self, key: tuple[str, Bucket], work: Callable[[], None]) -> None:
         # Once outside: kernels are compiled and loaded, scratch that outlives the graph is allocated.
         work()
+        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            work()
+        # Not torch.cuda.graph, which collects garbage and empties the allocator each time.
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
         self._graphs[key] = graph
 
     def run(self, key: tuple[str, Bucket]) -> None:
@@ -101,10 +109,16 @@ class DecodeSteps:
         return [Bucket(rows, 1 + depth, depth) for depth in self._depths for rows in reversed(self._rows)]
 
     @torch.inference_mode()
-    def prepare(self) -> None:
-        """Captures every bucket; no step may be under way."""
-        for bucket in self.buckets:
-            self._prepare(bucket)
+    def prepare(self, buckets: Iterable[Bucket] | None = None) -> None:
+        """Prepares buckets, by default all; no step may be under way."""
+        # What is collected while a graph is captured may give memory back in its middle.
+        gc.collect()
+        gc.disable()
+        try:
+            for bucket in self.buckets if buckets is None else buckets:
+                self._prepare(bucket)
+        finally:
+            gc.enable()
 
     def _prepare(self, bucket: Bucket) -> None:
         self._pieces.prepare(("forward", bucket), lambda: self._forward(bucket))
@@ -140,21 +154,21 @@ class DecodeSteps:
         hidden = self.buffers.hidden[: bucket.tokens]
         logits = self._model.logits(hidden)
         tokens = sample(logits, tensors.sampling).view(rows, width)
-        accepted = verify_draft(tokens, inputs.token_ids.view(rows, width)[:, 1:], num_drafts=tensors.num_drafts)
+        accepted = verify_draft(
+            tokens,
+            inputs.token_ids.view(rows, width)[:, 1:],
+            num_drafts=tensors.num_drafts,
+            first_positions=inputs.sample_positions.view(rows, width)[:, 0],
+            left=left,
+        )
         if bucket.drafts:
             self._draft(tensors, hidden, tokens, accepted, bucket)
-        left.tokens[:rows, :width].copy_(tokens)
-        left.accepted[:rows].copy_(accepted)
-        left.first_positions[:rows].copy_(inputs.sample_positions.view(rows, width)[:, 0])
         self.buffers.sound[:rows].copy_(torch.isfinite(logits.amax(-1)).view(rows, width).all(1))
 
-    def _draft(
-        self, tensors: BucketTensors, hidden: Tensor, tokens: Tensor, accepted: Tensor, bucket: Bucket
-    ) -> None:
+    def _draft(self, tensors: BucketTensors, hidden: Tensor, tokens: Tensor, accepted: Tensor, bucket: Bucket) -> None:
         assert isinstance(self._model, DraftModel)
         states = self._model.draft(tensors.built.forward, hidden, tokens.reshape(-1), self._kv_cache)
         at = torch.arange(0, bucket.tokens, bucket.width, device=hidden.device) + accepted - 1
         drafts = further_drafts(self._model, tensors.built, self._kv_cache, states, at, None, bucket.drafts)
         assert self.buffers.left.drafts is not None
         self.buffers.left.drafts[: bucket.rows, : bucket.drafts].copy_(drafts)
-

@@ -31,6 +31,11 @@ class DraftDepth:
         self._due: dict[int, int] = {}
         self._next_trial: dict[int, int] = {}
 
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """What ``choose`` may say."""
+        return tuple(range(self.most + 1)) if self._automatic else (self.most,)
+
     def choose(self, rows: int) -> int:
         """Drafts to make in a step that samples so many rows."""
         if not self._automatic or not self.most:

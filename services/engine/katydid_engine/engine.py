@@ -357,6 +357,7 @@ def _worker_config(
         threads=settings.worker_threads,
         mtp=settings.mtp,
         async_scheduling=settings.async_scheduling,
+        cuda_graphs=settings.cuda_graphs,
         tpot_target_s=settings.tpot_target_s,
         num_pages=settings.kv_pages,
         kv_memory_bytes=settings.kv_memory_mib * 1024 * 1024,

@@ -40,7 +40,7 @@ class Arriving:
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:

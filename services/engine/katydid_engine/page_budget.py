@@ -13,8 +13,11 @@ from katydid_engine.worker_config import WorkerConfig
 __all__ = ["count_pages"]
 
 
-def count_pages(model: DecoderLM, config: WorkerConfig, collectives: Collectives) -> int:
+def count_pages(model: DecoderLM, config: WorkerConfig, collectives: Collectives, *, reserved_bytes: int = 0) -> int:
     """The same number on every rank of a group. Called after the weights are loaded, before pages are allocated.
+
+    Args:
+        reserved_bytes: of a GPU, that steps will take beside what is taken now.
 
     Raises:
         SettingsError: the memory does not hold one page.
@@ -24,7 +27,7 @@ def count_pages(model: DecoderLM, config: WorkerConfig, collectives: Collectives
     page_bytes = model.new_kv_cache(1).bytes_per_page
     if model.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(model.device)
-        budget = int(total * config.gpu_memory_share) - (total - free)
+        budget = int(total * config.gpu_memory_share) - (total - free) - reserved_bytes
     else:
         budget = config.kv_memory_bytes
     pages = budget // page_bytes

@@ -20,7 +20,7 @@ from katydid_engine.block_pool import BlockPool
 from katydid_engine.channel import BlockingChannel
 from katydid_engine.collectives import TorchCollectives
 from katydid_engine.compiled_grammars import CompiledGrammars
-from katydid_engine.decode_options import draft_depth, plans_ahead
+from katydid_engine.decode_options import captures, draft_depth, plans_ahead
 from katydid_engine.draft_depth import DraftDepth
 from katydid_engine.eplb.rebalancer import BalanceState, Rebalancer
 from katydid_engine.loader import load_model
@@ -42,6 +42,7 @@ from katydid_engine.staging import Staging
 from katydid_engine.step_loop import StepLoop
 from katydid_engine.step_thread import OwnThread
 from katydid_engine.token_budget import TokenBudget
+from katydid_engine.warm_up import WarmUp
 from katydid_engine.worker_config import WorkerConfig
 
 __all__ = ["work"]
@@ -52,6 +53,8 @@ _FAREWELL_S = 0.5
 _IDLE_ROUND = b""
 # A kernel that waits for another rank looks at its flag at most so often in a second.
 _LOOKS_A_SECOND = 4_000_000
+# Rows up to which a sum over a TP group goes by kernels that write into each other's GPUs.
+_FEW_TOKENS = 128
 
 
 def work(config: WorkerConfig, channel: BlockingChannel) -> None:
@@ -69,6 +72,7 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
     if device.type == "cuda":
         _choose_gpu(device)
         _check_memory(config, device)
+    peers = _peers(config, groups, device)
     model = load_model(
         Path(config.folder),
         device=device,
@@ -78,15 +82,21 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         experts=groups.experts,
         stage=groups.stage,
         micro_batches=config.micro_batches,
-        peers=_row_peers(config, groups, device),
+        peers=peers,
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
     )
     if config.sparse_prefill is not None:
         model.use_sparse_prefill(SparsePrefill.parse(config.sparse_prefill))
     _meet(config, device)
-    num_pages = count_pages(model, config, TorchCollectives() if config.plan.pp > 1 else collectives)
     drafts, ahead = draft_depth(config, model), plans_ahead(config, groups)
+    warm_up = _warm_up(config, groups, model, drafts)
+    num_pages = count_pages(
+        model,
+        config,
+        TorchCollectives() if config.plan.pp > 1 else collectives,
+        reserved_bytes=warm_up.measure(model, collectives) if warm_up.capture else 0,
+    )
     grammars = CompiledGrammars(Path(config.folder), model.config.vocab_size, model.config.eos_token_ids)
     runner = Runner(
         model,
@@ -97,7 +107,7 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         drafts=drafts is not None,
         ahead=ahead,
     )
-    _warm_up(config, runner, model, 0 if drafts is None else drafts.most)
+    warm_up.run(runner)
     lockstep = None
     if groups.step.size > 1:
         lockstep = Lockstep(groups.step, model.take_part, _rebalancer(config, model, groups, channel))
@@ -108,8 +118,10 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         load_s=time.monotonic() - started,
     )
     if config.member == 0:
-        thread = OwnThread(functools.partial(torch.set_num_threads, config.threads)) if ahead else None
-        loop = _lead(config, channel, runner, model, grammars, lockstep, drafts, thread, ready)
+        # A GPU is a thread of its own: its stream carries out what is launched, in order.
+        on_host = ahead and device.type == "cpu"
+        thread = OwnThread(functools.partial(torch.set_num_threads, config.threads)) if on_host else None
+        loop = _lead(config, channel, runner, model, grammars, lockstep, drafts, thread, ready, ahead=ahead)
         channel.send(ready)
         turn = loop.run
     else:
@@ -123,13 +135,19 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
             raise
 
 
-def _warm_up(config: WorkerConfig, runner: Runner, model: DecoderLM, drafts: int) -> None:
+def _warm_up(config: WorkerConfig, groups: RankGroups, model: DecoderLM, drafts: DraftDepth | None) -> WarmUp:
     """On a GPU with the largest step and the longest context there can be; a host's memory is not cut that fine."""
-    if model.device.type == "cuda":
-        longest = min(config.max_model_tokens, model.config.max_positions)
-        runner.warm_up(min(config.max_batch_tokens, longest), config.max_sequences, longest, drafts)
-    else:
-        runner.warm_up(drafts=drafts)
+    depths = (0,) if drafts is None else drafts.depths
+    if model.device.type != "cuda":
+        return WarmUp(batch_tokens=8, sequences=1, tokens=9, depths=depths, capture=False)
+    longest = min(config.max_model_tokens, model.config.max_positions)
+    return WarmUp(
+        batch_tokens=config.max_batch_tokens,
+        sequences=config.max_sequences,
+        tokens=longest,
+        depths=depths,
+        capture=captures(config, groups),
+    )
 
 
 def _lead(
@@ -142,6 +160,8 @@ def _lead(
     drafts: DraftDepth | None,
     thread: OwnThread | None,
     ready: Ready,
+    *,
+    ahead: bool,
 ) -> StepLoop:
     pool = BlockPool(ready.num_pages)
     scheduler = Scheduler(
@@ -172,6 +192,7 @@ def _lead(
         profiler=StepProfiler(),
         faults=config.faults,
         thread=thread,
+        launch=(lambda plan: runner.launch(plan).output) if ahead and thread is None else None,
     )
 
 
@@ -252,19 +273,24 @@ def _join_groups(config: WorkerConfig) -> RankGroups:
     return join_groups(config.plan, config.rank, timeout_s=config.rank_timeout_s)
 
 
-def _row_peers(config: WorkerConfig, groups: RankGroups, device: torch.device) -> PeerReducer | None:
-    """Memory of the TP group's GPUs for rows of a split residual; None where rows go by collectives."""
-    if device.type != "cuda" or not (config.plan.sp and config.plan.fp8_transfers):
+def _peers(config: WorkerConfig, groups: RankGroups, device: torch.device) -> PeerReducer | None:
+    """Memory of the TP group's GPUs, for few rows or those of a split residual; None where all go by collectives."""
+    plan = config.plan
+    if device.type != "cuda" or plan.tp & (plan.tp - 1) or plan.tp == 1 or plan.pp > 1:
+        return None
+    if plan.sp and not plan.fp8_transfers:
         return None
     assert isinstance(groups.tensor, TorchCollectives)
     assert groups.tensor.group is not None
     hidden = read_model_config(Path(config.folder)).hidden_size
-    tokens = -(-config.max_batch_tokens // config.plan.tp) * config.plan.tp
-    size = PeerReducer.nbytes(config.plan.tp, hidden, tokens=tokens)
+    if hidden % 16:
+        return None
+    rows = -(-config.max_batch_tokens // plan.tp) * plan.tp
+    sizes = {"few_tokens": 1, "tokens": rows} if plan.sp else {"few_tokens": _FEW_TOKENS, "tokens": plan.tp}
     # A kernel that gives a rank up goes on with what there is: by then the face must have ended the group.
     patience = min(round(2 * config.rank_timeout_s * _LOOKS_A_SECOND), 2**31 - 1)
-    peers = symmetric_peers(groups.tensor.group, size, device)
-    return PeerReducer(peers, hidden, tokens=tokens, patience=patience)
+    memory = symmetric_peers(groups.tensor.group, PeerReducer.nbytes(plan.tp, hidden, **sizes), device)
+    return PeerReducer(memory, hidden, patience=patience, **sizes)
 
 
 def _meet(config: WorkerConfig, device: torch.device) -> None:

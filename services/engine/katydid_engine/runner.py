@@ -20,11 +20,12 @@ from katydid_kernels.sample import Logprobs as DeviceLogprobs
 from katydid_kernels.sample import logprobs
 from torch import Tensor
 
+from katydid_engine.attention_plan import MAX_Q_LEN
 from katydid_engine.batch_builder import BatchBuilder, BuiltBatch
 from katydid_engine.collectives import Collectives
 from katydid_engine.compiled_grammars import CompiledGrammars
 from katydid_engine.decode_buffers import Bucket
-from katydid_engine.decode_steps import Captured, DecodeSteps, Uncaptured
+from katydid_engine.decode_steps import Captured, DecodeSteps, Pieces, Uncaptured
 from katydid_engine.forward_batch import PrefillChunk
 from katydid_engine.host_copies import integers
 from katydid_engine.kv_cache import KvCache
@@ -91,19 +92,23 @@ class Runner:
         return self._kv_cache
 
     def prepare_decodes(self, rows: int, tokens: int, depths: Iterable[int] = (0,), *, capture: bool) -> None:
-        """From now on steps of decodes alone run over tensors that never move, padded to a bucket.
+        """``use_decode_steps``, prepared: as CUDA graphs, or op by op."""
+        pieces = Captured() if capture else Uncaptured()
+        self.use_decode_steps(pieces, rows=rows, tokens=tokens, depths=depths).prepare()
+
+    def use_decode_steps(self, pieces: Pieces, *, rows: int, tokens: int, depths: Iterable[int] = (0,)) -> DecodeSteps:
+        """From now on steps of decodes alone run over tensors that never move, padded to a bucket; the caller prepares
+        what is returned before the first of them.
 
         Args:
+            pieces: how they are carried out.
             rows: most of a step.
             tokens: most of a sequence.
             depths: numbers of drafts that such steps verify and make.
-            capture: as CUDA graphs, which are captured here; otherwise op by op.
         """
-        pieces = Captured() if capture else Uncaptured()
-        self._steps = DecodeSteps(
-            self._model, self._kv_cache, pieces, rows=rows, pages=pages_for(tokens) + 1, depths=depths
-        )
-        self._steps.prepare()
+        pages = pages_for(tokens + MAX_Q_LEN)
+        self._steps = DecodeSteps(self._model, self._kv_cache, pieces, rows=rows, pages=pages, depths=depths)
+        return self._steps
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Carries out one plan; the output is empty on all ranks but the first."""
@@ -125,6 +130,7 @@ class Runner:
             self._samplers[start.sequence] = SequenceSampler(start, self._model.config.eos_token_ids, self._grammars)
         self._pages.start(plan)
         rows, prompts = self._compute(plan) if plan.runs else (None, {})
+        self._pages.join()
         launched = Launched(plan, self._model.device, rows=rows, prompt_logprobs=prompts, over=self._pages.over)
         if plan.runs:
             self._last = launched
@@ -290,9 +296,7 @@ class Runner:
                 settled[row] = Settled(int(left.positions[source]) + int(left.accepted[source]), drafts)
         return settled
 
-    def _drafted(
-        self, plan: StepPlan, built: BuiltBatch, hidden: Tensor, step: SampledStep | None
-    ) -> Tensor | None:
+    def _drafted(self, plan: StepPlan, built: BuiltBatch, hidden: Tensor, step: SampledStep | None) -> Tensor | None:
         """The drafts of the next step; the draft layer's pages hold every token of a prompt, wanted or not."""
         if not self._drafts or not (plan.drafts or plan.num_decodes < len(plan.runs)):
             return None

@@ -91,6 +91,9 @@ class EngineSettings(DialingSettings):
     async_scheduling: Literal["auto", "on", "off"] = Field(
         "auto", description="plan a step while the one before runs; auto: on a GPU, unless ranks pass in lockstep"
     )
+    cuda_graphs: Literal["on", "off"] = Field(
+        "on", description="on a GPU, capture steps of decodes at the start; off: launch them op by op"
+    )
     tpot_target_ms: float | None = Field(
         None,
         gt=0,

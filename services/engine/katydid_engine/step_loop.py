@@ -5,11 +5,11 @@ Idle, it sleeps on its channel, reports that it lives twice a second, and checks
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Protocol
 
 from katydid_engine.block_pool import BlockPool, IntegrityError
@@ -43,6 +43,9 @@ __all__ = ["ALIVE_S", "Peers", "Profiler", "StepLoop"]
 ALIVE_S = 0.5
 _CHECK_AFTER_S = 1.0
 
+# What a step brought, how long it took, and whether a profile is complete with it.
+_CarriedOut = tuple[StepOutput, float, bool]
+
 logger = logging.getLogger(__name__)
 
 
@@ -74,7 +77,8 @@ class Peers(Protocol):
 class StepLoop:
     """The first rank's loop. ``publish`` hands a plan to the other ranks; ``run`` carries it out on this one;
     ``prepare`` hears of each grammar when its request comes. With a ``thread`` the next step is planned while one
-    runs there; without, every step runs where it was planned."""
+    runs there. With ``launch`` it is planned while a device carries one out: that begins a step and returns what waits
+    for its output, to be called in order. Without both every step runs where it was planned."""
 
     def __init__(
         self,
@@ -89,6 +93,7 @@ class StepLoop:
         peers: Peers | None = None,
         faults: FaultDelays = FaultDelays(),
         thread: StepThread | None = None,
+        launch: Callable[[StepPlan], Callable[[], StepOutput]] | None = None,
     ) -> None:
         self._channel = channel
         self._scheduler = scheduler
@@ -102,8 +107,10 @@ class StepLoop:
         self._profile_path = ""
         self._faults = faults
         self._thread = thread or Inline()
-        self._ahead = thread is not None
-        self._under_way: deque[tuple[StepPlan, Future[tuple[StepOutput, float, bool]]]] = deque()
+        self._launch = launch
+        self._ahead = thread is not None or launch is not None
+        self._under_way: deque[tuple[StepPlan, Callable[[], _CarriedOut]]] = deque()
+        self._last_end = 0.0
         self._speed = Speed()
         self._stopped = False
         self._reported = Load()
@@ -123,7 +130,7 @@ class StepLoop:
         if plan is not None:
             self._idle_since = None
             self._publish(plan)
-            self._under_way.append((plan, self._thread.submit(self._carry_out, plan)))
+            self._under_way.append((plan, self._begin(plan)))
         # A step ahead of the one that runs is planned; a third waits for what that one samples.
         if len(self._under_way) > (plan is not None and self._ahead):
             self._finish(*self._under_way.popleft())
@@ -132,17 +139,31 @@ class StepLoop:
                 self._peers.idle()
             self._idle()
 
-    def _carry_out(self, plan: StepPlan) -> tuple[StepOutput, float, bool]:
-        """What the step brought, how long it took, and whether a profile is complete with it."""
-        started = time.monotonic()
-        output = self._run(plan)
+    def _begin(self, plan: StepPlan) -> Callable[[], _CarriedOut]:
+        if self._launch is None:
+            return self._thread.submit(self._carry_out, plan).result
+        return functools.partial(self._await, plan, time.monotonic(), self._launch(plan))
+
+    def _await(self, plan: StepPlan, launched: float, output: Callable[[], StepOutput]) -> _CarriedOut:
+        """The device begins a step when it is launched or, if that is later, when the one before is over."""
+        result = output()
+        self._delay(plan)
+        began, self._last_end = max(launched, self._last_end), time.monotonic()
+        return result, self._last_end - began, self._profiler.step_done()
+
+    def _delay(self, plan: StepPlan) -> None:
         if plan.runs:
             time.sleep(self._faults.prefill if plan.num_prefill_tokens else self._faults.decode)
+
+    def _carry_out(self, plan: StepPlan) -> _CarriedOut:
+        started = time.monotonic()
+        output = self._run(plan)
+        self._delay(plan)
         elapsed = time.monotonic() - started
         return output, elapsed, self._profiler.step_done()
 
-    def _finish(self, plan: StepPlan, carried_out: Future[tuple[StepOutput, float, bool]]) -> None:
-        output, elapsed, profiled = carried_out.result()
+    def _finish(self, plan: StepPlan, carried_out: Callable[[], _CarriedOut]) -> None:
+        output, elapsed, profiled = carried_out()
         self._scheduler.commit(plan, output)
         self._scheduler.took(plan, elapsed)
         decoded = sum(

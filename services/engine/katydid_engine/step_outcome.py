@@ -42,9 +42,7 @@ class Left:
     def on_host(self) -> Left:
         """Under way; the tensors are not to be read before they have arrived."""
         drafts = None if self.drafts is None else to_host(self.drafts)
-        return Left(
-            to_host(self.tokens), to_host(self.accepted), to_host(self.positions), drafts, to_host(self.sound)
-        )
+        return Left(to_host(self.tokens), to_host(self.accepted), to_host(self.positions), drafts, to_host(self.sound))
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class Inline:
 
 
 class OwnThread:
-    """One thread; ``prepare`` runs on it first. On a GPU a stream's order takes this place, with events for results."""
+    """One thread; ``prepare`` runs on it first. On a GPU a stream's order takes its place."""
 
     def __init__(self, prepare: Callable[[], None]) -> None:
         self._thread = ThreadPoolExecutor(1, "steps", initializer=prepare)

@@ -35,7 +35,7 @@ class WorkerConfig:
         rendezvous: how the plan's ranks find each other, as ``torch.distributed`` takes it ("file:///tmp/x").
         rank_timeout_s: how long a rank waits for another before its group has failed.
         micro_batches, rebalance_passes: as in the settings.
-        mtp, async_scheduling: as in the settings.
+        mtp, async_scheduling, cuda_graphs: as in the settings.
         tpot_target_s: longest time between a row's tokens that is left to it beside prompts; None for any.
         num_pages: KV pages; None takes ``kv_memory_bytes``, or on a GPU ``gpu_memory_share`` of what is free.
         max_model_tokens: longest prompt plus output wanted; the model or the pages may allow less.
@@ -61,6 +61,7 @@ class WorkerConfig:
     threads: int
     mtp: str
     async_scheduling: str
+    cuda_graphs: str
     tpot_target_s: float | None
     num_pages: int | None
     kv_memory_bytes: int
