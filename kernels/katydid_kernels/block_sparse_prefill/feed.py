@@ -5,6 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.extra.cuda import gdc_wait
 
 __all__ = ["load_listed", "sparse_item"]
 
@@ -35,7 +36,7 @@ def sparse_item(records_ptr, turn, items, heads, together, most):
 @gluon.jit
 def load_listed(
     q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, records_ptr, blocks_ptr, table_ptr, table_stride, items,
-    heads, kv_heads, together, most, STAGES: gl.constexpr, D: gl.constexpr, PERMUTE: gl.constexpr,
+    heads, kv_heads, together, most, STAGES: gl.constexpr, D: gl.constexpr, PERMUTE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: a block of keys is two pages, each by its own TMA box."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
@@ -44,6 +45,8 @@ def load_listed(
     KB: gl.constexpr = D // DB
     turn = 0
     i = 0
+    if EARLY:
+        gdc_wait()
     valid, row, head, q_first, _q_end, _position, length, count, listed = sparse_item(
         records_ptr, turn, items, heads, together, most
     )

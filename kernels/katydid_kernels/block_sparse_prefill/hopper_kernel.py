@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from katydid_kernels.block_sparse_prefill.feed import load_listed, sparse_item
 from katydid_kernels.prefill_attention.score_tile import (
@@ -45,6 +46,7 @@ def _attend(
     which: gl.constexpr, q_smem, k_smem, v_smem, bars, turn_bars, records_ptr, out_ptr, q_scale_ptr, k_scale_ptr,
     v_scale_ptr, items, heads, kv_heads, together, most, scale, HAS_Q_SCALE: gl.constexpr, HAS_KV_SCALE: gl.constexpr,
     PER_HEAD: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, PERMUTE: gl.constexpr, PING_PONG: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     dtype: gl.constexpr = q_smem.dtype
@@ -68,6 +70,8 @@ def _attend(
 
     turn = 0
     i = 0
+    if EARLY:
+        gdc_wait()
     valid, _row, head, q_first, q_end, position, length, count, _listed = sparse_item(
         records_ptr, turn, items, heads, together, most
     )
@@ -175,7 +179,7 @@ def sparse_hopper_kernel(
     q_desc, k_desc, v_desc, records_ptr, blocks_ptr, table_ptr, out_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, items,
     heads, kv_heads, together, table_stride, most, scale, HAS_Q_SCALE: gl.constexpr, HAS_KV_SCALE: gl.constexpr,
     PER_HEAD: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, PERMUTE: gl.constexpr, PING_PONG: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     bits: gl.constexpr = dtype.primitive_bitwidth
@@ -202,22 +206,24 @@ def sparse_hopper_kernel(
     for w in gl.static_range(2):
         mbarrier.init(turn_bars.index(w), count=1)
     fence_async_shared()
+    if EARLY:
+        gdc_launch_dependents()
     bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     gl.warp_specialize(
         [
             (_attend, (
                 gl.constexpr(0), q_smem, k_smem, v_smem, bars, turn_bars, records_ptr, out_ptr, q_scale_ptr,
                 k_scale_ptr, v_scale_ptr, items, heads, kv_heads, together, most, scale, HAS_Q_SCALE, HAS_KV_SCALE,
-                PER_HEAD, STAGES, D, PERMUTE, PING_PONG,
+                PER_HEAD, STAGES, D, PERMUTE, PING_PONG, EARLY,
             )),
             (_attend, (
                 gl.constexpr(1), q_smem, k_smem, v_smem, bars, turn_bars, records_ptr, out_ptr, q_scale_ptr,
                 k_scale_ptr, v_scale_ptr, items, heads, kv_heads, together, most, scale, HAS_Q_SCALE, HAS_KV_SCALE,
-                PER_HEAD, STAGES, D, PERMUTE, PING_PONG,
+                PER_HEAD, STAGES, D, PERMUTE, PING_PONG, EARLY,
             )),
             (load_listed, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, records_ptr, blocks_ptr, table_ptr,
-                table_stride, items, heads, kv_heads, together, most, STAGES, D, PERMUTE,
+                table_stride, items, heads, kv_heads, together, most, STAGES, D, PERMUTE, EARLY,
             )),
         ],
         [4, 1],

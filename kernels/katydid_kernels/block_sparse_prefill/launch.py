@@ -35,7 +35,7 @@ class SparseProblem:
 
 
 def launch_hopper(problem: SparseProblem) -> None:
-    """Run the Gluon kernel."""
+    """Run the Gluon kernel; it starts before the preceding kernel ends, as a rule the selection, and waits for it."""
     q, k_pages, plan = problem.q, problem.k_pages, problem.plan
     tokens, heads, head_dim = q.shape
     num_pages, kv_heads = k_pages.shape[:2]
@@ -70,7 +70,9 @@ def launch_hopper(problem: SparseProblem) -> None:
         PERMUTE=bits == 8,
         PING_PONG=bits in PING_PONG,
         REGISTERS=240,
+        EARLY=True,
         num_warps=4,
+        launch_pdl=True,
     )
 
 

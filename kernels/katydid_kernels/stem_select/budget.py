@@ -1,8 +1,8 @@
 """How many blocks of keys query block i of a prompt keeps: the paper's linear decay, the released rule, and a share.
 
 A row with i + 1 visible blocks keeps ``min(i + 1, k(i))`` of them, always the first ``sink``, the ``window`` before its
-own and its own among them; the last ``tail`` rows of a prompt, where the question stands as a rule, keep everything. So the number is known before any score is, and is the same for every head: the work of a
-prompt can be dealt out ahead.
+own and its own among them; the last ``tail`` rows of a prompt, where the question stands as a rule, keep everything. So
+the number is known before any score is, and is the same for every head: the work of a prompt can be dealt out ahead.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """Selection on the GPU in four launches: pooled keys, pooled queries, their products, and the best of each row.
 
 The products are a matrix product with the tensor cores; everything else reads its input once. Scores of a row's tile
-and block depend on that tile and block alone, so chunks of a prompt come to the same bits.
+and block depend on that tile and block alone, so chunks of a prompt come to the same bits. EARLY: a kernel is launched
+while the one before it runs, and waits for it.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 __all__ = ["pool_keys_kernel", "pool_queries_kernel", "score_kernel", "select_kernel"]
 
@@ -15,11 +17,14 @@ LOWEST = tl.constexpr(-2147483648)
 @triton.jit(do_not_specialize=["length"])
 def pool_keys_kernel(
     k_ptr, v_ptr, table_ptr, pooled_ptr, bias_ptr, k_scale_ptr, v_scale_ptr, length, kv_heads, value_weight,
-    PER_HEAD: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr,
+    PER_HEAD: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (block of 128 keys, kv head) of one row: the sums of its keys by residue, last residue first, and beta
     times the logarithm of its largest value.
     """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     block = tl.program_id(0)
     head = tl.program_id(1)
     d = tl.arange(0, D)
@@ -54,9 +59,13 @@ def pool_keys_kernel(
 
 @triton.jit(do_not_specialize=["first_tile"])
 def pool_queries_kernel(
-    q_ptr, q_scale_ptr, records_ptr, pooled_ptr, first_tile, heads, scale, STRIDE: tl.constexpr, D: tl.constexpr
+    q_ptr, q_scale_ptr, records_ptr, pooled_ptr, first_tile, heads, scale, STRIDE: tl.constexpr, D: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of one row, head): the sums of its queries by residue, times what the score asks for."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     tile = tl.program_id(0)
     head = tl.program_id(1)
     record = records_ptr + (first_tile + tile) * 8
@@ -82,9 +91,12 @@ def pool_queries_kernel(
 @triton.jit(do_not_specialize=["tiles", "blocks"])
 def score_kernel(
     q_ptr, k_ptr, bias_ptr, scores_ptr, tiles, blocks, group, K: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK_M tiles, BLOCK_N blocks of keys, head): fp32 scores ``[heads, tiles, blocks]`` of one row."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     head = tl.program_id(2)
     kv_head = head // group
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -105,9 +117,12 @@ def score_kernel(
 @triton.jit(do_not_specialize=["first_tile", "blocks", "most"])
 def select_kernel(
     scores_ptr, records_ptr, lists_ptr, first_tile, blocks, heads, most, sink, window, BLOCK: tl.constexpr,
-    DENSE: tl.constexpr,
+    DENSE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, head): its list of blocks, newest first. DENSE: all of them, for tiles of rows that keep all."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     tile = first_tile + tl.program_id(0)
     head = tl.program_id(1)
     record = records_ptr + tile * 8

@@ -26,6 +26,7 @@ def stem_select(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    overlap: bool = False,
 ) -> Tensor:
     """Returns the blocks that each tile keeps for each head, int32 ``[tiles, heads, plan.most]``.
 
@@ -36,6 +37,8 @@ def stem_select(
         q: ``[tokens, heads, head_dim]``, and pages, table, lengths and scales as `prefill_attention` takes them; the
             new tokens' keys and values lie in the pages already.
         plan: of `sparse_plan` for these rows.
+        overlap: let the first kernel start before the preceding one ends (programmatic dependent launch), and wait for
+            it; its own launches always overlap so.
 
     Raises ValueError naming the argument that does not fit.
     """
@@ -44,14 +47,17 @@ def stem_select(
     if not q.is_cuda:
         return stem_select_reference(q, k_pages, v_pages, block_table, plan, **scales)  # type: ignore[arg-type]
     dtype = q.dtype if q.dtype.itemsize > 1 else torch.bfloat16
-    return launch_select(q, k_pages, v_pages, block_table, plan, dtype, **scales)  # type: ignore[arg-type]
+    return launch_select(q, k_pages, v_pages, block_table, plan, dtype, overlap=overlap, **scales)  # type: ignore[arg-type]
 
 
 def launch_select(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_table: Tensor, plan: SparsePlan, dtype: torch.dtype, *,
-    scale: float | None, q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None,
+    scale: float | None, q_scale: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, overlap: bool = False,
+    chain: bool = True,
 ) -> Tensor:  # fmt: skip
-    """``dtype``: of pooled queries and keys, what the tensor cores multiply."""
+    """``dtype``: of pooled queries and keys, what the tensor cores multiply. ``chain``: each launch starts before the
+    one before it ends (off in the interpreter, which knows no such thing).
+    """
     _tokens, heads, head_dim = q.shape
     kv_heads, rule, device = k_pages.shape[1], plan.rule, q.device
     scale = head_dim**-0.5 if scale is None else scale
@@ -59,11 +65,14 @@ def launch_select(
     lists = torch.empty(plan.tiles, heads, plan.most, dtype=torch.int32, device=device)
     if plan.tiles == 0:
         return lists
+    follows: dict[str, bool] = {"EARLY": chain, "launch_pdl": chain}
+    first = {"EARLY": overlap, "launch_pdl": overlap}
     if sum(row.tiles for row in plan.sparse_rows) < plan.tiles:
         select_kernel[(plan.tiles, heads)](
             None, plan.in_order, lists, 0, 0, heads, plan.most, 0, 0, BLOCK=triton.next_power_of_2(plan.most),
-            DENSE=True, num_warps=4,
+            DENSE=True, num_warps=4, **first,
         )  # fmt: skip
+        first = follows
     for row in plan.sparse_rows:
         keys = torch.empty(kv_heads, row.blocks, width, dtype=dtype, device=device)
         bias = torch.empty(kv_heads, row.blocks, device=device)
@@ -72,18 +81,20 @@ def launch_select(
         pool_keys_kernel[(row.blocks, kv_heads)](
             k_pages, v_pages, block_table[row.row], keys, bias, k_scale, v_scale, row.length, kv_heads,
             rule.value_weight, PER_HEAD=int(k_scale is not None and k_scale.numel() > 1), STRIDE=rule.stride,
-            D=head_dim, num_warps=4,
+            D=head_dim, num_warps=4, **first,
         )  # fmt: skip
+        first = follows
         pool_queries_kernel[(row.tiles, heads)](
             q, q_scale, plan.in_order, queries, row.first_tile, heads, scale, STRIDE=rule.stride, D=head_dim,
-            num_warps=4,
+            num_warps=4, **follows,
         )  # fmt: skip
         score_kernel[(triton.cdiv(row.tiles, 64), triton.cdiv(row.blocks, 64), heads)](
             queries, keys, bias, scores, row.tiles, row.blocks, heads // kv_heads, K=width, BLOCK_M=64, BLOCK_N=64,
-            BLOCK_K=64, num_warps=4, num_stages=4,
+            BLOCK_K=64, num_warps=4, num_stages=4, **follows,
         )  # fmt: skip
         select_kernel[(row.tiles, heads)](
             scores, plan.in_order, lists, row.first_tile, row.blocks, heads, plan.most, rule.sink, rule.window,
             BLOCK=max(32, triton.next_power_of_2(row.blocks)), DENSE=False, num_warps=4,
+            **follows,
         )  # fmt: skip
     return lists
