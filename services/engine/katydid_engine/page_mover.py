@@ -29,7 +29,7 @@ class PageMover:
         self._packs = TransferQueue(kv_pack, model, kv_cache, collectives, slots)
         self._unpacks = TransferQueue(kv_unpack, model, kv_cache, collectives, slots)
         if slots is not None:
-            slots.before_drop = self._drain
+            slots.before_drop = self.drain
 
     def start(self, plan: StepPlan) -> None:
         """Copies pages and begins a step's transfers; its runs come behind it on the current stream."""
@@ -52,7 +52,7 @@ class PageMover:
         while True:
             packed = self._packs.over(plan.number, wait=False)
             unpacked = self._unpacks.over(plan.number, wait=plan.waits)
-            if packed or unpacked or not (self._packs or self._unpacks) or time.monotonic() >= until:
+            if packed or unpacked or not self.busy or time.monotonic() >= until:
                 return packed, unpacked
             time.sleep(_LOOK_S)
 
@@ -62,6 +62,12 @@ class PageMover:
         for pages in (*self._kv_cache.k_pages, *self._kv_cache.v_pages):
             pages[targets] = pages[sources]
 
-    def _drain(self) -> None:
+    @property
+    def busy(self) -> bool:
+        """Whether transfers are under way whose end was not told yet."""
+        return bool(self._packs or self._unpacks)
+
+    def drain(self) -> None:
+        """Waits until none is under way on the device."""
         self._packs.drain()
         self._unpacks.drain()

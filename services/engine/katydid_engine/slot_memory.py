@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from katydid_kernels import register_memory
+from katydid_kernels import register_memory, unregister_memory
 from torch import Tensor
 
 from katydid_engine.mapped_arena import MappedArena
@@ -61,6 +61,12 @@ class SlotMemory:
         """Row of a slot in the objects of its group."""
         _, row = arena_place(slot) or (0, slot)
         return row
+
+    def close(self) -> None:
+        """Drops all memory."""
+        self._drop(set())
+        if self._device.type == "cuda":
+            unregister_memory(self._staging)
 
     def _file(self, descriptor: int) -> tuple[str, tuple[int, int], int]:
         path = f"/proc/{self._face}/fd/{descriptor}"
