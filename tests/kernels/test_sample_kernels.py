@@ -12,7 +12,7 @@ import pytest
 import torch
 from katydid_kernels import LogitBias, Penalties, SamplingBatch, sample_reference
 from katydid_kernels.sample.choose_kernel import CANDIDATES
-from katydid_kernels.sample.launch import launch_logprobs, launch_sample
+from katydid_kernels.sample.launch import SampleScratch, launch_logprobs, launch_sample
 from torch import Tensor
 
 ON_GPU = torch.cuda.is_available()
@@ -124,6 +124,29 @@ def test_banned_rows_and_empty_batches() -> None:
         assert tokens[:2] == [0, 69]
         assert tokens == sample_reference(logits, batch).tolist()
     assert launched(torch.empty(0, 70, device=DEVICE), batch_of(0)) == []
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy in the interpreter, of inf - inf
+@pytest.mark.parametrize("find", ["kernel", "reference"])
+def test_what_is_no_number_is_told(find: str) -> None:
+    """Wherever it stands in a row; and into memory that is there already."""
+    logits = logits_of(6)
+    logits[1, VOCAB - 1] = float("nan")
+    logits[2, 0] = float("inf")
+    logits[3] = float("-inf")
+    logits[4, 77] = float("-inf")
+    logits[5] = float("nan")
+    batch = joined(*(batch_of(1, **fields) for fields in (FEW[0], FEW[1], FEW[3], FEW[4], FEW[6], FEW[5])))
+    sound = torch.zeros(6, dtype=torch.bool, device=DEVICE)
+    if find == "reference":
+        sample_reference(logits, batch, sound=sound)
+    else:
+        out, scratch = batch.top_k.clone(), SampleScratch.allocate(9, VOCAB, logits.device)
+        tokens = launch_sample(logits, batch, overlap=False, chain=ON_GPU, out=out, sound=sound, scratch=scratch)
+        assert tokens is out
+        assert all(0 <= token < VOCAB for token in tokens.tolist())
+        assert tokens.tolist()[::4] == sample_reference(logits, batch).tolist()[::4]
+    assert sound.tolist() == [True, False, False, False, True, False]
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ Log probabilities are those of the model: log-softmax of the logits as they came
 """
 
 from katydid_kernels.sample.batch import IN_PROMPT, LogitBias, Logprobs, Penalties, SamplingBatch, seen_tokens
+from katydid_kernels.sample.launch import SampleScratch
 from katydid_kernels.sample.op import logprobs, sample
 from katydid_kernels.sample.reference import logprobs_reference, sample_reference
 
@@ -22,6 +23,7 @@ __all__ = [
     "LogitBias",
     "Logprobs",
     "Penalties",
+    "SampleScratch",
     "SamplingBatch",
     "logprobs",
     "logprobs_reference",

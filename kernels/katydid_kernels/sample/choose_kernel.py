@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from katydid_kernels.sample.row_values import adjusted_logits, gumbel_at, order_key
+from katydid_kernels.sample.row_values import adjusted_logits, gumbel_at, largest, order_key
 
 __all__ = ["CANDIDATES", "choose_kernel", "collect", "kth_bound", "list_groups", "listed_tile", "ranked"]
 
@@ -223,7 +223,7 @@ def choose_kernel(
     logits_ptr, logits_stride, slots_ptr, repetition_ptr, presence_ptr, frequency_ptr, seen_ptr, seen_stride,
     pending_ptr, bias_starts_ptr, bias_ids_ptr, bias_values_ptr, allowed_ptr, allowed_stride, temperature_ptr,
     top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, group_max_ptr, tile_sums_ptr, list_ptr, values_ptr,
-    ids_ptr, out_ptr, vocab, TILES: tl.constexpr, BLOCK_TILES: tl.constexpr, CANDIDATES: tl.constexpr,
+    ids_ptr, out_ptr, sound_ptr, vocab, TILES: tl.constexpr, BLOCK_TILES: tl.constexpr, CANDIDATES: tl.constexpr,
     PENDING: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """FOLLOWS: launched while `scan_kernel` runs."""
@@ -255,7 +255,9 @@ def choose_kernel(
     group = tl.arange(0, GROUPS)
     group_max = tl.load(group_max_ptr + row * TILES * 256 + group, mask=group < TILES * 256, other=float("-inf"))
     key = order_key(group_max)
-    maximum = tl.max(group_max, 0)
+    maximum = tl.reduce(group_max, 0, largest)
+    if sound_ptr is not None:
+        tl.store(sound_ptr + row, (maximum > float("-inf")) & (maximum < float("inf")))
     token_out = 0
     if maximum > float("-inf"):
         bound = BANNED + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,22 +14,63 @@ from katydid_kernels.sample.choose_kernel import CANDIDATES, choose_kernel
 from katydid_kernels.sample.logprob_kernel import logprob_kernel
 from katydid_kernels.sample.scan_kernel import GROUPS, TILE, scan_kernel
 
-__all__ = ["launch_logprobs", "launch_sample"]
+__all__ = ["SampleScratch", "launch_logprobs", "launch_sample"]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleScratch:
+    """What the launches of a call hand each other, a few per cent of the logits; one call after another may use it.
+
+    Attributes:
+        group_max: fp32 ``[rows, tiles * GROUPS]``.
+        tile_sums: fp32 ``[rows, tiles, 2]``, maximum and sum of exponentials.
+        groups: int32 ``[rows, tiles * GROUPS]``, those that may hold what the filters keep.
+        logits, token_ids: fp32 and int32 ``[rows, CANDIDATES]``.
+    """
+
+    group_max: Tensor
+    tile_sums: Tensor
+    groups: Tensor
+    logits: Tensor
+    token_ids: Tensor
+
+    @staticmethod
+    def allocate(rows: int, vocab_size: int, device: torch.device) -> SampleScratch:
+        """For calls of up to ``rows`` rows."""
+        tiles = triton.cdiv(vocab_size, TILE)
+        return SampleScratch(
+            torch.empty(rows, tiles * GROUPS, device=device),
+            torch.empty(rows, tiles, 2, device=device),
+            torch.empty(rows, tiles * GROUPS, dtype=torch.int32, device=device),
+            torch.empty(rows, CANDIDATES, device=device),
+            torch.empty(rows, CANDIDATES, dtype=torch.int32, device=device),
+        )
+
 
 _NO_PARAMETERS = (None,) * 6
 # Rows from which on the SMs have enough programs of two tiles.
 _WIDE_ROWS = 16
 
 
-def launch_sample(logits: Tensor, batch: SamplingBatch, *, overlap: bool, chain: bool = True) -> Tensor:
+def launch_sample(
+    logits: Tensor,
+    batch: SamplingBatch,
+    *,
+    overlap: bool,
+    chain: bool = True,
+    out: Tensor | None = None,
+    sound: Tensor | None = None,
+    scratch: SampleScratch | None = None,
+) -> Tensor:
     """Scan and choice. ``overlap``: the scan starts before the preceding kernel ends; ``chain``: so does the choice
     before the scan ends (off in the interpreter, which knows no such thing).
     """
     rows, vocab = logits.shape
-    out = torch.empty(rows, dtype=torch.int32, device=logits.device)
+    out = torch.empty(rows, dtype=torch.int32, device=logits.device) if out is None else out
     if rows == 0:
         return out
-    tiles, group_max, tile_sums, candidates = _scratch(logits)
+    scratch = SampleScratch.allocate(rows, vocab, logits.device) if scratch is None else scratch
+    tiles, group_max, tile_sums, candidates = _parts(scratch, vocab)
     source = _source(logits, batch)
     parameters = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seeds, batch.positions)
     pending = 0 if batch.penalties is None or batch.penalties.pending is None else batch.penalties.pending.shape[1]
@@ -38,7 +80,7 @@ def launch_sample(logits: Tensor, batch: SamplingBatch, *, overlap: bool, chain:
         FOLLOWED=chain, num_warps=8, enable_fp_fusion=False, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     choose_kernel[(rows,)](
-        *source, *parameters, group_max, tile_sums, *candidates, out, vocab, TILES=tiles,
+        *source, *parameters, group_max, tile_sums, *candidates, out, sound, vocab, TILES=tiles,
         BLOCK_TILES=triton.next_power_of_2(tiles), CANDIDATES=CANDIDATES, PENDING=pending, FOLLOWS=chain,
         num_warps=16, enable_fp_fusion=False, **({"launch_pdl": True} if chain else {}),
     )  # fmt: skip
@@ -54,7 +96,7 @@ def launch_logprobs(logits: Tensor, token_ids: Tensor, num_top: int, *, chain: b
     )
     if rows == 0:
         return result
-    tiles, group_max, tile_sums, candidates = _scratch(logits)
+    tiles, group_max, tile_sums, candidates = _parts(SampleScratch.allocate(rows, vocab, logits.device), vocab)
     span = 2 if rows >= _WIDE_ROWS else 1
     scan_kernel[(triton.cdiv(tiles, span), rows)](
         *_source(logits, None), *_NO_PARAMETERS, group_max, tile_sums, vocab, tiles, PENDING=0, SPAN=span, EARLY=False,
@@ -68,20 +110,12 @@ def launch_logprobs(logits: Tensor, token_ids: Tensor, num_top: int, *, chain: b
     return result
 
 
-def _scratch(logits: Tensor) -> tuple[int, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Tiles a row, maxima of groups, maximum and sum of tiles; a list of groups, and candidates' logits and ids."""
-    rows, vocab = logits.shape
-    tiles, device = triton.cdiv(vocab, TILE), logits.device
+def _parts(scratch: SampleScratch, vocab: int) -> tuple[int, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Tiles a row and the scratch as the kernels take it."""
     return (
-        tiles,
-        torch.empty(rows, tiles * GROUPS, device=device),
-        torch.empty(rows, tiles, 2, device=device),
-        (
-            torch.empty(rows, tiles * GROUPS, dtype=torch.int32, device=device),
-            torch.empty(rows, CANDIDATES, device=device),
-            torch.empty(rows, CANDIDATES, dtype=torch.int32, device=device),
-        ),
-    )
+        triton.cdiv(vocab, TILE), scratch.group_max, scratch.tile_sums,
+        (scratch.groups, scratch.logits, scratch.token_ids),
+    )  # fmt: skip
 
 
 def _source(logits: Tensor, batch: SamplingBatch | None) -> tuple[Any, ...]:

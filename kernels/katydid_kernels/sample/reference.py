@@ -13,7 +13,7 @@ __all__ = ["logprobs_reference", "sample_reference"]
 _CANDIDATES = 1024
 
 
-def sample_reference(logits: Tensor, batch: SamplingBatch) -> Tensor:
+def sample_reference(logits: Tensor, batch: SamplingBatch, *, sound: Tensor | None = None) -> Tensor:
     logits = logits.float()
     if batch.penalties is not None:
         logits = _penalise(logits, batch.penalties)
@@ -21,6 +21,8 @@ def sample_reference(logits: Tensor, batch: SamplingBatch) -> Tensor:
         logits = logits + _dense(batch.bias, logits)
     if batch.allowed is not None:
         logits = logits.masked_fill(~_unpack_bits(batch.allowed, logits.shape[1]), -torch.inf)
+    if sound is not None:
+        sound.copy_(logits.amax(dim=-1).isfinite())
     chosen = logits.argmax(dim=-1)
     if batch.samples:
         rows = (batch.temperature > 0).nonzero().squeeze(1)

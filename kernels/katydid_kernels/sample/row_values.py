@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-__all__ = ["adjusted_logits", "gumbel_at", "noisy_bound", "order_key"]
+__all__ = ["adjusted_logits", "gumbel_at", "largest", "noisy_bound", "order_key"]
 
 
 @triton.jit
@@ -67,6 +67,12 @@ def adjusted_logits(row, fours, valid, vocab, first, last, source, PENDING: tl.c
         four_bits = word >> (fours % 8 * 4)
         x = tl.where((four_bits[:, :, None] & (1 << tl.arange(0, 4))[None, None, :]) != 0, x, float("-inf"))
     return x, token
+
+
+@triton.jit
+def largest(a, b):
+    """Of a reduction: the larger, and what is no number before all others."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

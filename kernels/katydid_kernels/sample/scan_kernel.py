@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from katydid_kernels.sample.row_values import adjusted_logits, noisy_bound
+from katydid_kernels.sample.row_values import adjusted_logits, largest, noisy_bound
 
 __all__ = ["GROUPS", "TILE", "scan_kernel"]
 
@@ -55,7 +55,7 @@ def scan_kernel(
         if free:
             scaled = x * tl.div_rn(1.0, temperature)
             x = noisy_bound(scaled, fours, tl.load(seeds_ptr + row).to(tl.uint64), tl.load(positions_ptr + row))
-    best = tl.max(tl.reshape(tl.max(x, 2), (SPAN, 4, 256)), 1)
+    best = tl.reduce(tl.reshape(tl.reduce(x, 2, largest), (SPAN, 4, 256)), 1, largest)
     tile = first_tile + tl.arange(0, SPAN)
     place = row * tiles + tile
     tl.store(group_max_ptr + place[:, None] * 256 + group[None, :], best, mask=(tile < tiles)[:, None])
