@@ -26,12 +26,19 @@ BANNED = tl.constexpr(-2139095041)
 
 @triton.jit
 def kth_bound(key, count):
-    """A key that at least ``count`` of the keys reach, within 2**16 of the largest such: that is bound enough."""
-    bound = tl.where(tl.sum((key >= 0).to(tl.int32), 0) >= count, 0, LOWEST)
+    """A key that at least ``count`` of the keys reach, not many more than that or than 128: that is bound enough."""
+    bound = LOWEST
+    reached = tl.sum((key >= 0).to(tl.int32), 0)
+    if reached >= count:
+        bound = 0
+    else:
+        reached = key.shape[0]
     step = 1 << 30
-    for _ in range(15):
-        higher = bound + step
-        bound = tl.where(tl.sum((key >= higher).to(tl.int32), 0) >= count, higher, bound)
+    while (step > 32768) & (reached > tl.maximum(count, 128)):
+        there = tl.sum((key >= bound + step).to(tl.int32), 0)
+        if there >= count:
+            bound += step
+            reached = there
         step = step >> 1
     return bound
 
@@ -118,18 +125,20 @@ def collect(x, token, bound, found, values_ptr, ids_ptr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def ranked(x, token, found, values_ptr, ids_ptr, inverse_temperature, scaled_max, SIZE: tl.constexpr):
+def ranked(
+    x, token, found, values_ptr, ids_ptr, inverse_temperature, scaled_max, SIZE: tl.constexpr, STEP: tl.constexpr = 8
+):
     """How many candidates come before each in the order, and their mass."""
     rank = tl.zeros((SIZE,), tl.int32)
     before = tl.zeros((SIZE,), tl.float32)
-    for first in range(0, found, 8):
-        o = first + tl.arange(0, 8)
+    for first in range(0, found, STEP):
+        o = first + tl.arange(0, STEP)
         other = tl.load(values_ptr + o, mask=o < found, other=float("-inf"))
         other_token = tl.load(ids_ptr + o, mask=o < found, other=2147483647)
         precedes = other[None, :] > x[:, None]
         precedes |= (other[None, :] == x[:, None]) & (other_token[None, :] < token[:, None])
         rank += tl.sum(precedes.to(tl.int32), 1)
-        mass = tl.broadcast_to(_mass(other, inverse_temperature, scaled_max)[None, :], (SIZE, 8))
+        mass = tl.broadcast_to(_mass(other, inverse_temperature, scaled_max)[None, :], (SIZE, STEP))
         before += tl.sum(tl.where(precedes, mass, 0.0), 1)
     return rank, before
 
@@ -159,14 +168,14 @@ def _best(row, noisy, inverse_temperature, seed, position, list_ptr, listed, voc
 
 
 @triton.jit
-def _of_few(total, filters, seed, position, found, values_ptr, ids_ptr, SIZE: tl.constexpr):
+def _of_few(total, filters, seed, position, found, values_ptr, ids_ptr, SIZE: tl.constexpr, STEP: tl.constexpr):
     """The winner of the candidates that are kept; ``total`` is the mass of all tokens, for rows without top-k."""
     inverse_temperature, top_k, top_p, min_p, scaled_max = filters
     c = tl.arange(0, SIZE)
     x = tl.load(values_ptr + c, mask=c < found, other=float("-inf"))
     token = tl.load(ids_ptr + c, mask=c < found, other=2147483647)
     mass = _mass(x, inverse_temperature, scaled_max)
-    rank, before = ranked(x, token, found, values_ptr, ids_ptr, inverse_temperature, scaled_max, SIZE)
+    rank, before = ranked(x, token, found, values_ptr, ids_ptr, inverse_temperature, scaled_max, SIZE, STEP)
     keep = c < found
     if top_k > 0:
         keep &= rank < top_k
@@ -294,8 +303,10 @@ def choose_kernel(
                 first += 128
             tl.debug_barrier()
             filters = (inverse_temperature, top_k, top_p, min_p, scaled_max)
-            if found <= CANDIDATES:
-                token_out = _of_few(total, filters, seed, position, found, values_ptr, ids_ptr, CANDIDATES)
+            if found <= 128:
+                token_out = _of_few(total, filters, seed, position, found, values_ptr, ids_ptr, 128, 32)
+            elif found <= CANDIDATES:
+                token_out = _of_few(total, filters, seed, position, found, values_ptr, ids_ptr, CANDIDATES, 8)
             else:
                 if (top_k > 0) & (top_p < 1):
                     total = _mass_of_top_k(row, filters, list_ptr, listed, vocab, source, PENDING)
