@@ -49,6 +49,15 @@ def test_many_pairs_take_the_two_launch_way(experts: int, first: int, count: int
     check(routes(tokens, 8, experts), count, 64, first_expert=first)
 
 
+def test_tiles_hardly_filled_come_last() -> None:
+    tokens = SINGLE_LAUNCH_PAIRS // 8 + 5
+    # 215 rows an expert: full tiles of 192 and, of most, one of some 23 rows.
+    plan = check(routes(tokens, 8, 19), 19, 192)
+    filled = (plan.tiles[:, 2] - plan.tiles[:, 1])[: int(plan.tile_count)].clamp(max=192) > 64
+    assert 0 < filled.sum() < len(filled)
+    assert torch.equal(filled, filled.sort(descending=True, stable=True).values)
+
+
 def test_experts_of_other_ranks_are_skipped() -> None:
     check(routes(41, 8, 64), 16, 16, first_expert=24)
 

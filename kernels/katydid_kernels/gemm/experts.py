@@ -19,6 +19,7 @@ from katydid_kernels.gemm.combine import combine
 from katydid_kernels.gemm.dense import BLOCK
 from katydid_kernels.gemm.expert_scales import ExpertScales
 from katydid_kernels.gemm.experts_decode_kernel import experts_decode_kernel
+from katydid_kernels.gemm.experts_down_kernel import experts_down_kernel
 from katydid_kernels.gemm.experts_few_kernel import experts_few_kernel
 from katydid_kernels.gemm.experts_up_kernel import experts_up_kernel
 from katydid_kernels.gemm.launch import GLUON_TYPE, REGISTERS, descriptor, launch_wide, sm_count
@@ -42,6 +43,8 @@ __all__ = ["ExpertWorkspace", "run_experts"]
 _K_BYTES = 128
 # Bytes of a row of w2 that is read in pairs.
 PAIRED_ROW = 192
+# Bytes of a row of w13 that each CTA asks for while the plan is made.
+GUESSED_BYTES = 1024
 # Up to here the sum is part of the decode kernel; for more tokens a launch of its own has more loads in flight.
 SUMMED_TOKENS = 64
 
@@ -58,6 +61,7 @@ class ExpertWorkspace:
     y: Tensor
     ready: Tensor
     sync: Tensor
+    sums: Tensor
 
     @staticmethod
     def allocate(
@@ -87,6 +91,7 @@ class ExpertWorkspace:
             torch.empty(pairs, hidden, dtype=torch.bfloat16, device=device),
             torch.zeros(max(len(plan.tiles), tokens), dtype=torch.int32, device=device),
             torch.zeros(2, dtype=torch.int32, device=device),
+            torch.zeros(2 * (hidden // 128) + 2, dtype=torch.int32, device=device),
         )
 
 
@@ -223,15 +228,45 @@ def _launch_decode(
 ) -> None:
     plan, h, y = workspace.plan, workspace.h, workspace.y
     experts_decode_kernel[(sm_count(x.device),)](
-        x, x.stride(0), _interleaved(w13, tile.rows), _down_weights(w2, tile.rows, paired=paired),
+        x, x.stride(0), w13, _interleaved(w13, tile.rows), _down_weights(w2, tile.rows, paired=paired),
         descriptor(h, [tile.tokens, _K_BYTES // h.element_size()]), h, h.stride(0), y, weights, shared, out,
         plan.rows, plan.slots, plan.tiles, plan.tile_count, workspace.ready, workspace.sync,
         scales.up, scales.inverse_h, scales.down, scales.token, workspace.h_unquantised, workspace.h_scales,
         workspace.parts, x.shape[0],
         H=w2.shape[1], WIDTH=w2.shape[2], TOP_K=ids.shape[1], TOKENS=tile.tokens, STAGES=tile.stages,
         WGS=tile.warpgroups, PROMOTE=tile.promote, SUM=summed, BLOCKS=scales.of_blocks, PAIRED=paired,
+        GUESS=GUESSED_BYTES if ids.numel() >= 4 * len(w2) else 0,
         X_LAYOUT=_rows_layout(tile.tokens, x.dtype),
         num_warps=4, maxnreg=128, launch_pdl=True,
+    )  # fmt: skip
+
+
+def launch_down_sum(
+    w2: Tensor,
+    weights: Tensor,
+    shared: Tensor | None,
+    out: Tensor,
+    scales: ExpertScales,
+    workspace: ExpertWorkspace,
+    rows: int,
+    cols: int,
+    ring: int,
+) -> None:
+    """Down product and weighted sum of a plan with tiles of `rows` rows, y in a ring of blocks of `cols` columns."""
+    _, hidden, width = w2.shape
+    tokens, top_k = weights.shape
+    pairs, block_k, plan = weights.numel(), _K_BYTES // w2.element_size(), workspace.plan
+    ring = min(ring, hidden // cols)
+    y = workspace.y.view(-1)[: ring * pairs * cols].view(ring * pairs, cols)
+    wgs = rows // 64
+    experts_down_kernel[(sm_count(w2.device),)](
+        descriptor(workspace.h, [64, block_k]), descriptor(w2.view(-1, width), [128, block_k]),
+        descriptor(y, [64, 64]), y, plan.tiles, plan.tile_count, scales.down, plan.slots, weights, shared, out,
+        workspace.sums, pairs, tokens,
+        H=hidden, WIDTH=width, TOP_K=top_k, PADDED=triton.next_power_of_2(top_k), TILES_N=cols // 128, RING=ring,
+        STAGES=4 if wgs == 3 else 5, WGS=wgs,
+        CONSUMER_REGISTERS=96 if wgs == 3 else 144, SUM_REGISTERS=168,
+        num_warps=4, maxnreg=96 if wgs == 3 else 128, launch_pdl=True,
     )  # fmt: skip
 
 

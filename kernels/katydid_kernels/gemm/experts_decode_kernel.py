@@ -267,14 +267,27 @@ def _combine(
         gl.store(out_ptr + token.to(gl.int64) * H + col, total.to(out_ptr.dtype.element_ty))
 
 
+@gluon.jit
+def _guess_weights(w13_ptr, up_n, H: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, BYTES: gl.constexpr):
+    """Ask L2 for the beginning of this CTA's first gate-up tile, as it is if every expert has one tile: memory would
+    stand still until the plan is made, and a wrong guess is somebody else's weights."""
+    lane = gl.arange(0, 2 * ROWS, gl.BlockedLayout([1], [32], [4], [0]))
+    item = gl.program_id(0)
+    row = item // up_n * (2 * WIDTH) + lane // ROWS * WIDTH + item % up_n * ROWS + lane % ROWS
+    gl.inline_asm_elementwise(
+        f"cp.async.bulk.prefetch.L2.global [$1], {BYTES}; // $0", "=r,l", [w13_ptr + row.to(gl.int64) * H],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 @gluon.jit(do_not_specialize=["tokens"])
 def experts_decode_kernel(
-    x_ptr, x_stride, w13_desc, w2_desc, h_desc, h_ptr, h_stride, y_ptr, weights_ptr, shared_ptr, out_ptr,
+    x_ptr, x_stride, w13_ptr, w13_desc, w2_desc, h_desc, h_ptr, h_stride, y_ptr, weights_ptr, shared_ptr, out_ptr,
     rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr, ready_ptr, sync_ptr,
     up_scale_ptr, inverse_scale_ptr, down_scale_ptr, token_scale_ptr, h_wide_ptr, h_scale_ptr, parts_ptr, tokens,
     H: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
     WGS: gl.constexpr, PROMOTE: gl.constexpr, SUM: gl.constexpr, BLOCKS: gl.constexpr, PAIRED: gl.constexpr,
-    X_LAYOUT: gl.constexpr,
+    GUESS: gl.constexpr, X_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``, e the expert of pair (t, j).
 
@@ -282,7 +295,8 @@ def experts_decode_kernel(
     ``[1, ROWS / 8, 8, BLOCK_K]`` of w2 seen as ``[E, H / 8, 8, WIDTH]``. h: ``[pairs, WIDTH]``, rows padded with zeros
     to a multiple of BLOCK_K, and its boxes ``[TOKENS, BLOCK_K]``; y: ``[pairs, H]``; ready: zeros, an int32 a tile;
     sync: two zeros. Rows, slots and tiles are a `RoutePlan`'s. Scales in fp32: up ``[E, 2]``, down ``[E]``, inverse
-    ``[1]`` (what h is multiplied by), token ``[T]`` or None. WGS is 2. Without SUM the kernel ends with y.
+    ``[1]`` (what h is multiplied by), token ``[T]`` or None. WGS is 2. Without SUM the kernel ends with y. GUESS: bytes
+    of each row of the first tile to fetch before the plan is known, where it is likely that all experts are hit.
 
     PAIRED: w2 has rows of 192 bytes and is read in pairs of them, see `experts_pairs`: its boxes are of w2 seen as
     ``[E, H / 16, 8, 2 * WIDTH]``, and y has its columns as `experts_pairs` says.
@@ -305,6 +319,8 @@ def experts_decode_kernel(
     if BLOCKS:
         scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     launch_next()
+    if GUESS > 0:
+        _guess_weights(w13_ptr, up_n, H, WIDTH, GROUPS * 8 * WGS, GUESS)
     # Launched while the plan is still being made: everything it wrote is read after this.
     wait_for_last()
     tiles = gl.load(tile_count_ptr)

@@ -4,7 +4,8 @@ The grouped GEMMs read token rows through `rows`, so nothing is gathered; `slots
 the weighted sum. Few pairs (decode) take one launch of one CTA. Many take two: every CTA counts its chunk and takes a
 range of each expert's rows with one atomic an expert, the last CTA places the experts, and in the second launch every
 pair claims a row of its chunk's range with an atomic that few others want. Rows of one expert come in no particular
-order, which no result depends on: a row's product is the same wherever it stands.
+order, which no result depends on: a row's product is the same wherever it stands. Of many pairs the last tiles that
+experts hardly fill come after all others: they take a third of a tile's time, and end the last round of the GPU early.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ PLAN_FIELDS = 4
 SINGLE_LAUNCH_PAIRS = 4096
 SMALLEST_TILE = 8
 CHUNK_PAIRS = 1024
+# Rows up to which the last of an expert's large tiles comes late, and what a large tile is.
+LATE_ROWS, LARGE_TILE = 64, 128
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,8 @@ def plan_routes(topk_ids: Tensor, plan: RoutePlan, experts: int, tile_rows: int,
     chunks = triton.cdiv(pairs, CHUNK_PAIRS)
     _place_many_kernel[(chunks,)](
         topk_ids, plan.scratch, plan.bases, plan.tiles, plan.tile_count, pairs, first_expert, experts,
-        TILE=tile_rows, BLOCK=CHUNK_PAIRS, BLOCK_E=block_e, EARLY=early, num_warps=8, launch_pdl=early,
+        TILE=tile_rows, LATE=LATE_ROWS if tile_rows >= LARGE_TILE else 0,
+        BLOCK=CHUNK_PAIRS, BLOCK_E=block_e, EARLY=early, num_warps=8, launch_pdl=early,
     )  # fmt: skip
     _claim_kernel[(chunks,)](
         topk_ids, plan.scratch, plan.bases, plan.rows, plan.slots, pairs, top_k, first_expert, experts,
@@ -100,16 +104,20 @@ def _local_expert(ids_ptr, pair, pairs, first_expert, experts):
 
 
 @triton.jit
-def _lay_out(counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr, TILE: tl.constexpr):
-    """Experts one after the other: the first row of each, and the tiles its rows are cut into."""
+def _lay_out(counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr, TILE: tl.constexpr, LATE: tl.constexpr):
+    """Experts one after the other: the first row of each, and the tiles its rows are cut into. An expert's last tile
+    comes late if it has up to LATE rows."""
     end = tl.cumsum(counts, 0)
     start = end - counts
     tl.store(starts_ptr + bins, start, mask=bins < experts)
     tiles = (counts + TILE - 1) // TILE
-    first_tile = tl.cumsum(tiles, 0) - tiles
+    late = ((counts > 0) & (counts - (tiles - 1) * TILE <= LATE)).to(tl.int32)
+    soon = tiles - late
+    first_tile = tl.cumsum(soon, 0) - soon
+    late_tile = tl.sum(soon, 0) + tl.cumsum(late, 0) - late
     tl.store(tile_count_ptr, tl.sum(tiles, 0))
     for i in range(tl.max(tiles, 0)):
-        entry = tiles_ptr + (first_tile + i) * 4
+        entry = tiles_ptr + tl.where(i < soon, first_tile + i, late_tile) * 4
         tl.store(entry, bins, mask=i < tiles)
         tl.store(entry + 1, start + i * TILE, mask=i < tiles)
         tl.store(entry + 2, end, mask=i < tiles)
@@ -133,7 +141,7 @@ def _place_few_kernel(
     tl.debug_barrier()
     counts = tl.atomic_xchg(scratch_ptr + bins, 0, mask=bins < experts, sem="relaxed")
     counts = tl.where(bins < experts, counts, 0)
-    _lay_out(counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr, TILE)
+    _lay_out(counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr, TILE, 0)
     tl.debug_barrier()
     slot = tl.load(starts_ptr + expert, mask=valid, other=0) + rank
     tl.store(rows_ptr + slot, pair // top_k, mask=valid)
@@ -143,7 +151,7 @@ def _place_few_kernel(
 @triton.jit
 def _place_many_kernel(
     ids_ptr, scratch_ptr, bases_ptr, tiles_ptr, tile_count_ptr, pairs, first_expert, experts,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
+    TILE: tl.constexpr, LATE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
@@ -160,7 +168,7 @@ def _place_many_kernel(
         counts = tl.atomic_xchg(scratch_ptr + bins, 0, mask=bins < experts, sem="relaxed")
         counts = tl.where(bins < experts, counts, 0)
         tl.store(arrivals_ptr, 0)
-        _lay_out(counts, experts, bins, scratch_ptr + experts, tiles_ptr, tile_count_ptr, TILE)
+        _lay_out(counts, experts, bins, scratch_ptr + experts, tiles_ptr, tile_count_ptr, TILE, LATE)
 
 
 @triton.jit
@@ -187,15 +195,17 @@ def plan_routes_reference(topk_ids: Tensor, experts: int, tile_rows: int, *, fir
     order = torch.argsort(key, stable=True)[: int((key < experts).sum())]
     slots = torch.full_like(local, -1)
     slots[order] = torch.arange(len(order), device=order.device)
-    tiles, start = [], 0
+    tiles, late, start = [], [], 0
+    late_rows = LATE_ROWS if tile_rows >= LARGE_TILE and topk_ids.numel() > SINGLE_LAUNCH_PAIRS else 0
     for expert, count in enumerate(torch.bincount(key, minlength=experts + 1)[:experts].tolist()):
-        tiles += [(expert, row, start + count, 0) for row in range(start, start + count, tile_rows)]
+        for row in range(start, start + count, tile_rows):
+            (late if start + count - row <= late_rows else tiles).append((expert, row, start + count, 0))
         start += count
     return RoutePlan(
         (order // topk_ids.shape[1]).int(),
         slots.view(topk_ids.shape).int(),
-        torch.tensor(tiles, dtype=torch.int32, device=topk_ids.device).view(-1, PLAN_FIELDS),
-        torch.tensor([len(tiles)], dtype=torch.int32, device=topk_ids.device),
+        torch.tensor(tiles + late, dtype=torch.int32, device=topk_ids.device).view(-1, PLAN_FIELDS),
+        torch.tensor([len(tiles) + len(late)], dtype=torch.int32, device=topk_ids.device),
         torch.empty(0, dtype=torch.int32, device=topk_ids.device),
         torch.empty(0, dtype=torch.int32, device=topk_ids.device),
     )
