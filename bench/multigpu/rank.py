@@ -60,13 +60,14 @@ class Rank:
         )
 
     def peers(self, plan: ParallelPlan, groups: RankGroups, hidden: int, tokens: int) -> PeerReducer | None:
-        if self.dry or not (plan.sp and plan.fp8_transfers):
+        if self.dry or plan.tp == 1 or (plan.sp and not plan.fp8_transfers):
             return None
-        size = PeerReducer.nbytes(plan.tp, hidden, tokens=tokens)
+        sizes = {"few_tokens": 1, "tokens": tokens} if plan.sp else {"few_tokens": 128, "tokens": plan.tp}
+        size = PeerReducer.nbytes(plan.tp, hidden, **sizes)
         memory = symmetric_peers(groups.tensor.group, size, self.device)  # type: ignore[attr-defined]
-        return PeerReducer(memory, hidden, tokens=tokens)
+        return PeerReducer(memory, hidden, **sizes)
 
-    def build(self, plan: ParallelPlan, groups: RankGroups, tokens: int) -> DecoderLM:
+    def build(self, plan: ParallelPlan, groups: RankGroups, tokens: int, *, peers: bool = True) -> DecoderLM:
         config, dtype = self.hy3(), torch.float32 if self.dry else torch.bfloat16
         return build_model(
             config,
@@ -76,7 +77,7 @@ class Rank:
             plan=plan,
             collectives=groups.tensor,
             experts=groups.experts,
-            peers=self.peers(plan, groups, config.hidden_size, tokens),
+            peers=self.peers(plan, groups, config.hidden_size, tokens) if peers else None,
             quantization="auto" if self.dry else "fp8",
             kv_cache_dtype="auto" if self.dry else "fp8",
         )
@@ -169,14 +170,14 @@ class Rank:
         made = ForwardBatch.pack(runs, num_decodes=len(runs), device=self.device) if runs else None
         return made, max(1, len(runs) * each)
 
-    def decode(self, plan: ParallelPlan, groups: RankGroups, batches: list[int], context: int) -> None:
-        model = self.build(plan, groups, max(batches))
+    def decode(self, plan: ParallelPlan, groups: RankGroups, batches: list[int], context: int, *, peers: bool) -> None:
+        model = self.build(plan, groups, max(batches), peers=peers)
         cache = model.new_kv_cache(max(self.decode_batch(plan, batch, context)[1] for batch in batches))
         layers = len(cache.k_pages)
         for batch in batches:
             own, _ = self.decode_batch(plan, batch, context)
             step = model.take_part if own is None else lambda: model.logits(model.forward(own, cache))  # noqa: B023
-            name = f"decode of {batch} x {context}, {plan}"
+            name = f"decode of {batch} x {context}, {plan}" + ("" if peers else " over NCCL")
             took = float(np.median(self.seconds(step, 10)))
             self.note(f"{name}: {layers} layers, eager", 1e3 * took, "ms")
             for block in model.dispatched:

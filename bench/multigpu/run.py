@@ -46,7 +46,12 @@ def jobs(gpus: int, parts: list[str], lengths: list[int], batches: list[int], *,
         made += [{"part": "prefill", "plan": plan, "lengths": lengths} for plan in sp]
     if "decode" in parts:
         context = 64 if dry else 4096
-        made += [{"part": "decode", "plan": plan, "batches": batches, "context": context} for plan in (f"tp{gpus}", dp)]
+        ways = [(f"tp{gpus}", True), (f"tp{gpus}", False), (dp, True)]
+        made += [
+            {"part": "decode", "plan": plan, "batches": batches, "context": context, "peers": peers}
+            for plan, peers in ways
+            if peers or not dry
+        ]
     if "rebalance" in parts:
         made.append({"part": "rebalance", "plan": f"{dp}+{gpus}", "batch": 2 if dry else 64, "context": 64})
     return made

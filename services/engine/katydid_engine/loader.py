@@ -12,9 +12,8 @@ from katydid_runtime.errors import ModelFolderError, SettingsError
 
 from katydid_engine.checkpoint import Checkpoint
 from katydid_engine.collectives import Collectives, SingleRank
-from katydid_engine.layers.peer_exchange import RowPeers
 from katydid_engine.model_config import ModelConfig, read_model_config
-from katydid_engine.models.decoder_lm import DecoderLM, RankContext
+from katydid_engine.models.decoder_lm import DecoderLM, RankContext, RankPeers
 from katydid_engine.models.dense import build_dense
 from katydid_engine.models.hy_v3 import build_hy_v3, count_mtp_layers
 from katydid_engine.models.pipeline import Stage
@@ -48,7 +47,7 @@ def load_model(
     experts: Collectives | None = None,
     stage: Stage | None = None,
     micro_batches: int = 1,
-    peers: RowPeers | None = None,
+    peers: RankPeers | None = None,
     quantization: str = "auto",
     kv_cache_dtype: str = "auto",
 ) -> DecoderLM:
@@ -63,7 +62,8 @@ def load_model(
         experts: the ranks that hold whole experts between them, ``plan.ep`` of them; by default the TP group.
         stage: this rank's pipeline stage, of ``plan.pp``; by default the only one.
         micro_batches: into how many parts a step is cut where ranks wait for each other.
-        peers: sends rows of a split residual in a plan with sp and fp8, where all ranks are GPUs of one host.
+        peers: sums few rows in a plan without sp, or sends rows of a split residual in one with sp and fp8, where all
+            ranks are GPUs of one host.
         quantization: "auto" takes linear weights as they are stored; "fp8" and "w4a8" quantise plain ones.
         kv_cache_dtype: "auto" for pages of ``dtype``, or fp8 where the checkpoint was calibrated for it; "fp8".
 
@@ -117,7 +117,7 @@ def build_model(
     experts: Collectives | None = None,
     stage: Stage | None = None,
     micro_batches: int = 1,
-    peers: RowPeers | None = None,
+    peers: RankPeers | None = None,
     quantization: str = "auto",
     kv_cache_dtype: str = "auto",
 ) -> DecoderLM:

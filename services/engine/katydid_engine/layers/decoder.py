@@ -11,7 +11,7 @@ from katydid_engine.forward_batch import ForwardBatch
 from katydid_engine.layers.activations import Activations
 from katydid_engine.layers.attention import Attention
 from katydid_engine.layers.dispatched_moe import DispatchedMoe
-from katydid_engine.layers.exchange import Exchange
+from katydid_engine.layers.exchange import BlockOutput, Exchange
 from katydid_engine.layers.norm import RmsNorm
 from katydid_engine.layers.steps import Steps
 from katydid_engine.model_config import ModelConfig
@@ -51,8 +51,14 @@ class DecoderLayer:
         self._early_input = self._attention.input if exchange.quantises_first else None
 
     def steps(
-        self, x: Tensor, residual: Tensor | None, table: Tensor, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor
-    ) -> Steps[tuple[Tensor, Tensor]]:
+        self,
+        x: BlockOutput,
+        residual: Tensor | None,
+        table: Tensor,
+        batch: ForwardBatch,
+        k_pages: Tensor,
+        v_pages: Tensor,
+    ) -> Steps[tuple[BlockOutput, Tensor]]:
         """Returns ``(output of the feed-forward, residual)``, whose sum is the layer's output.
 
         Args:
@@ -61,9 +67,10 @@ class DecoderLayer:
         """
         entered: Activations
         if residual is None:
+            assert isinstance(x, Tensor)
             entered, residual = self._input_norm(x), x
         else:
-            entered, residual = self._input_norm.add_for(self._early_input, x, residual)
+            entered, residual = self._exchange.add_for(self._input_norm, self._early_input, x, residual)
         entered = self._exchange.enter_for(self._attention.input, entered, batch.num_tokens)
         attended = self._exchange.leave_in_parts(self._attention(entered, table, batch, k_pages, v_pages))
         block = self.feed_forward
@@ -75,7 +82,7 @@ class DecoderLayer:
             out = block(self._exchange.enter_for(None, normed, batch.num_tokens))
         else:
             out, residual = block.after_norm(self._post_norm, attended, residual)
-        return self._exchange.leave(out), residual
+        return self._exchange.leave_open(out), residual
 
     def attend_sparsely(self) -> None:
         """From now on prompts that a batch plans sparsely are computed so in this layer."""

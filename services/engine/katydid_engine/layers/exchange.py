@@ -9,6 +9,7 @@ sums are made in fp32 of what arrives.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +17,22 @@ from torch import Tensor
 
 from katydid_engine.collectives import Collectives, Pending
 from katydid_engine.layers.activations import Activations, Fp8Input
+from katydid_engine.layers.norm import RmsNorm
 from katydid_engine.layers.row_bytes import RowFormat
 
-__all__ = ["Exchange"]
+__all__ = ["BlockOutput", "Exchange", "Summand"]
 
 _PARTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Summand:
+    """A rank's part of a block's output, ``[T, hidden]``, that is summed in one with the norm behind it."""
+
+    rows: Tensor
+
+
+BlockOutput = Tensor | Summand
 
 
 class Exchange:
@@ -72,6 +84,17 @@ class Exchange:
             return _joined([self.collectives.all_reduce(part) for part in parts])
         under_way = [self._send(part) for part in parts]
         return _joined([self._sum(way, rows.wait(), dtype) for way, rows, dtype in under_way])
+
+    def leave_open(self, x: Tensor) -> BlockOutput:
+        """As ``leave`` for a block whose output goes to ``add_for`` next, which may then make the sum."""
+        return self.leave(x)
+
+    def add_for(
+        self, norm: RmsNorm, consumer: Fp8Input | None, x: BlockOutput, residual: Tensor
+    ) -> tuple[Activations, Tensor]:
+        """``norm(x + residual)`` in the form that its consumer wants, and that sum."""
+        assert isinstance(x, Tensor)
+        return norm.add_for(consumer, x, residual)
 
     def _send(self, x: Tensor) -> tuple[RowFormat, Pending, torch.dtype]:
         """Every rank's rows of a summand to it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from katydid_engine.kv_cache import KvCache
 from katydid_engine.layers.decoder import DecoderLayer, FeedForward
 from katydid_engine.layers.dispatched_moe import DispatchedMoe
 from katydid_engine.layers.embedding import Embedding, LmHead
-from katydid_engine.layers.exchange import Exchange
+from katydid_engine.layers.exchange import BlockOutput, Exchange
 from katydid_engine.layers.expert_share import ExpertShare
+from katydid_engine.layers.few_rows_exchange import FewRowPeers, FewRowsExchange
 from katydid_engine.layers.norm import RmsNorm
 from katydid_engine.layers.peer_exchange import PeerExchange, RowPeers
 from katydid_engine.layers.rotary import rotary_table
@@ -27,7 +29,12 @@ from katydid_engine.parallel import ParallelPlan
 from katydid_engine.sparse_prefill import SparsePrefill
 from katydid_engine.weights import Weights
 
-__all__ = ["DecoderLM", "FeedForward", "FeedForwardBuilder", "RankContext"]
+__all__ = ["DecoderLM", "FeedForward", "FeedForwardBuilder", "RankContext", "RankPeers"]
+
+
+class RankPeers(RowPeers, FewRowPeers, Protocol):
+    """The memory of a TP group's GPUs."""
+
 
 FeedForwardBuilder = Callable[["RankContext", Weights, int], FeedForward | DispatchedMoe]
 """Builds the feed-forward block of layer ``index`` from that layer's scope: where architectures differ."""
@@ -43,7 +50,7 @@ class RankContext:
         kv_dtype: of the pages.
         micro_batches: parts that a batch is cut into so that one computes while another's rows are under way, or so
             that pipeline stages work at the same time.
-        peers: what sends rows of a split residual where all ranks are GPUs of one host.
+        peers: what sums few rows, or sends rows of a split residual, where all ranks are GPUs of one host.
     """
 
     config: ModelConfig
@@ -53,7 +60,7 @@ class RankContext:
     stage: Stage
     kv_dtype: torch.dtype
     micro_batches: int = 1
-    peers: RowPeers | None = None
+    peers: RankPeers | None = None
 
     def expert_share(self, num_experts: int) -> ExpertShare:
         if self.plan.ep == 1:
@@ -177,14 +184,15 @@ class DecoderLM:
         batch = self._planner.planned(batch)
         x = self._exchange.leave(self._embedding(batch.token_ids))
         x, residual = yield from self._pass(x, None, batch, kv_cache)
-        hidden, _ = self._norm.add(x, residual)
+        hidden, _ = self._exchange.add_for(self._norm, None, x, residual)
+        assert isinstance(hidden, Tensor)
         return self._exchange.enter(hidden, batch.num_tokens)
 
     def _pass(
-        self, x: Tensor, residual: Tensor | None, batch: ForwardBatch, kv_cache: KvCache
-    ) -> Steps[tuple[Tensor, Tensor]]:
+        self, x: BlockOutput, residual: Tensor | None, batch: ForwardBatch, kv_cache: KvCache
+    ) -> Steps[tuple[BlockOutput, Tensor]]:
         for index, layer in enumerate(self._layers):
-            k_pages, v_pages = kv_cache.k_pages[index], kv_cache.v_pages[index]
+            k_pages, v_pages = kv_cache.layer(index)
             x, residual = yield from layer.steps(x, residual, self._table, batch, k_pages, v_pages)
         assert residual is not None
         return x, residual
@@ -206,7 +214,9 @@ class DecoderLM:
                 x = self._exchange.leave(self._embedding(batch.token_ids))
             else:
                 x, residual = link.receive((2, *shape), self.dtype, self.device, stage.index - 1)
-            x, residual = finish(self._pass(x, residual, batch, kv_cache))
+            out, residual = finish(self._pass(x, residual, batch, kv_cache))
+            assert isinstance(out, Tensor)
+            x = out
             if stage.last:
                 x, _ = self._norm.add(x, residual)
                 link.send(x, 0)
@@ -241,6 +251,9 @@ class DecoderLM:
 
 def _exchange(context: RankContext) -> Exchange:
     plan = context.plan
-    if plan.sp and plan.fp8_transfers and context.peers is not None:
-        return PeerExchange(context.collectives, context.peers)
+    if context.peers is not None:
+        if plan.sp and plan.fp8_transfers:
+            return PeerExchange(context.collectives, context.peers)
+        if not plan.sp and context.stage.count == 1:
+            return FewRowsExchange(context.collectives, context.peers)
     return Exchange(context.collectives, sequence_parallel=plan.sp, fp8=plan.sp and plan.fp8_transfers)

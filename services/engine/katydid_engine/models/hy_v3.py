@@ -83,7 +83,7 @@ class HyV3(DecoderLM):
         self.before_pass(1 + depth)
         batch = self._planner.planned(batch)
         pages = len(self._layers) + depth
-        k_pages, v_pages = kv_cache.k_pages[pages], kv_cache.v_pages[pages]
+        k_pages, v_pages = kv_cache.layer(pages)
         return self._mtp_layers[depth](self._embedded(next_token_ids), hidden, self._table, batch, k_pages, v_pages)
 
     @torch.inference_mode()
@@ -131,7 +131,8 @@ class MtpLayer:
         merged = torch.cat((self._embedding_norm(embedded), self._hidden_norm(hidden)), dim=-1)
         x = self._exchange.split(self._merge(merged))
         x, residual = finish(self.block.steps(x, None, table, batch, k_pages, v_pages))
-        normed, _ = self._final_norm.add(x, residual)
+        normed, _ = self._exchange.add_for(self._final_norm, None, x, residual)
+        assert isinstance(normed, Tensor)
         return self._exchange.enter(normed, batch.num_tokens)
 
     def take_part(self) -> Steps[None]:
