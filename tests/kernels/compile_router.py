@@ -19,11 +19,11 @@ from katydid_kernels.router.weight import OnHopper, split_into_bf16
 launch = importlib.import_module("katydid_kernels.router.launch")
 
 
-def run(tokens: int, experts: int, terms: int, scoring: Literal["sigmoid", "softmax"]) -> None:
+def run(tokens: int, experts: int, terms: int, scoring: Literal["sigmoid", "softmax"], *, shared: bool = False) -> None:
     x, weight = torch.zeros(tokens, 4104, dtype=torch.bfloat16)[:, :4096], torch.zeros(experts, 4096)
-    weights, ids = torch.zeros(tokens, 8), torch.zeros(tokens, 8, dtype=torch.int32)
+    weights, ids = torch.zeros(tokens, 8 + shared), torch.zeros(tokens, 8 + shared, dtype=torch.int32)
     bias = torch.zeros(experts) if scoring == "sigmoid" else None
-    choice = launch.Choice(8, scoring, bias, True, 2.826, weights, ids)
+    choice = launch.Choice(8, scoring, bias, True, 2.826, weights, ids, shared)
     call = launch.launch_few if tokens <= 64 else launch.launch_many
     call(x, on_hopper(weight, terms), experts, choice)
 
@@ -36,9 +36,9 @@ def on_hopper(weight: torch.Tensor, terms: int) -> OnHopper:
 
 def run_normed(tokens: int, quantise: bool) -> None:
     x, weight = torch.zeros(tokens, 4096, dtype=torch.bfloat16), torch.zeros(192, 4096)
-    weights, ids = torch.zeros(tokens, 8), torch.zeros(tokens, 8, dtype=torch.int32)
+    weights, ids = torch.zeros(tokens, 9), torch.zeros(tokens, 9, dtype=torch.int32)
     q = torch.zeros(tokens, 4096, dtype=torch.uint8).view(torch.float8_e4m3fn) if quantise else None
-    choice = launch.Choice(8, "sigmoid", torch.zeros(192), True, 2.826, weights, ids)
+    choice = launch.Choice(8, "sigmoid", torch.zeros(192), True, 2.826, weights, ids, True)
     launch.launch_normed(
         x, x, x[0], 1e-5, x, x, q, None, weights[:, 0] if quantise else None, on_hopper(weight, 2), 192, choice
     )  # fmt: skip
@@ -50,9 +50,9 @@ def main() -> None:
     launch.normed_router_kernel = Recorder(launch.normed_router_kernel)
     launch.sm_count = lambda device: 132
     cases: dict[str, Callable[[], None]] = {
-        "1 token": lambda: run(1, 192, 2, "sigmoid"),
+        "1 token": lambda: run(1, 192, 2, "sigmoid", shared=True),
         "64 tokens, three terms": lambda: run(64, 192, 3, "sigmoid"),
-        "1024 tokens, softmax": lambda: run(1024, 257, 2, "softmax"),
+        "1024 tokens, softmax": lambda: run(1024, 257, 2, "softmax", shared=True),
         "16384 tokens, three terms": lambda: run(16384, 192, 3, "sigmoid"),
         "norm of 8 tokens, quantised": lambda: run_normed(8, True),
     }

@@ -78,6 +78,17 @@ def test_low_precision_input_is_scored_in_fp32() -> None:
         assert torch.equal(found, expected)
 
 
+def test_a_shared_expert_stands_behind_the_others() -> None:
+    x, weight = torch.randn(6, 32), torch.randn(13, 32)
+    plain = router(x, weight, top_k=3, scoring="sigmoid", scale=2.5)
+    weights, ids = router(x, weight, top_k=3, scoring="sigmoid", scale=2.5, shared=True)
+    assert torch.equal(weights[:, :3], plain[0])
+    assert torch.equal(ids[:, :3], plain[1])
+    assert weights[:, 3].tolist() == [1.0] * 6
+    assert ids[:, 3].tolist() == [13] * 6
+    assert ids.dtype == torch.int32
+
+
 def test_no_tokens() -> None:
     weights, ids = router(torch.empty(0, 4), torch.ones(8, 4), top_k=2, scoring="softmax")
     assert weights.shape == ids.shape == (0, 2)

@@ -69,6 +69,14 @@ def test_against_float64(experts: int, hidden: int, top_k: int, scoring: Scoring
                 x, prepared, top_k=top_k, scoring=scoring, selection_bias=bias, renormalise=renormalise, scale=2.5
             )
             assert_chosen(found, x, weight, bias, scoring, renormalise)
+            beside = router(
+                x, prepared, top_k=top_k, scoring=scoring, selection_bias=bias, renormalise=renormalise, scale=2.5,
+                shared=True,
+            )  # fmt: skip
+            assert torch.equal(beside[0][:, :top_k], found[0])
+            assert torch.equal(beside[1][:, :top_k], found[1])
+            assert (beside[0][:, top_k] == 1).all()
+            assert (beside[1][:, top_k] == experts).all()
 
 
 @pytest.mark.parametrize("slices", [1, 2, 4, 8, 16])

@@ -56,9 +56,10 @@ def _mapped(bits):
 @gluon.jit
 def choose_experts(
     logits, row, end, experts, bias_ptr, scale, weights_ptr, ids_ptr,
-    TOP_K: gl.constexpr, POWER_K: gl.constexpr, SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr,
+    TOP_K: gl.constexpr, POWER_K: gl.constexpr, SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """Store weights and ids of the top experts of rows `row` up to `end`; logits: chunks of ``[ROWS, 64]``."""
+    """Store weights and ids of the top experts of rows `row` up to `end`; logits: chunks of ``[ROWS, 64]``. SHARED: and
+    behind them expert number `experts` with weight 1; POWER_K holds it too."""
     CHUNKS: gl.constexpr = len(logits)
     ROWS: gl.constexpr = logits[0].shape[0]
     COLUMNS: gl.constexpr = logits[0].shape[1]
@@ -113,6 +114,11 @@ def choose_experts(
     weights = gl.where(inside, weights, 0.0)
     if RENORMALISE:
         weights = weights / (gl.sum(weights, 1)[:, None] + 1e-20)
-    place = rows[:, None] * TOP_K + choice
-    gl.store(weights_ptr + place, weights * scale, mask=inside)
+    weights *= scale
+    if SHARED:
+        inside = (rows < end)[:, None] & (choice <= TOP_K)
+        weights = gl.where(choice == TOP_K, 1.0, weights)
+        chosen_ids = gl.where(choice == TOP_K, experts, chosen_ids)
+    place = rows[:, None] * (TOP_K + SHARED) + choice
+    gl.store(weights_ptr + place, weights, mask=inside)
     gl.store(ids_ptr + place, chosen_ids, mask=inside)

@@ -156,15 +156,16 @@ def _await_rows(
 def finish_few(
     partial_ptr, choosing, tokens,
     E_PAD: gl.constexpr, SPLITS: gl.constexpr, POWER_S: gl.constexpr, AT_ONCE: gl.constexpr, TOP_K: gl.constexpr,
-    POWER_K: gl.constexpr, SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr,
+    POWER_K: gl.constexpr, SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """The first CTAs choose the experts of AT_ONCE tokens each."""
     bias_ptr, scale, weights_ptr, ids_ptr, experts = choosing
     for row in range(gl.program_id(0) * AT_ONCE, tokens, gl.num_programs(0) * AT_ONCE):
         logits = _await_rows(partial_ptr, row, tokens, E_PAD, SPLITS, POWER_S, AT_ONCE)
         choose_experts(
-            logits, row, tokens, experts, bias_ptr, scale, weights_ptr, ids_ptr, TOP_K, POWER_K, SIGMOID, RENORMALISE
-        )
+            logits, row, tokens, experts, bias_ptr, scale, weights_ptr, ids_ptr, TOP_K, POWER_K, SIGMOID,
+            RENORMALISE, SHARED,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["tokens", "experts"])
@@ -172,7 +173,7 @@ def few_tokens_kernel(
     x_ptr, x_pitch, w_desc, partial_ptr, bias_ptr, scale, weights_ptr, ids_ptr, tokens, experts,
     TOKENS: gl.constexpr, X_LAYOUT: gl.constexpr, E_PAD: gl.constexpr, TERMS: gl.constexpr, PARTS: gl.constexpr,
     SPLITS: gl.constexpr, POWER_S: gl.constexpr, AT_ONCE: gl.constexpr, TOP_K: gl.constexpr, POWER_K: gl.constexpr,
-    SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr,
+    SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """A grid of ``SPLITS * E_PAD / EXPERTS`` CTAs, each for a tile of experts and ``PARTS * DEPTH`` blocks of K.
 
@@ -197,5 +198,5 @@ def few_tokens_kernel(
     multiply_slice(x_bufs, w_bufs, landed, partial_ptr, first_expert, split, tokens, E_PAD)
     finish_few(
         partial_ptr, (bias_ptr, scale, weights_ptr, ids_ptr, experts), tokens,
-        E_PAD, SPLITS, POWER_S, AT_ONCE, TOP_K, POWER_K, SIGMOID, RENORMALISE,
+        E_PAD, SPLITS, POWER_S, AT_ONCE, TOP_K, POWER_K, SIGMOID, RENORMALISE, SHARED,
     )  # fmt: skip

@@ -37,6 +37,12 @@ class Choice:
     scale: float
     weights: Tensor
     ids: Tensor
+    shared: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Of weights and ids."""
+        return self.top_k + self.shared
 
 
 @dataclass(frozen=True)
@@ -92,7 +98,8 @@ def launch_few(x: Tensor, weight: OnHopper, experts: int, choice: Choice, *, sli
         weight.handover, choice.selection_bias, choice.scale, choice.weights, choice.ids, tokens, experts,
         TOKENS=rows, X_LAYOUT=gl.NVMMASharedLayout.get_default_for([depth, rows, BLOCK_K], gl.bfloat16),
         E_PAD=padded, TERMS=count, PARTS=slices.parts, SPLITS=splits, POWER_S=max(4, triton.next_power_of_2(splits)),
-        AT_ONCE=slices.at_once, TOP_K=choice.top_k, POWER_K=triton.next_power_of_2(choice.top_k),
+        AT_ONCE=slices.at_once, TOP_K=choice.top_k, POWER_K=triton.next_power_of_2(choice.columns),
+        SHARED=int(choice.shared),
         SIGMOID=choice.scoring == "sigmoid", RENORMALISE=choice.renormalise, num_warps=4, launch_pdl=True,
     )  # fmt: skip
 
@@ -125,7 +132,7 @@ def launch_normed(
         HIDDEN=hidden, ROWS=triton.next_power_of_2(tokens),
         X_LAYOUT=gl.NVMMASharedLayout.get_default_for([depth, 8, BLOCK_K], gl.bfloat16),
         E_PAD=padded, TERMS=count, SPLITS=splits, POWER_S=max(4, triton.next_power_of_2(splits)),
-        AT_ONCE=1, TOP_K=choice.top_k, POWER_K=triton.next_power_of_2(choice.top_k),
+        AT_ONCE=1, TOP_K=choice.top_k, POWER_K=triton.next_power_of_2(choice.columns), SHARED=int(choice.shared),
         SIGMOID=choice.scoring == "sigmoid", RENORMALISE=choice.renormalise, num_warps=4, launch_pdl=True,
     )  # fmt: skip
 
@@ -155,6 +162,7 @@ def launch_many(x: Tensor, weight: OnHopper, experts: int, choice: Choice, *, sp
         partial, weight.counters, choice.selection_bias, choice.scale, choice.weights, choice.ids, tokens, experts,
         triton.cdiv(hidden, STAGE_K),
         E_PAD=padded, TERMS=count, WGS=warpgroups, STAGES=min(8, SHARED_BYTES // stage_bytes), SPLITS=splits,
-        TOP_K=choice.top_k, POWER_K=triton.next_power_of_2(choice.top_k), SIGMOID=choice.scoring == "sigmoid",
+        TOP_K=choice.top_k, POWER_K=triton.next_power_of_2(choice.columns), SHARED=int(choice.shared),
+        SIGMOID=choice.scoring == "sigmoid",
         RENORMALISE=choice.renormalise, num_warps=4, maxnreg=REGISTERS[warpgroups], launch_pdl=True,
     )  # fmt: skip

@@ -160,7 +160,7 @@ def _summed_logits(
 def _consume(
     WHO: gl.constexpr, partial_ptr, counter_ptr, choosing, ring, place, split, tokens,
     E_PAD: gl.constexpr, TERMS: gl.constexpr, WGS: gl.constexpr, SPLITS: gl.constexpr,
-    TOP_K: gl.constexpr, POWER_K: gl.constexpr, SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr,
+    TOP_K: gl.constexpr, POWER_K: gl.constexpr, SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     x_bufs, w_bufs, _, _ = ring
     row, first_expert, first_k, last_k = place
@@ -195,8 +195,9 @@ def _consume(
         for first in range(begin + WHO * AT_ONCE, end, WGS * AT_ONCE):
             logits = _summed_logits(partial_ptr, tokens, first, end, E_PAD, SPLITS, AT_ONCE, block)
             choose_experts(
-                logits, first, end, experts, bias_ptr, scale, weights_ptr, ids_ptr, TOP_K, POWER_K, SIGMOID, RENORMALISE
-            )
+                logits, first, end, experts, bias_ptr, scale, weights_ptr, ids_ptr, TOP_K, POWER_K, SIGMOID,
+                RENORMALISE, SHARED,
+            )  # fmt: skip
     _leave(counter_ptr, 2 * WAITERS)
 
 
@@ -204,7 +205,7 @@ def _consume(
 def many_tokens_kernel(
     x_desc, w_desc, partial_ptr, counter_ptr, bias_ptr, scale, weights_ptr, ids_ptr, tokens, experts, blocks_k,
     E_PAD: gl.constexpr, TERMS: gl.constexpr, WGS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
-    TOP_K: gl.constexpr, POWER_K: gl.constexpr, SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr,
+    TOP_K: gl.constexpr, POWER_K: gl.constexpr, SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """A CTA a tile of 128 tokens, tile of ``64 * WGS`` experts and slice of K.
 
@@ -230,7 +231,7 @@ def many_tokens_kernel(
         gl.warp_specialize(
             [
                 (_consume, (0, partial_ptr, counter, choosing, ring, place, split, tokens, E_PAD, TERMS, WGS, SPLITS,
-                            TOP_K, POWER_K, SIGMOID, RENORMALISE)),
+                            TOP_K, POWER_K, SIGMOID, RENORMALISE, SHARED)),
                 (_produce, (x_desc, w_desc, ring, place, E_PAD, TERMS)),
             ],
             [1],
@@ -240,9 +241,9 @@ def many_tokens_kernel(
         gl.warp_specialize(
             [
                 (_consume, (0, partial_ptr, counter, choosing, ring, place, split, tokens, E_PAD, TERMS, WGS, SPLITS,
-                            TOP_K, POWER_K, SIGMOID, RENORMALISE)),
+                            TOP_K, POWER_K, SIGMOID, RENORMALISE, SHARED)),
                 (_consume, (1, partial_ptr, counter, choosing, ring, place, split, tokens, E_PAD, TERMS, WGS, SPLITS,
-                            TOP_K, POWER_K, SIGMOID, RENORMALISE)),
+                            TOP_K, POWER_K, SIGMOID, RENORMALISE, SHARED)),
                 (_produce, (x_desc, w_desc, ring, place, E_PAD, TERMS)),
             ],
             [4, 1],
@@ -252,11 +253,11 @@ def many_tokens_kernel(
         gl.warp_specialize(
             [
                 (_consume, (0, partial_ptr, counter, choosing, ring, place, split, tokens, E_PAD, TERMS, WGS, SPLITS,
-                            TOP_K, POWER_K, SIGMOID, RENORMALISE)),
+                            TOP_K, POWER_K, SIGMOID, RENORMALISE, SHARED)),
                 (_consume, (1, partial_ptr, counter, choosing, ring, place, split, tokens, E_PAD, TERMS, WGS, SPLITS,
-                            TOP_K, POWER_K, SIGMOID, RENORMALISE)),
+                            TOP_K, POWER_K, SIGMOID, RENORMALISE, SHARED)),
                 (_consume, (2, partial_ptr, counter, choosing, ring, place, split, tokens, E_PAD, TERMS, WGS, SPLITS,
-                            TOP_K, POWER_K, SIGMOID, RENORMALISE)),
+                            TOP_K, POWER_K, SIGMOID, RENORMALISE, SHARED)),
                 (_produce, (x_desc, w_desc, ring, place, E_PAD, TERMS)),
             ],
             [4, 4, 1],

@@ -48,6 +48,7 @@ def add_rms_norm_route(
     selection_bias: Tensor | None = None,
     renormalise: bool = True,
     scale: float = 1.0,
+    shared: bool = False,
     fp8: bool = False,
     fp8_scale: Tensor | None = None,
 ) -> RoutedRows:
@@ -68,7 +69,14 @@ def add_rms_norm_route(
         y, total = add_rms_norm(x, residual, norm_weight, eps)
         q, q_scale = quantize_fp8(y, scale=fp8_scale) if fp8 else (None, None)
         weights, ids = router(
-            y, weight, top_k=top_k, scoring=scoring, selection_bias=selection_bias, renormalise=renormalise, scale=scale
+            y,
+            weight,
+            top_k=top_k,
+            scoring=scoring,
+            selection_bias=selection_bias,
+            renormalise=renormalise,
+            scale=scale,
+            shared=shared,
         )
         return RoutedRows(total, y, q, q_scale, weights, ids)
     from katydid_kernels.router.launch import Choice, launch_normed
@@ -78,9 +86,9 @@ def add_rms_norm_route(
     total, y = (torch.empty(tokens, hidden, dtype=x.dtype, device=x.device) for _ in range(2))
     q = torch.empty(tokens, hidden, dtype=_E4M3, device=x.device) if fp8 else None
     q_scale = torch.empty(tokens, device=x.device) if fp8 and fp8_scale is None else fp8_scale
-    weights = torch.empty(tokens, top_k, device=x.device)
-    ids = torch.empty(tokens, top_k, dtype=torch.int32, device=x.device)
-    choice = Choice(top_k, scoring, selection_bias, renormalise, scale, weights, ids)
+    weights = torch.empty(tokens, top_k + shared, device=x.device)
+    ids = torch.empty(tokens, top_k + shared, dtype=torch.int32, device=x.device)
+    choice = Choice(top_k, scoring, selection_bias, renormalise, scale, weights, ids, shared)
     launch_normed(
         x, residual, norm_weight, eps, total, y, q, fp8_scale, q_scale, hopper, experts, choice
     )  # fmt: skip

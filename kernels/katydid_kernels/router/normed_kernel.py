@@ -60,7 +60,7 @@ def normed_router_kernel(
     q_scale_ptr, w_desc, partial_ptr, bias_ptr, scale, weights_ptr, ids_ptr, tokens, experts,
     HIDDEN: gl.constexpr, ROWS: gl.constexpr, X_LAYOUT: gl.constexpr, E_PAD: gl.constexpr, TERMS: gl.constexpr,
     SPLITS: gl.constexpr, POWER_S: gl.constexpr, AT_ONCE: gl.constexpr, TOP_K: gl.constexpr, POWER_K: gl.constexpr,
-    SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr,
+    SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """`few_tokens_kernel` with x = bf16 y, ``y = total / rms(total) * norm``, ``total = x + residual`` rounded.
 
@@ -127,5 +127,5 @@ def normed_router_kernel(
                 gl.store(q_ptr + place, q.to(q_ptr.dtype.element_ty), mask=inside)
     finish_few(
         partial_ptr, (bias_ptr, scale, weights_ptr, ids_ptr, experts), tokens,
-        E_PAD, SPLITS, POWER_S, AT_ONCE, TOP_K, POWER_K, SIGMOID, RENORMALISE,
+        E_PAD, SPLITS, POWER_S, AT_ONCE, TOP_K, POWER_K, SIGMOID, RENORMALISE, SHARED,
     )  # fmt: skip

@@ -34,6 +34,7 @@ def router(
     selection_bias: Tensor | None = None,
     renormalise: bool = True,
     scale: float = 1.0,
+    shared: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Returns weights fp32 ``[T, top_k]`` and expert ids int32 ``[T, top_k]``, best first.
 
@@ -47,6 +48,7 @@ def router(
         selection_bias: fp32 ``[experts]``.
         renormalise: divide the chosen scores by their sum.
         scale: factor on the weights, last.
+        shared: a column more: every token goes to an expert behind the others, with weight 1.
 
     Raises ValueError where shapes do not fit, or top_k exceeds the experts.
     """
@@ -68,15 +70,16 @@ def router(
             selection_bias=selection_bias,
             renormalise=renormalise,
             scale=scale,
+            shared=shared,
         )
     # Imported where it runs: the kernels speak to one generation of GPUs and of Triton.
     from katydid_kernels.router.launch import Choice, launch_few, launch_many
 
-    weights = torch.empty(x.shape[0], top_k, device=x.device)
-    ids = torch.empty(x.shape[0], top_k, dtype=torch.int32, device=x.device)
+    weights = torch.empty(x.shape[0], top_k + shared, device=x.device)
+    ids = torch.empty(x.shape[0], top_k + shared, dtype=torch.int32, device=x.device)
     for start in range(0, x.shape[0], _MOST_TOKENS):
         part = slice(start, start + _MOST_TOKENS)
-        choice = Choice(top_k, scoring, selection_bias, renormalise, scale, weights[part], ids[part])
+        choice = Choice(top_k, scoring, selection_bias, renormalise, scale, weights[part], ids[part], shared)
         launch = launch_few if x.shape[0] <= FEW_TOKENS else launch_many
         launch(x[part], hopper, experts, choice)
     return weights, ids
@@ -97,6 +100,7 @@ def router_reference(
     selection_bias: Tensor | None,
     renormalise: bool,
     scale: float,
+    shared: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`router` in torch and fp32: what it computes, and what runs without a GPU."""
     logits = linear_reference(x.float(), weight.float())
@@ -108,4 +112,8 @@ def router_reference(
     weights = scores.gather(1, ids)
     if renormalise:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    return weights * scale, ids.to(torch.int32)
+    weights, ids = weights * scale, ids.to(torch.int32)
+    if shared:
+        column = ids.new_full((len(ids), 1), len(weight))
+        weights, ids = torch.cat((weights, torch.ones_like(weights[:, :1])), 1), torch.cat((ids, column), 1)
+    return weights, ids
