@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
+from katydid_cli.bench_app import bench_app
 from katydid_cli.cache_app import cache_app
 from katydid_cli.gateway_app import gateway_app
-from katydid_cli.load.choices import Arrivals, Workload
 from katydid_cli.model_folder import default_cache_dir
 
 __all__ = ["app"]
@@ -27,6 +27,7 @@ app = typer.Typer(
 models_app = typer.Typer(help="Models a laptop can get: list, prepare, verify.")
 app.add_typer(models_app, name="models")
 app.add_typer(cache_app, name="cache")
+app.add_typer(bench_app, name="bench")
 app.add_typer(gateway_app, name="gateway")
 
 CacheDir = Annotated[Path, typer.Option(envvar="KATYDID_CACHE_DIR", help="Where prepared models live.")]
@@ -169,41 +170,6 @@ def chat(
     from katydid_cli.chat import chat as run_chat
 
     raise typer.Exit(run_chat(ChatOptions(address, api_key, model, system, max_tokens, temperature, seed)))
-
-
-@app.command()
-def bench(
-    address: Address = "127.0.0.1:8001",
-    api_key: ApiKey = None,
-    model: Annotated[str, typer.Option(help="Model name; empty when the gateway serves one alone.")] = "",
-    workload: Annotated[Workload, typer.Option(help="What the prompts have in common.")] = Workload.SHARED_PREFIX,
-    arrivals: Annotated[Arrivals, typer.Option(help="How requests are spread in time.")] = Arrivals.POISSON,
-    rate: Annotated[float, typer.Option(help="Arrivals a second: requests, or conversations of multi-turn.")] = 1.0,
-    requests: Annotated[int, typer.Option(help="Number of requests.")] = 32,
-    input_tokens: Annotated[int, typer.Option(help="Prompt tokens; of multi-turn: added by each turn.")] = 512,
-    output_tokens: Annotated[int, typer.Option(help="Output tokens.")] = 64,
-    shared_tokens: Annotated[int, typer.Option(help="Of shared-prefix: tokens of the system prompt.")] = 384,
-    groups: Annotated[int, typer.Option(help="Of shared-prefix: number of system prompts.")] = 4,
-    turns: Annotated[int, typer.Option(help="Of multi-turn: turns of a conversation.")] = 4,
-    think_s: Annotated[float, typer.Option(help="Of multi-turn: pause before the next turn.")] = 1.0,
-    replay: Annotated[Path | None, typer.Option(help="Of replay: trace in Mooncake's format.")] = None,
-    speed: Annotated[float, typer.Option(help="Of replay: 2 takes half the time.")] = 1.0,
-    scale: Annotated[float, typer.Option(help="Of replay: factor on all lengths.")] = 1.0,
-    max_input_tokens: Annotated[int | None, typer.Option(help="Of replay: longest prompt.")] = None,
-    stop_at_eos: Annotated[bool, typer.Option(help="Let answers end early; by default all have full length.")] = False,
-    timeout_s: Annotated[float, typer.Option(help="Longest wait for an answer.")] = 600.0,
-    seed: Annotated[int, typer.Option(help="Same seed, same workload.")] = 0,
-    ttft_target_s: Annotated[float, typer.Option(help="Target of the time to first token.")] = 4.0,
-    tpot_target_s: Annotated[float, typer.Option(help="Target of the time per output token.")] = 0.05,
-    output: Annotated[Path | None, typer.Option(help="Write the report and every request to this JSON file.")] = None,
-) -> None:
-    """Load a gateway in an open loop, and report TTFT, TPOT, ITL and goodput."""
-    arguments = dict(locals())
-    from katydid_cli.load.bench import BenchOptions
-    from katydid_cli.load.bench import bench as run_bench
-
-    report = run_bench(BenchOptions(**arguments))
-    raise typer.Exit(0 if report.completed else 1)
 
 
 @app.command()

@@ -14,7 +14,8 @@ from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.quantization import Scheme
 from katydid_engine.rank_slice.absent_ranks import AbsentRanks, ExpertMessages
-from katydid_engine.rank_slice.synthetic_weights import SyntheticWeights
+from katydid_engine.rank_slice.skewed_routing import SkewedRouting
+from katydid_engine.rank_slice.synthetic_weights import DEVIATION, SyntheticWeights
 
 __all__ = ["DTYPES", "RankSlice", "SliceOptions", "build_slice", "fill_pages"]
 
@@ -31,6 +32,7 @@ class SliceOptions:
         rank: of the plan's.
         dtype: of the weights: a key of ``DTYPES``.
         kv: of the pages: "bf16" (on a CPU: fp32) or "fp8".
+        skewed: whether experts are chosen as unevenly as hy3-tiny's; otherwise evenly.
         mtp: whether the model's draft layers are built.
         micro_batches: parts of a batch where ranks wait for each other.
 
@@ -44,6 +46,7 @@ class SliceOptions:
     rank: int = 0
     dtype: str = "fp8"
     kv: str = "fp8"
+    skewed: bool = False
     mtp: bool = False
     micro_batches: int = 1
 
@@ -91,7 +94,10 @@ def build_slice(options: SliceOptions) -> RankSlice:
         config = replace(config, num_mtp_layers=0)
     scheme = DTYPES[options.dtype]
     dtype = torch.bfloat16 if options.device.type == "cuda" else torch.float32
-    weights = SyntheticWeights(options.device, dtype, scheme)
+    bias = None
+    if options.skewed and config.moe is not None:
+        bias = SkewedRouting(config.moe.top_k, DEVIATION * config.hidden_size**0.5)
+    weights = SyntheticWeights(options.device, dtype, scheme, bias=bias)
     config = replace(config, quantization=weights.quantization)
     tensor = AbsentRanks(plan.place(options.rank).tp, plan.tp)
     experts = tensor

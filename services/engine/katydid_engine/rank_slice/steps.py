@@ -8,34 +8,51 @@ from array import array
 import torch
 
 from katydid_engine.forward_batch import PAGE_SIZE
-from katydid_engine.plan import Run, SampleRow, Start, StepOutput, StepPlan
+from katydid_engine.plan import Run, SampleRow, Start, StepPlan
 from katydid_engine.rank_slice.build import RankSlice, fill_pages
 from katydid_engine.request import Sampling, pages_for
 from katydid_engine.runner import Runner
+from katydid_engine.step_outcome import Launched
 
-__all__ = ["SliceSteps"]
+__all__ = ["Decoding", "SliceSteps"]
 
 _NO_PAGES = array("I")
+_UNKNOWN = array("I", (0,))
 
 
 class SliceSteps:
-    """A runner with pages for some tokens, whose sequences have numbers of their own.
+    """A runner with pages for ``tokens`` tokens; sequences get numbers and pages of their own from here.
 
     Args:
-        tokens: room for so many in whole pages of one sequence, or of several that round up.
+        drafts: made and verified in every decode step; the slice must have a draft layer then.
     """
 
-    def __init__(self, rank_slice: RankSlice, tokens: int) -> None:
+    def __init__(self, rank_slice: RankSlice, tokens: int, *, drafts: int = 0) -> None:
         self.slice = rank_slice
+        self.drafts = drafts
         self.pages = pages_for(tokens)
-        self.runner = Runner(rank_slice.model, self.pages, collectives=rank_slice.tensor)
+        # Only the first rank of a TP group samples; the others would go on from tokens that nobody told them.
+        self.ahead = rank_slice.tensor.rank == 0
+        self.runner = Runner(
+            rank_slice.model, self.pages, collectives=rank_slice.tensor, drafts=drafts > 0, ahead=self.ahead
+        )
         fill_pages(self.runner.kv_cache)
         self._sequence = 0
+
+    def fix_exchange(self, rows: int) -> None:
+        """Rows go to experts in the form that a graph can hold: for steps of up to ``rows`` sequences, and nothing
+        larger from now on."""
+        for block in self.slice.model.dispatched:
+            block.exchange.capacity = rows * (1 + self.drafts)
+
+    def capture(self, rows: int, tokens: int) -> None:
+        """Decode steps of up to ``rows`` sequences of up to ``tokens`` tokens are graphs from now on."""
+        self.runner.prepare_decodes(rows, tokens, (self.drafts,), capture=True)
 
     def prefill(self, tokens: int, chunk: int, *, sparse: bool = False) -> float:
         """Seconds from an empty sequence to the token that follows its prompt, computed ``chunk`` tokens at a time."""
         ids = array("I", self.slice.token_ids(tokens))
-        sequence = self._next()
+        sequence = self.next_sequence()
         pages = array("I", range(pages_for(tokens)))
         starts = (Start(sequence, Sampling(ignore_eos=True), tokens, ids, sparse_prefill=sparse),)
         self.synchronize()
@@ -45,62 +62,76 @@ class SliceSteps:
             begin, end = -(-first // PAGE_SIZE), -(-last // PAGE_SIZE)
             run = Run(sequence, first, ids[first:last], begin, pages[begin:end])
             samples = (SampleRow(0, 0),) if last == tokens else ()
-            self.runner.run(StepPlan(0, starts=starts if first == 0 else (), runs=(run,), samples=samples))
+            plan = StepPlan(0, starts=starts if first == 0 else (), runs=(run,), samples=samples)
+            launched = self.runner.launch(plan)
+        launched.output()
         self.synchronize()
         seconds = time.perf_counter() - started
         self.runner.run(StepPlan(0, ends=(sequence,)))
         return seconds
 
-    def decode(self, batch: int, context: int, steps: int, *, skip: int = 3) -> list[float]:
-        """Seconds of each of ``steps`` steps of ``batch`` sequences that have ``context`` tokens behind them."""
-        return Decoding(self, batch, context).time(steps, skip)
-
     def synchronize(self) -> None:
         if self.slice.model.device.type == "cuda":
             torch.cuda.synchronize(self.slice.model.device)
 
-    def _next(self) -> int:
+    def next_sequence(self) -> int:
         self._sequence += 1
         return self._sequence
 
 
 class Decoding:
-    """Sequences that decode step by step; each has pages of its own."""
+    """``batch`` sequences with ``context`` tokens behind them, which decode step by step; each has pages of its own.
+
+    As in the step loop a step is launched before what the last one sampled is read.
+
+    Raises:
+        ValueError: there are too few pages.
+    """
 
     def __init__(self, steps: SliceSteps, batch: int, context: int) -> None:
-        self._steps = steps
-        self._sequences = [steps._next() for _ in range(batch)]
-        self._context = context
         each = steps.pages // batch
         if each * PAGE_SIZE <= context:
             raise ValueError(f"{batch} sequences of {context} tokens: there are {steps.pages} pages of {PAGE_SIZE}")
+        self._steps = steps
+        self._sequences = [steps.next_sequence() for _ in range(batch)]
+        self._ids = steps.slice.token_ids(batch, seed=1)
+        self._known = [context] * batch
+        self._pages = each
         prompt = array("I", steps.slice.token_ids(1))
         starts = tuple(Start(sequence, Sampling(ignore_eos=True), context, prompt) for sequence in self._sequences)
-        tables = [array("I", range(row * each, (row + 1) * each)) for row in range(batch)]
-        ids = steps.slice.token_ids(batch, seed=1)
         runs = tuple(
-            Run(sequence, context - 1, array("I", [token]), 0, pages)
-            for sequence, token, pages in zip(self._sequences, ids, tables, strict=True)
+            Run(sequence, context - 1, array("I", [token]), 0, array("I", range(row * each, (row + 1) * each)))
+            for row, (sequence, token) in enumerate(zip(self._sequences, self._ids, strict=True))
         )
-        samples = tuple(SampleRow(row, 0) for row in range(batch))
-        self._pages = each
-        output = steps.runner.run(StepPlan(0, starts=starts, runs=runs, num_decodes=batch, samples=samples))
-        self._tokens = self._sampled(output, ids)
+        self._width = 1
+        self._under_way = self._launch(runs, starts)
 
     def step(self) -> None:
+        """Launches the next step, then waits for the one before it."""
+        before, width = self._under_way, self._width
+        ahead = self._steps.ahead
         runs = tuple(
-            Run(sequence, self._context, array("I", [token]), self._pages, _NO_PAGES)
-            for sequence, token in zip(self._sequences, self._tokens, strict=True)
+            Run(
+                sequence,
+                known + width - 1,
+                _UNKNOWN if ahead else array("I", [token]),
+                self._pages,
+                _NO_PAGES,
+                ahead=ahead,
+            )
+            for sequence, known, token in zip(self._sequences, self._known, self._ids, strict=True)
         )
-        samples = tuple(SampleRow(row, 0) for row in range(len(runs)))
-        output = self._steps.runner.run(StepPlan(0, runs=runs, num_decodes=len(runs), samples=samples))
-        self._tokens = self._sampled(output, self._tokens)
-        self._context += 1
+        self._width = 1 + self._steps.drafts
+        self._under_way = self._launch(runs)
+        self._take(before, width)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
 
     def time(self, steps: int, skip: int) -> list[float]:
         """Seconds of each of ``steps`` after the first ``skip``; the sequences end then."""
-        for _ in range(skip):
-            self.step()
+        self.run(skip)
         seconds = []
         for _ in range(steps):
             started = time.perf_counter()
@@ -110,8 +141,25 @@ class Decoding:
         return seconds
 
     def end(self) -> None:
+        self._take(self._under_way, self._width)
         self._steps.runner.run(StepPlan(0, ends=tuple(self._sequences)))
 
-    def _sampled(self, output: StepOutput, before: list[int]) -> list[int]:
-        """Only the first rank samples; others go on with the tokens they have."""
-        return [tokens[0] for tokens in output.tokens] if output.tokens else before
+    def _launch(self, runs: tuple[Run, ...], starts: tuple[Start, ...] = ()) -> Launched:
+        samples = tuple(SampleRow(row, 0) for row in range(len(runs)))
+        return self._steps.runner.launch(
+            StepPlan(
+                0,
+                starts=starts,
+                runs=runs,
+                num_decodes=len(runs),
+                decode_q_len=self._width,
+                samples=samples,
+                drafts=self._steps.drafts,
+            )
+        )
+
+    def _take(self, launched: Launched, width: int) -> None:
+        """Sequences grow by what was accepted; of a rank that does not sample by all."""
+        tokens = launched.output().tokens
+        for row, known in enumerate(self._known):
+            self._known[row] = known + (len(tokens[row]) if tokens else width)

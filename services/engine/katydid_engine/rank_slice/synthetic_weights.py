@@ -16,12 +16,12 @@ from torch import Tensor
 from katydid_engine.quantization import UNQUANTISED, Scheme, StoredQuantization
 from katydid_engine.weights import FLOATS
 
-__all__ = ["SyntheticWeights"]
+__all__ = ["DEVIATION", "SyntheticWeights"]
 
-_DEVIATION = 0.02
+DEVIATION = 0.02
 # e4m3 codes are drawn so that four deviations fill the range; int4 codes are even over -8..7 (deviation 4.6).
-_FP8_SCALE = 4 * _DEVIATION / 448
-_INT4_SCALE = _DEVIATION / 4.6
+_FP8_SCALE = 4 * DEVIATION / 448
+_INT4_SCALE = DEVIATION / 4.6
 _ALIGNMENT = 64
 _SEED = 20
 
@@ -109,6 +109,6 @@ class SyntheticWeights:
             return drawn.to(torch.int32)
         if kind == "F8_E4M3":
             drawn = torch.empty(count, device=self._device, dtype=torch.bfloat16)
-            drawn.normal_(0.0, _DEVIATION / _FP8_SCALE, generator=generator).clamp_(-448, 448)
+            drawn.normal_(0.0, DEVIATION / _FP8_SCALE, generator=generator).clamp_(-448, 448)
             return drawn.to(torch.float8_e4m3fn)
-        return torch.empty(count, device=self._device, dtype=self._dtype).normal_(0.0, _DEVIATION, generator=generator)
+        return torch.empty(count, device=self._device, dtype=self._dtype).normal_(0.0, DEVIATION, generator=generator)

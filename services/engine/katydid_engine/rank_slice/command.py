@@ -1,0 +1,208 @@
+"""``slice``: builds one rank of a plan alone and measures it; prints a table, and writes a results file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from katydid_runtime.errors import SettingsError
+
+from katydid_engine.model_config import ModelConfig, read_model_config
+from katydid_engine.parallel import ParallelPlan
+from katydid_engine.planning.known_models import KNOWN_MODELS
+from katydid_engine.planning.measured import measured
+from katydid_engine.rank_slice.build import DTYPES, RankSlice, SliceOptions, build_slice
+from katydid_engine.rank_slice.lengths import parse_lengths
+from katydid_engine.rank_slice.measure import Figure, measure_prompt, measure_step, memory_figures, step_traffic
+from katydid_engine.rank_slice.report import report_lines
+from katydid_engine.rank_slice.steps import SliceSteps
+from katydid_engine.request import pages_for
+from katydid_engine.sparse_prefill import SparsePrefill
+
+__all__ = ["SliceBench", "add_build_arguments", "add_slice_arguments", "origin", "run_slice", "slice_of"]
+
+_LINKS = "h200"
+# Room for what a measurement generates behind a context.
+_MORE_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class SliceBench:
+    """What is measured.
+
+    Attributes:
+        prompts, sparse_prompts: tokens of each.
+        sparse: how the latter are computed.
+        chunk: tokens of a prompt that a step computes.
+        batches, contexts: of each decode step, one context a batch.
+        graphs: whether decode steps are captured; on a GPU alone.
+    """
+
+    prompts: Sequence[int]
+    sparse_prompts: Sequence[int]
+    sparse: SparsePrefill
+    chunk: int
+    batches: Sequence[int]
+    contexts: Sequence[int]
+    repeats: int
+    phases: bool
+    graphs: bool
+
+    @property
+    def tokens(self) -> int:
+        """Room that the pages must have."""
+        steps = (
+            batch * 64 * pages_for(context + _MORE_TOKENS)
+            for batch, context in zip(self.batches, self.contexts, strict=True)
+        )
+        return max([*self.prompts, *self.sparse_prompts, *steps])
+
+
+def add_build_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of what is built."""
+    parser.add_argument("--model", default="hy3", help="hy3, or a model folder, of which config.json alone is read")
+    parser.add_argument("--plan", default="tp8", help="how the model is cut: tp8 or tp8,sp,ep8 or dp8ep8 ...")
+    parser.add_argument("--rank", type=int, default=0, help="which rank of the plan")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="fp8", help="of the weights")
+    parser.add_argument("--kv", choices=("fp8", "bf16"), default="fp8", help="of the pages; bf16 is fp32 on a CPU")
+    parser.add_argument("--routing", choices=("uniform", "skewed"), default="uniform", help="skewed: as hy3-tiny's")
+    parser.add_argument("--micro-batches", type=int, default=1, help="parts of a batch where ranks wait for each other")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+
+
+def add_slice_arguments(parser: argparse.ArgumentParser) -> None:
+    add_build_arguments(parser)
+    parser.add_argument("--prefill", default="8K,32K,128K", help="prompts, tokens; empty for none")
+    parser.add_argument("--sparse-prefill", default="", help="prompts that are computed sparsely, tokens")
+    parser.add_argument("--sparse-budget", type=float, default=0.25, help="share of blocks that these keep")
+    parser.add_argument("--chunk", default="16K", help="tokens of a prompt in one step")
+    parser.add_argument("--batch", default="1,16,64", help="sequences of decode steps; empty for none")
+    parser.add_argument("--context", default="8K,4K,4K", help="tokens behind them: one for all, or one a batch")
+    parser.add_argument("--drafts", type=int, default=0, help="tokens that the draft layer adds to a decode step")
+    parser.add_argument("--repeats", type=int, default=20, help="decode steps that are timed; prompts: a tenth")
+    parser.add_argument("--no-phases", action="store_true", help="do not profile where the time goes")
+    parser.add_argument("--no-graphs", action="store_true", help="decode op by op")
+
+
+def run_slice(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Raises SettingsError for what cannot be built or measured."""
+    batches = parse_lengths("batch", arguments.batch)
+    contexts = parse_lengths("context", arguments.context) if batches else []
+    if len(contexts) == 1:
+        contexts *= len(batches)
+    if len(contexts) != len(batches):
+        raise SettingsError(
+            f"context {arguments.context!r}: expected one length, or one for each of {len(batches)} batches",
+            field="context",
+            value=arguments.context,
+        )
+    started = time.perf_counter()
+    rank_slice = slice_of(arguments, drafts=arguments.drafts)
+    on_gpu = rank_slice.model.device.type == "cuda"
+    try:
+        sparse = SparsePrefill(budget=arguments.sparse_budget, min_tokens=1)
+    except ValueError as error:
+        raise SettingsError(str(error), field="sparse_budget", value=arguments.sparse_budget) from error
+    bench = SliceBench(
+        parse_lengths("prefill", arguments.prefill),
+        parse_lengths("sparse_prefill", arguments.sparse_prefill),
+        sparse,
+        parse_lengths("chunk", arguments.chunk)[0],
+        batches,
+        contexts,
+        arguments.repeats,
+        phases=on_gpu and not arguments.no_phases,
+        graphs=on_gpu and not arguments.no_graphs,
+    )
+    rank_slice.model.use_sparse_prefill(bench.sparse)
+    _check_positions(rank_slice, bench)
+    steps = SliceSteps(rank_slice, bench.tokens, drafts=arguments.drafts)
+    print(f"built in {time.perf_counter() - started:.1f} s", flush=True)
+    record: dict[str, Any] = {**origin(rank_slice), "rows": []}
+    for figure in _figures(steps, bench):
+        record["rows"].append(figure.row())
+        print("\n".join(report_lines(figure)), flush=True)
+        _write(arguments.json, record)
+    for row in memory_figures(rank_slice):
+        record["rows"].append(row)
+        print(f"{row['figure']}: {row['value']:.1f} {row['unit']}")
+    _write(arguments.json, record)
+    return record
+
+
+def slice_of(arguments: argparse.Namespace, *, drafts: int = 0) -> RankSlice:
+    """Raises SettingsError for what cannot be built, ModelFolderError for a folder that is no model."""
+    name = arguments.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("device is cuda, but torch sees no GPU", field="device", value=name, allowed="cpu")
+    return build_slice(
+        SliceOptions(
+            _config(arguments.model),
+            ParallelPlan.parse(arguments.plan),
+            torch.device(name),
+            rank=arguments.rank,
+            dtype=arguments.dtype,
+            kv=arguments.kv,
+            skewed=arguments.routing == "skewed",
+            mtp=drafts > 0,
+            micro_batches=arguments.micro_batches,
+        )
+    )
+
+
+def origin(rank_slice: RankSlice) -> dict[str, Any]:
+    """Of a results file: on what and with what it was measured."""
+    device = rank_slice.model.device
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
+    options = rank_slice.options
+    return {
+        "gpu": gpu,
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "plan": str(options.plan),
+        "routing": "skewed" if options.skewed else "uniform",
+    }
+
+
+def _figures(steps: SliceSteps, bench: SliceBench) -> Iterator[Figure]:
+    links = measured(_LINKS)
+    repeats = max(1, bench.repeats // 10)
+    for sparse, prompts in ((None, bench.prompts), (bench.sparse, bench.sparse_prompts)):
+        for tokens in prompts:
+            yield measure_prompt(steps, tokens, bench.chunk, links, sparse=sparse, repeats=repeats, phases=bench.phases)
+    if not bench.batches:
+        return
+    cases = list(zip(bench.batches, bench.contexts, strict=True))
+    steps.fix_exchange(max(bench.batches))
+    traffic = [step_traffic(steps, batch, context, links) for batch, context in cases]
+    if bench.graphs:
+        steps.capture(max(bench.batches), max(bench.contexts) + _MORE_TOKENS)
+    for (batch, context), sent in zip(cases, traffic, strict=True):
+        yield measure_step(steps, batch, context, sent, repeats=bench.repeats, phases=bench.phases)
+
+
+def _config(model: str) -> ModelConfig:
+    return KNOWN_MODELS[model] if model in KNOWN_MODELS else read_model_config(Path(model))
+
+
+def _check_positions(rank_slice: RankSlice, bench: SliceBench) -> None:
+    longest = max([*bench.prompts, *bench.sparse_prompts, *bench.contexts], default=0)
+    most = rank_slice.options.config.max_positions
+    if longest > most:
+        raise SettingsError(
+            f"{longest} tokens: the model has {most} positions", field="prefill", value=longest, allowed=f"<= {most}"
+        )
+
+
+def _write(path: Path | None, record: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,223 @@
+"""Measures a slice: prompts by length, decode steps by batch and context; each with its floor, phases and traffic."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from katydid_engine.planning.measured import Measured
+from katydid_engine.rank_slice.build import RankSlice
+from katydid_engine.rank_slice.floor import Work, floor_s, step_work
+from katydid_engine.rank_slice.phases import PhaseTimes, phase_times
+from katydid_engine.rank_slice.steps import Decoding, SliceSteps
+from katydid_engine.rank_slice.timeline import record_timeline
+from katydid_engine.sparse_prefill import SparsePrefill
+
+__all__ = ["Figure", "measure_prompt", "measure_step", "memory_figures", "step_traffic"]
+
+_PROFILED_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured time.
+
+    Attributes:
+        seconds: median of what was repeated.
+        floor: of the same work, seconds, and by phase.
+        phases: on a GPU, of one prompt or of a step.
+        traffic: by collective: calls, bytes that this rank sends, and the seconds that links would take for them.
+    """
+
+    name: str
+    seconds: float
+    repeats: int
+    floor: float
+    floor_phases: dict[str, float]
+    phases: PhaseTimes | None
+    traffic: dict[str, dict[str, float]]
+
+    @property
+    def links_s(self) -> float:
+        return sum(carried["modelled_s"] for carried in self.traffic.values())
+
+    def row(self) -> dict[str, Any]:
+        """Of a results file."""
+        row: dict[str, Any] = {
+            "figure": self.name,
+            "value": self.seconds,
+            "unit": "s",
+            "floor": self.floor,
+            "of_floor": self.floor / self.seconds,
+            "repeats": self.repeats,
+            "floor_phases": self.floor_phases,
+            "traffic": self.traffic,
+            "links_modelled_s": self.links_s,
+        }
+        if self.phases is not None:
+            row["phases"] = self.phases.seconds
+            row["launches"] = self.phases.launches
+            row["others"] = list(self.phases.others[:8])
+        return row
+
+
+def measure_prompt(
+    steps: SliceSteps,
+    tokens: int,
+    chunk: int,
+    links: Measured,
+    *,
+    sparse: SparsePrefill | None,
+    repeats: int,
+    phases: bool,
+) -> Figure:
+    """A prompt from nothing to its first token. The first pass compiles and is not counted.
+
+    Args:
+        sparse: how the model computes it sparsely; None for a dense prompt.
+    """
+
+    def once() -> float:
+        return steps.prefill(tokens, chunk, sparse=sparse is not None)
+
+    once()
+    _clear_traffic(steps.slice)
+    seconds = [once()]
+    traffic = _traffic_of(steps.slice, links)
+    seconds += [once() for _ in range(repeats - 1)]
+    options = steps.slice.options
+    work = step_work(
+        options.config,
+        options.plan,
+        dtype=options.dtype,
+        kv=options.kv,
+        tokens=tokens,
+        pairs=tokens * (tokens + 1) / 2 * _kept_share(options.config.num_layers, sparse),
+        context_tokens=tokens,
+        sampled=1,
+    )
+    how = f"prefill of {tokens} tokens in chunks of {min(chunk, tokens)}" + (
+        "" if sparse is None else f", {sparse.budget:.0%} of its blocks"
+    )
+    return _figure(steps.slice, how, seconds, work, traffic, _phases(once, 1) if phases else None)
+
+
+def step_traffic(steps: SliceSteps, batch: int, context: int, links: Measured) -> dict[str, dict[str, float]]:
+    """What is sent in a step; to be asked before steps are captured, as graphs call no collective."""
+    decoding = Decoding(steps, batch, context)
+    decoding.step()
+    _clear_traffic(steps.slice)
+    decoding.step()
+    traffic = _traffic_of(steps.slice, links)
+    decoding.end()
+    return traffic
+
+
+def measure_step(
+    steps: SliceSteps,
+    batch: int,
+    context: int,
+    traffic: dict[str, dict[str, float]],
+    *,
+    repeats: int,
+    phases: bool,
+) -> Figure:
+    """A decode step of ``batch`` sequences that have ``context`` tokens behind them."""
+    Decoding(steps, batch, context).time(2, 2)
+    seconds = Decoding(steps, batch, context).time(repeats, skip=5)
+    options = steps.slice.options
+    work = step_work(
+        options.config,
+        options.plan,
+        dtype=options.dtype,
+        kv=options.kv,
+        tokens=batch,
+        pairs=batch * context,
+        context_tokens=batch * context,
+        sampled=batch,
+    )
+    found = None
+    if phases:
+        decoding = Decoding(steps, batch, context)
+        decoding.run(2)
+        found = _phases(lambda: decoding.run(_PROFILED_STEPS), _PROFILED_STEPS)
+        decoding.end()
+    return _figure(steps.slice, f"decode of {batch} at {context}", seconds, work, traffic, found)
+
+
+def memory_figures(rank_slice: RankSlice) -> list[dict[str, Any]]:
+    """Bytes on the device: of all that is allocated, and at most since the process began."""
+    if rank_slice.model.device.type != "cuda":
+        return []
+    device = rank_slice.model.device
+    return [
+        {"figure": f"{_prefix(rank_slice)}: memory, {what}", "value": value / 1e9, "unit": "GB"}
+        for what, value in (
+            ("weights and pages", torch.cuda.memory_allocated(device)),
+            ("most", torch.cuda.max_memory_allocated(device)),
+        )
+    ]
+
+
+def _clear_traffic(rank_slice: RankSlice) -> None:
+    for group in rank_slice.groups:
+        group.traffic.clear()
+
+
+def _traffic_of(rank_slice: RankSlice, links: Measured) -> dict[str, dict[str, float]]:
+    """Since it was cleared, with the time it would take on the links between GPUs of one host."""
+    carried: dict[str, dict[str, float]] = {}
+    for group, whose in zip(rank_slice.groups, ("tp", "experts"), strict=False):
+        for name, traffic in group.traffic.items():
+            if group.size > 1:
+                seconds = traffic.calls * links["nvlink_s"] + traffic.sent_bytes / links["nvlink_bytes_per_s"]
+                carried[f"{whose} {name}"] = {
+                    "calls": traffic.calls,
+                    "sent_bytes": traffic.sent_bytes,
+                    "modelled_s": seconds,
+                }
+    return carried
+
+
+def _kept_share(layers: int, sparse: SparsePrefill | None) -> float:
+    """Of a prompt's pairs of blocks, mean over layers."""
+    if sparse is None:
+        return 1.0
+    dense = min(layers, sparse.dense_layers)
+    return (dense + (layers - dense) * sparse.budget) / layers
+
+
+def _phases(call: Callable[[], object], passes: int) -> PhaseTimes | None:
+    spans = record_timeline(call)
+    if not spans:
+        return None
+    found = phase_times(spans)
+    return PhaseTimes(
+        {name: seconds / passes for name, seconds in found.seconds.items()},
+        {name: round(count / passes) for name, count in found.launches.items()},
+        found.others,
+    )
+
+
+def _figure(
+    rank_slice: RankSlice,
+    what: str,
+    seconds: list[float],
+    work: list[Work],
+    traffic: dict[str, dict[str, float]],
+    phases: PhaseTimes | None,
+) -> Figure:
+    bounds: dict[str, float] = {}
+    for part in work:
+        bounds[part.phase] = bounds.get(part.phase, 0.0) + floor_s([part])
+    name = f"{_prefix(rank_slice)}: {what}"
+    return Figure(name, statistics.median(seconds), len(seconds), floor_s(work), bounds, phases, traffic)
+
+
+def _prefix(rank_slice: RankSlice) -> str:
+    options = rank_slice.options
+    return f"{options.plan} rank {options.rank}, {options.dtype}, {options.kv} KV"
