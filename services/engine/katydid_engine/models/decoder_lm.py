@@ -182,8 +182,8 @@ class DecoderLM:
 
     def _embed_and_pass(self, batch: ForwardBatch, kv_cache: KvCache) -> Steps[Tensor]:
         batch = self._planner.planned(batch)
-        x = self._exchange.leave(self._embedding(batch.token_ids))
-        x, residual = yield from self._pass(x, None, batch, kv_cache)
+        embedded = self._exchange.leave(self._embedding(batch.token_ids))
+        x, residual = yield from self._pass(embedded, None, batch, kv_cache)
         hidden, _ = self._exchange.add_for(self._norm, None, x, residual)
         assert isinstance(hidden, Tensor)
         return self._exchange.enter(hidden, batch.num_tokens)

@@ -130,8 +130,8 @@ class MtpLayer:
         embedded = embedded.masked_fill((batch.positions == 0).unsqueeze(1), 0.0)
         merged = torch.cat((self._embedding_norm(embedded), self._hidden_norm(hidden)), dim=-1)
         x = self._exchange.split(self._merge(merged))
-        x, residual = finish(self.block.steps(x, None, table, batch, k_pages, v_pages))
-        normed, _ = self._exchange.add_for(self._final_norm, None, x, residual)
+        out, residual = finish(self.block.steps(x, None, table, batch, k_pages, v_pages))
+        normed, _ = self._exchange.add_for(self._final_norm, None, out, residual)
         assert isinstance(normed, Tensor)
         return self._exchange.enter(normed, batch.num_tokens)
 
