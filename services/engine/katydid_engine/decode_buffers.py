@@ -65,6 +65,7 @@ class DecodeBuffers:
     Attributes:
         hidden: ``[rows * width, hidden]``, between a step's two graphs.
         left: what the last step sampled, of ``rows`` rows; see `Sampled`.
+        sound: bool ``[rows * width]``, whether the logits of each of its tokens are numbers.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class DecodeBuffers:
             first_positions=torch.zeros(rows, dtype=torch.int32, device=device),
             drafts=torch.zeros(rows, max(1, width - 1), dtype=torch.int32, device=device),
         )
-        self.sound = torch.ones(rows, dtype=torch.bool, device=device)
+        self.sound = torch.ones(rows * width, dtype=torch.bool, device=device)
 
     @property
     def rows(self) -> int:

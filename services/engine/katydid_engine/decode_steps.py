@@ -139,7 +139,8 @@ class DecodeSteps:
         """Samples, verifies and drafts after ``forward``; of the step's own rows."""
         self._pieces.run(("choice", bucket))
         step = self.buffers.kept(rows, bucket.width, bucket.drafts)
-        return Left(step.tokens, step.accepted, step.first_positions, step.drafts, self.buffers.sound[:rows]), step
+        sound = self.buffers.sound[: rows * bucket.width].view(rows, bucket.width)
+        return Left(step.tokens, step.accepted, step.first_positions, step.drafts, sound), step
 
     def _forward(self, bucket: Bucket) -> None:
         tensors = self.buffers.bucket(bucket)
@@ -153,7 +154,7 @@ class DecodeSteps:
         inputs = tensors.built.inputs
         hidden = self.buffers.hidden[: bucket.tokens]
         logits = self._model.logits(hidden)
-        tokens = sample(logits, tensors.sampling).view(rows, width)
+        tokens = sample(logits, tensors.sampling, sound=self.buffers.sound[: bucket.tokens]).view(rows, width)
         accepted = verify_draft(
             tokens,
             inputs.token_ids.view(rows, width)[:, 1:],
@@ -163,7 +164,6 @@ class DecodeSteps:
         )
         if bucket.drafts:
             self._draft(tensors, hidden, tokens, accepted, bucket)
-        self.buffers.sound[:rows].copy_(torch.isfinite(logits.amax(-1)).view(rows, width).all(1))
 
     def _draft(self, tensors: BucketTensors, hidden: Tensor, tokens: Tensor, accepted: Tensor, bucket: Bucket) -> None:
         assert isinstance(self._model, DraftModel)

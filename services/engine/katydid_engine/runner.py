@@ -265,10 +265,7 @@ class Runner:
         self._leave(plan, step)
         if not leads:
             return None
-        sound = torch.isfinite(logits.amax(dim=-1))
         starts = [0, *itertools.accumulate(step.counts)]
-        of_rows = torch.ones_like(step.tokens, dtype=torch.bool)
-        of_rows.view(-1)[self._choice.places(step.counts, plan.decode_q_len)] = sound
         wanted = {
             row: logprobs(
                 logits[starts[row] : starts[row + 1]], step.tokens[row, : step.counts[row]], sampler.sampling.logprobs
@@ -276,7 +273,7 @@ class Runner:
             for row, sampler in enumerate(samplers)
             if sampler.sampling.logprobs is not None
         }
-        left = Left(step.tokens, step.accepted, step.positions, step.drafts, of_rows.all(1))
+        left = Left(step.tokens, step.accepted, step.positions, step.drafts, step.sound)
         return RowsLeft(left, step.runs, samplers, step.owned, step.num_drafts, wanted)
 
     def _settled(

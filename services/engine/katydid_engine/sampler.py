@@ -66,7 +66,13 @@ class SamplingRows:
 
 
 def sample_rows(
-    logits: Tensor, rows: Sequence[Row], positions: Tensor, seen: SeenTokens, pending: Tensor | None = None
+    logits: Tensor,
+    rows: Sequence[Row],
+    positions: Tensor,
+    seen: SeenTokens,
+    pending: Tensor | None = None,
+    *,
+    sound: Tensor | None = None,
 ) -> Tensor:
     """One token for each row of ``logits`` (fp32 ``[R, vocab]``): int32 ``[R]``.
 
@@ -74,6 +80,7 @@ def sample_rows(
         positions: int32 ``[R]``, of the tokens in their sequences.
         seen: what penalties count.
         pending: int32 ``[R, n]``, as `Penalties` has it.
+        sound: bool ``[R]``, written: whether a row's logits are numbers.
     """
     device = logits.device
     samplings = [row.sequence.sampling for row in rows]
@@ -90,7 +97,7 @@ def sample_rows(
         filters=any(s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0) for s in samplings),
         samples=any(sampling.temperature > 0 for sampling in samplings),
     )
-    return sample(logits, batch)
+    return sample(logits, batch, sound=sound)
 
 
 def joined_logprobs(parts: Sequence[DeviceLogprobs]) -> Logprobs:

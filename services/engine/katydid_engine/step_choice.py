@@ -53,6 +53,7 @@ class SampledStep:
         inputs: int32 ``[R, Q - 1]``, the drafts behind each row's newest token.
         num_drafts: how many of them are drafts, by row.
         tokens: int32 ``[R, Q]``.
+        sound: bool ``[R, Q]``, whether the logits of each sample are numbers.
         accepted: int32 ``[R]``.
         drafts: int32 ``[R, D]``, made for the next step; None without any.
     """
@@ -64,6 +65,7 @@ class SampledStep:
     inputs: Tensor
     num_drafts: list[int]
     tokens: Tensor
+    sound: Tensor
     accepted: Tensor = field(default_factory=lambda: torch.empty(0))
     drafts: Tensor | None = None
 
@@ -123,6 +125,7 @@ class StepChoice:
             inputs=inputs,
             num_drafts=[num_drafts[run] if run < decodes else 0 for run in runs],
             tokens=torch.zeros((len(runs), width), dtype=torch.int32, device=device),
+            sound=torch.ones((len(runs), width), dtype=torch.bool, device=device),
         )
         leads = self._collectives.rank == 0
         if leads:
@@ -153,7 +156,7 @@ class StepChoice:
         accepted = tokens.new_ones(0) if step is None else step.accepted
         return draft_tokens(self._model, built, hidden, ids, self._kv_cache, runs, accepted, plan.drafts)
 
-    def places(self, counts: Sequence[int], width: int) -> Tensor:
+    def _places(self, counts: Sequence[int], width: int) -> Tensor:
         """Flat place of each sample in the table of rows by positions, int64."""
         flat = [index * width + place for index, count in enumerate(counts) for place in range(count)]
         return integers(flat, self._model.device, torch.int64)
@@ -188,10 +191,12 @@ class StepChoice:
             limits = sampler.limits(known.position, behind)
             rows += [Row(sampler, plan.samples[index].choice, bias, mask) for bias, mask in limits]
         offsets = torch.arange(width, dtype=torch.int32, device=device)
-        places = self.places(step.counts, width)
+        places = self._places(step.counts, width)
         positions = (step.positions[:, None] + offsets).view(-1)[places]
         pending = None
         if width > 1:
             behind_of = torch.where(offsets[:-1] < offsets[:, None], step.inputs[:, None, :], -1)
             pending = behind_of.reshape(-1, width - 1)[places]
-        step.tokens.view(-1)[places] = sample_rows(logits, rows, positions, self._seen, pending)
+        sound = torch.empty(len(rows), dtype=torch.bool, device=device)
+        step.tokens.view(-1)[places] = sample_rows(logits, rows, positions, self._seen, pending, sound=sound)
+        step.sound.view(-1)[places] = sound

@@ -30,7 +30,7 @@ class Left:
         tokens: int32 ``[R, Q]``.
         accepted, positions: int32 ``[R]``, as `Sampled` has them.
         drafts: int32 ``[R, D]``; None without any.
-        sound: bool ``[R]``, whether all logits of the row are numbers.
+        sound: bool ``[R, Q]``, whether the logits of each sample are numbers.
     """
 
     tokens: Tensor
@@ -121,7 +121,7 @@ class Launched:
                 complete.add(row)
             if sampler.misfit:
                 misfits[run] = sampler.misfit
-            if not sound[row]:
+            if not all(sound[row]):
                 broken.add(run)
             if row in self._logprobs:
                 logprobs[row] = joined_logprobs([self._logprobs[row]]).first(len(accepted))
