@@ -139,7 +139,7 @@ def test_refused(config: Any, field: str, allowed: str) -> None:
 
 def test_groups_of_two_kinds() -> None:
     dynamic = changed(FP8, "config_groups.group_0.input_activations.dynamic", True)["config_groups"]["group_0"]
-    with pytest.raises(ModelFolderError, match="groups that quantise alike"):
+    with pytest.raises(ModelFolderError, match="groups of a format that quantise alike"):
         read(changed(FP8, "config_groups.group_1", dynamic))
 
 

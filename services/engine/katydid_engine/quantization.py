@@ -28,6 +28,8 @@ __all__ = [
 GROUP = 128
 FP8_PAGES = "float8_e4m3fn"
 _BLOCK = [128, 128]
+_INT4, _MIXED = "pack-quantized", "mixed-precision"
+_STORAGES = ("float-quantized", _INT4)
 
 
 class Scheme(StrEnum):
@@ -111,22 +113,24 @@ def kv_dtype(asked: str, stored: StoredQuantization, dtype: str) -> str:
 
 
 def _compressed_tensors(fields: ConfigFields) -> StoredQuantization:
-    storage = fields.choice("format", ("float-quantized", "pack-quantized"))
+    storage = fields.choice("format", (*_STORAGES, _MIXED))
     groups = fields.object("config_groups")
     if not groups.values:
         raise fields.wrong("config_groups", "at least one group")
     kinds = {_group(groups.object(name), storage) for name in groups.values}
-    if len(kinds) > 1:
-        raise fields.wrong("config_groups", "groups that quantise alike")
+    if len({kind[0] for kind in kinds}) < len(kinds):
+        raise fields.wrong("config_groups", "groups of a format that quantise alike")
     kv_cache = fields.values.get("kv_cache_scheme") is not None
     if kv_cache:
         scheme = fields.object("kv_cache_scheme")
         _expect(scheme, {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False})
         scheme.choice("strategy", ("tensor", "attn_head"), "tensor")
-    blocks, static = kinds.pop()
-    scheme_kind = Scheme.W4A8 if storage == "pack-quantized" else Scheme.FP8
     return StoredQuantization(
-        scheme_kind, static_inputs=static, blocks=blocks, kv_cache=kv_cache, rotated_keys=_rotated_keys(fields)
+        Scheme.W4A8 if any(kind[0] == _INT4 for kind in kinds) else Scheme.FP8,
+        static_inputs=any(static for _, _, static in kinds),
+        blocks=any(blocks for _, blocks, _ in kinds),
+        kv_cache=kv_cache,
+        rotated_keys=_rotated_keys(fields),
     )
 
 
@@ -144,16 +148,18 @@ def _rotated_keys(fields: ConfigFields) -> bool:
     return bool(groups.values)
 
 
-def _group(group: ConfigFields, storage: str) -> tuple[bool, bool]:
-    """Whether its scales stand for blocks, and whether its activations' are static."""
+def _group(group: ConfigFields, storage: str) -> tuple[str, bool, bool]:
+    """How it is stored, whether its scales stand for blocks, and whether its activations' are static."""
+    if storage == _MIXED:
+        storage = group.choice("format", _STORAGES)
     weights, inputs = group.object("weights"), group.object("input_activations")
     _expect(inputs, {"num_bits": 8, "type": "float", "symmetric": True})
-    if storage == "pack-quantized":
+    if storage == _INT4:
         _expect(weights, {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP})
         if weights.values.get("actorder") not in (None, "static", "weight"):
             raise weights.wrong("actorder", "none, 'static' or 'weight': groups of consecutive columns")
         _expect(inputs, {"dynamic": True, "strategy": "token"})
-        return False, False
+        return storage, False, False
     _expect(weights, {"num_bits": 8, "type": "float", "symmetric": True})
     blocks = weights.choice("strategy", ("tensor", "channel", "block")) == "block"
     if blocks and weights.values.get("block_structure") != _BLOCK:
@@ -161,7 +167,7 @@ def _group(group: ConfigFields, storage: str) -> tuple[bool, bool]:
     static = not inputs.flag("dynamic", False)
     if static and (blocks or inputs.choice("strategy", ("tensor",), "tensor") != "tensor"):
         raise inputs.wrong("dynamic", "true for weights in blocks")
-    return blocks, static
+    return storage, blocks, static
 
 
 def _expect(fields: ConfigFields, values: dict[str, Any]) -> None:

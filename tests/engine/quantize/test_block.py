@@ -13,10 +13,10 @@ from katydid_engine.loader import load_model
 from katydid_engine.model_config import read_model_config
 from katydid_engine.quantization import Scheme
 from katydid_engine.quantize.block import Block, rotary_angles
-from katydid_engine.quantize.distill import WholeModel
 from katydid_engine.quantize.layer_files import layer_files, read_block
 from katydid_engine.quantize.rotation import Rotation, hadamard
 from katydid_engine.quantize.smoothing import SEAMS, smooth
+from katydid_engine.quantize.whole_model import WholeModel, stacked
 from torch import Tensor
 
 from tests.engine.models.families import FAMILIES, forward, make_family, prompt
@@ -29,7 +29,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_family(request.param, tmp_path_factory.mktemp(request.param)).folder
 
 
-def whole(folder: Path) -> tuple[WholeModel, tuple[Tensor, Tensor]]:
+def whole(folder: Path) -> tuple[WholeModel, list[Block], tuple[Tensor, Tensor]]:
     checkpoint, config = Checkpoint(folder), read_model_config(folder)
     files = layer_files(checkpoint, config, Scheme.W4A8, page_scales=0, exact_router=False, untie=False)
     blocks = [
@@ -45,7 +45,8 @@ def whole(folder: Path) -> tuple[WholeModel, tuple[Tensor, Tensor]]:
     embedding = read("model.embed_tokens.weight")
     head = embedding if config.tie_embeddings else read("lm_head.weight")
     angles = rotary_angles(rotary_table(config.rope, config.head_dim, LENGTH, torch.device("cpu")), LENGTH)
-    return WholeModel(embedding, head, read("model.norm.weight"), blocks), angles
+    model = WholeModel(embedding, head, read("model.norm.weight"), [stacked(block) for block in blocks])
+    return model, blocks, angles
 
 
 def served(folder: Path) -> Tensor:
@@ -54,7 +55,7 @@ def served(folder: Path) -> Tensor:
 
 
 def test_same_logits_as_the_engine(folder: Path) -> None:
-    model, angles = whole(folder)
+    model, _, angles = whole(folder)
     torch.testing.assert_close(
         model.logits(torch.tensor([prompt(LENGTH)]), angles)[0], served(folder), atol=1e-4, rtol=0
     )
@@ -71,34 +72,35 @@ def rows_of(block: Block, x: Tensor, angles: tuple[Tensor, Tensor]) -> dict[str,
 
 @pytest.mark.parametrize("gains", [torch.float32, torch.bfloat16])
 def test_smoothing_changes_no_logit(folder: Path, gains: torch.dtype) -> None:
-    model, angles = whole(folder)
+    model, blocks, angles = whole(folder)
     ids = torch.tensor([prompt(LENGTH)])
-    x, smoothed, alphas = F.embedding(ids, model.embedding), [], {}
+    x, smoothed = F.embedding(ids, model.embedding), []
+    alphas: dict[str, float] = {}
 
-    def coarse(weight: Tensor) -> Tensor:  # three bits a row, so that smoothing pays
+    def coarse(_name: str, weight: Tensor) -> Tensor:  # three bits a row, so that smoothing pays
         scale = weight.abs().amax(1, keepdim=True) / 3
         return (weight / scale).round() * scale
 
-    for block in model.blocks:
+    for block in blocks:
         made, chosen = smooth(block, SEAMS, rows_of(block, x, angles), coarse, gains)
         smoothed.append(made)
         alphas |= chosen
         x = block.leave_attention(x, block.attend(block.enter_attention(x), angles))
         x = block.leave_feed_forward(x.flatten(0, 1), block.enter_feed_forward(x).flatten(0, 1)).view_as(x)
     assert {seam.split(":")[0] for seam in alphas} == set(SEAMS)
-    folded = WholeModel(model.embedding, model.head, model.norm, smoothed)
+    folded = WholeModel(model.embedding, model.head, model.norm, [stacked(block) for block in smoothed])
     torch.testing.assert_close(folded.logits(ids, angles), model.logits(ids, angles), atol=1e-4, rtol=0)
 
 
 def test_rotation_changes_no_logit(folder: Path) -> None:
-    model, angles = whole(folder)
+    model, blocks, angles = whole(folder)
     ids = torch.tensor([prompt(LENGTH)])
     rotation = Rotation.make(model.embedding.shape[1], seed=0, device="cpu")
     rotated = WholeModel(
         rotation.embedding(model.embedding),
         rotation.reader(model.head, model.norm),
         torch.ones_like(model.norm),
-        [Block(block.config, rotation.layer(block.tensors), block.sparse) for block in model.blocks],
+        [stacked(Block(block.config, rotation.layer(block.tensors), block.sparse)) for block in blocks],
     )
     torch.testing.assert_close(rotated.logits(ids, angles), model.logits(ids, angles), atol=1e-4, rtol=0)
 

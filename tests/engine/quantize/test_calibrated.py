@@ -83,7 +83,7 @@ def test_nearer_than_rounding(source: Path, text: Path, tmp_path: Path, architec
 
 
 def test_an_interrupted_run_ends_in_the_same_bytes(source: Path, text: Path, tmp_path: Path) -> None:
-    options = Options("w4a8", recipe=recipe(text, kv_scales="tensor", distill={"steps": 2}))
+    options = Options("w4a8", recipe=recipe(text, fp8=("shared",), kv_scales="tensor", distill={"steps": 2}))
     said: list[str] = []
     quantize_folder(source, tmp_path / "whole", options, progress=lambda total, done, what: said.append(what))
     stops = len(said)
@@ -103,6 +103,17 @@ def test_an_interrupted_run_ends_in_the_same_bytes(source: Path, text: Path, tmp
     if not (tmp_path / "out").exists():
         quantize_folder(source, tmp_path / "out", options)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_some_parts_in_e4m3(source: Path, text: Path, tmp_path: Path) -> None:
+    made = recipe(text, fp8=("attention", "draft"), gptq=False, distill={"steps": 2})
+    quantize_folder(source, tmp_path / "out", Options("w4a8", recipe=made))
+    tensors = {name: t for path in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(path).items()}
+    for name in ("0.self_attn.q_proj", "2.self_attn.o_proj", "2.mlp.experts.0.up_proj"):
+        assert tensors[f"model.layers.{name}.weight"].dtype == torch.float8_e4m3fn
+    for name in ("0.mlp.up_proj", "1.mlp.experts.0.up_proj", "1.mlp.shared_mlp.down_proj"):
+        assert f"model.layers.{name}.weight_packed" in tensors
+    assert logits_of(tmp_path / "out").isfinite().all()
 
 
 @pytest.mark.parametrize(("scheme", "kv_scales"), [("w8a8c8", "tensor"), ("w8a8c8", "head"), ("w4a8", "head")])

@@ -7,7 +7,6 @@ It serves every architecture that `katydid quantize` takes; tests hold it to the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,26 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from katydid_engine.model_config import ModelConfig
+from katydid_engine.quantize.pages import PageRounding
+from katydid_engine.quantize.rows import Rows, plain_rows
 
-__all__ = ["Block", "Rows", "e4m3_rows", "plain_rows", "rms_norm", "rotary_angles"]
-
-Rows = Callable[[Tensor], Tensor]
-"""What becomes of rows before they are multiplied by a quantised matrix."""
+__all__ = ["Block", "rms_norm", "rotary_angles"]
 
 _ROUTERS = ("mlp.router.gate.weight", "mlp.gate.weight")
 _BIASES = ("mlp.expert_bias", "mlp.router.gate.e_score_correction_bias", "mlp.gate.e_score_correction_bias")
 _SHARED = ("mlp.shared_mlp", "mlp.shared_experts")
-
-
-def plain_rows(x: Tensor) -> Tensor:
-    """Rows of the model as it is."""
-    return x
-
-
-def e4m3_rows(x: Tensor) -> Tensor:
-    """Rows rounded to e4m3 under a scale for each, max |x| / 448."""
-    scale = (x.abs().amax(-1, keepdim=True) / 448.0).clamp(min=1e-12)
-    return (x / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -55,12 +42,14 @@ class Block:
         tensors: fp32, by their names below the layer's prefix; experts one by one.
         sparse: the feed-forward block is routed experts.
         rows: applied before every quantised matrix.
+        pages: what K and V lose on their way through pages; None where these keep the dtype.
     """
 
     config: ModelConfig
     tensors: dict[str, Tensor]
     sparse: bool
     rows: Rows = plain_rows
+    pages: PageRounding | None = None
 
     def matrices(self) -> list[str]:
         """Names of what is quantised, without ".weight", in the order of computation."""
@@ -107,7 +96,8 @@ class Block:
 
     def attend(self, rows: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Rows of the output projection, ``[S, T, heads * head_dim]``."""
-        q, k, v = (part.transpose(1, 2) for part in self.heads(rows, angles))
+        heads = self.heads(rows, angles)
+        q, k, v = (part.transpose(1, 2) for part in (heads if self.pages is None else self.pages(*heads)))
         group = self.config.num_heads // self.config.num_kv_heads
         k, v = (part.repeat_interleave(group, 1) for part in (k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -25,9 +25,10 @@ from katydid_engine.quantization import Scheme
 from katydid_engine.quantize.block import Block, rms_norm, rotary_angles
 from katydid_engine.quantize.calibration import calibration_ids
 from katydid_engine.quantize.distill import distill
-from katydid_engine.quantize.distilled_folder import read_int4_model, with_new_scales
-from katydid_engine.quantize.layer_files import LayerFile, PageScales, layer_files, layer_tensors, read_block
+from katydid_engine.quantize.distilled_folder import read_both, stored_tensors, with_new_tensors
+from katydid_engine.quantize.layer_files import LayerFile, layer_files, layer_tensors, read_block
 from katydid_engine.quantize.partial_folder import PartialFolder
+from katydid_engine.quantize.parts import Parts
 from katydid_engine.quantize.recipe import Recipe
 from katydid_engine.quantize.report import LayerReport, as_html, as_json, layer_report
 from katydid_engine.quantize.rotation import Rotation
@@ -36,12 +37,9 @@ from katydid_engine.weights import FLOATS
 
 __all__ = ["CalibratedRun"]
 
-_IDS, _STATE, _REPORTS, _SCALES = "calibration.ids", "calibration.state", "calibration.json", "distilled.state"
+_IDS, _STATE, _REPORTS, _LEARNED = "calibration.ids", "calibration.state", "calibration.json", "learned.state"
 _REPORT = "quantization-report"
 _BATCH_TOKENS = 8192
-_E4M3_LARGEST = 448.0
-# e4m3 is a float: its steps are as fine over a scale twice as large, and K and V may grow beyond what was seen.
-_PAGE_HEADROOM = 2.0
 
 
 class CalibratedRun:
@@ -83,11 +81,13 @@ class CalibratedRun:
             rotary_table(config.rope, config.head_dim, recipe.calibration.tokens, torch.device(device)),
             recipe.calibration.tokens,
         )
+        self.parts = Parts(recipe.fp8, tuple(range(config.num_layers, config.num_layers + config.num_mtp_layers)))
         heads = {"none": 0, "tensor": 1, "head": config.num_kv_heads}
         self.files = layer_files(
             checkpoint,
             config,
             scheme,
+            parts=self.parts,
             page_scales=heads[recipe.kv_scales],
             exact_router="feed_forward_input" in recipe.smooth or recipe.rotate_residual,
             untie=recipe.rotate_residual and config.tie_embeddings,
@@ -118,12 +118,12 @@ class CalibratedRun:
                 self._progress(0, file.prefix)
                 self._layer(partial, file, ids, streams)
             self._progress(read, file.prefix)
-        losses = self._distil(partial, ids) if self._recipe.distill is not None and self._scheme is Scheme.W4A8 else []
+        losses = self._distil(partial, ids) if self._recipe.distill is not None else []
         described = json.loads(self._recipe.model_dump_json())
         (partial.path / f"{_REPORT}.json").write_text(as_json(described, self._reports, losses))
         (partial.path / f"{_REPORT}.html").write_text(as_html(described, self._reports, losses))
 
-    unfinished = (_IDS, _STATE, _REPORTS, _SCALES)
+    unfinished = (_IDS, _STATE, _REPORTS, _LEARNED)
     """Names of files that only an unfinished run needs."""
 
     def _calibration(self, partial: PartialFolder) -> Tensor:
@@ -156,8 +156,8 @@ class CalibratedRun:
         moved = streams
         if file.index >= self._config.num_layers:
             moved = self._draft_inputs(block, ids, streams)
-        result = self._quantise(block, moved)
-        partial.write(file.shard, layer_tensors(file, result.block.tensors, result.int4, self._pages(result)))
+        result = self._quantise(block, file.prefix, moved)
+        partial.write(file.shard, layer_tensors(file, result.block.tensors, result.int4, result.pages))
         if file.index >= self._config.num_layers:
             moved = streams  # what follows the decoder layers starts from their states again
         self._reports.append(layer_report(file.index, result))
@@ -171,7 +171,7 @@ class CalibratedRun:
             },
         )
 
-    def _quantise(self, block: Block, streams: Streams) -> LayerResult:
+    def _quantise(self, block: Block, prefix: str, streams: Streams) -> LayerResult:
         dtype = self._checkpoint.entries["model.norm.weight"].dtype
         on_device = Streams(
             [x.to(self._device) for x in streams.original], [x.to(self._device) for x in streams.quantised]
@@ -181,7 +181,7 @@ class CalibratedRun:
             on_device,
             tuple(part[: on_device.original[0].shape[1]] for part in self._angles),  # type: ignore[arg-type]
             self._recipe,
-            int4=self._scheme is Scheme.W4A8,
+            int4=lambda name: self._scheme is Scheme.W4A8 and not self.parts.is_fp8(prefix + name),
             gain_dtype={"BF16": torch.bfloat16, "F16": torch.float16}.get(dtype, torch.float32),
         )
         for stream, moved in ((streams.original, on_device.original), (streams.quantised, on_device.quantised)):
@@ -235,47 +235,39 @@ class CalibratedRun:
             made.append(tensor)
         return made
 
-    def _pages(self, result: LayerResult) -> PageScales | None:
-        if self._recipe.kv_scales == "none":
-            return None
-        assert result.largest_key is not None
-        assert result.largest_value is not None
-        scales = [
-            (largest if self._recipe.kv_scales == "head" else largest.amax().reshape(1))
-            * (_PAGE_HEADROOM / _E4M3_LARGEST)
-            for largest in (result.largest_key, result.largest_value)
-        ]
-        return PageScales(*scales)
-
     def _distil(self, partial: PartialFolder, ids: Tensor) -> list[float]:
         assert self._recipe.distill is not None
-        path = partial.path / _SCALES
+        path = partial.path / _LEARNED
         shards = [file.shard for file in self.files]
         if not path.exists():
-            original, quantised, int4 = read_int4_model(
-                self._checkpoint, partial.path, self._config, self.files, self._device
+            original, quantised, matrices = read_both(
+                self._checkpoint,
+                partial.path,
+                self._config,
+                self.files,
+                self._device,
+                rotate=self._recipe.rotate_keys,
             )
             with torch.enable_grad():
-                scales, losses = distill(
+                learned, losses = distill(
                     original,
                     quantised,
-                    int4,
+                    matrices,
                     ids,
                     self._angles,
                     self._recipe.distill,
                     seed=self._recipe.calibration.seed,
                     report=lambda step, loss: self._progress(0, f"distilling.{step}.loss {loss:.4f}"),
                 )
-            named = {
-                f"model.layers.{index}.{name}.weight_scale": scale
-                for index, layer in enumerate(scales)
-                for name, scale in layer.items()
-            }
-            _save(path, named | {"losses": torch.tensor(losses)})
-        learned = load_file(path)
+            prefixes = [file.prefix for file in self.files if file.index is not None]
+            made = {"losses": torch.tensor(losses)}
+            for prefix, layer in zip(prefixes, learned, strict=False):  # draft layers come last and are not learned
+                made |= stored_tensors(prefix, layer)
+            _save(path, made)
+        made = load_file(path)
         for shard in shards:
-            with_new_scales(partial, shard, learned)
-        return [float(loss) for loss in learned["losses"]]
+            with_new_tensors(partial, shard, made)
+        return [float(loss) for loss in made["losses"]]
 
     def _read(self, file: LayerFile, name: str) -> Tensor:
         step = next(step for step in file.shard.steps if step.source == name)

@@ -1,9 +1,8 @@
-"""Learns the scales of int4 groups from the original model's logits: quantisation-aware training of scales alone.
+"""Learns how weights are rounded, from the original model's logits: scales of int4, and to which of two values.
 
-Codes stay as they were chosen, so a weight is linear in its scales and gradients are exact; only rows are rounded to
-e4m3 on the way, through which gradients pass as if they were not. The loss is KL(original || quantised) of the next
-token, averaged over positions (Hinton et al., 2015, at temperature 1; the loss of the public Hy3 recipe). A scale moves
-by a factor: what is learned is its logarithm's change.
+The loss is KL(original || quantised) of the next token, averaged over positions (Hinton et al., 2015, at temperature 1;
+the loss of the public Hy3 recipe). The quantised model rounds its rows, and its pages where they are e4m3, as it will
+when it is served. Nothing else of the model is learned: norms, routers and embedding stay.
 """
 
 from __future__ import annotations
@@ -16,68 +15,52 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from katydid_engine.quantization import GROUP
-from katydid_engine.quantize.block import Block, e4m3_rows, rms_norm
-from katydid_engine.quantize.int4_weights import Int4Weights
+from katydid_engine.matrices import Fp8Matrix, Int4Matrix
+from katydid_engine.quantize.block import Block
+from katydid_engine.quantize.learned import LearnedFp8, LearnedInt4
 from katydid_engine.quantize.recipe import Distillation
+from katydid_engine.quantize.whole_model import ExpertStack, Layer, WholeModel
 
-__all__ = ["WholeModel", "distill"]
+__all__ = ["QuantisedMatrix", "distill"]
 
-
-@dataclass(frozen=True)
-class WholeModel:
-    """A model without draft layers, in fp32: embedding and head ``[vocab, hidden]``, the final norm's gain, layers."""
-
-    embedding: Tensor
-    head: Tensor
-    norm: Tensor
-    blocks: Sequence[Block]
-
-    def logits(self, ids: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """``[S, T, vocab]`` of int64 ``[S, T]``."""
-        x = F.embedding(ids, self.embedding)
-        for block in self.blocks:
-            x = block.leave_attention(x, block.attend(block.enter_attention(x), angles))
-            rows = block.enter_feed_forward(x)
-            x = block.leave_feed_forward(x.flatten(0, 1), rows.flatten(0, 1)).view_as(x)
-        return rms_norm(x, self.norm, self.blocks[0].config.rms_norm_eps) @ self.head.T
+QuantisedMatrix = Int4Matrix | Fp8Matrix
+_WARM_UP = 10  # steps: Adam's first steps are as long as its rate says, whatever the gradient
 
 
 def distill(
     original: WholeModel,
     quantised: WholeModel,
-    int4: Sequence[Mapping[str, Int4Weights]],
+    matrices: Sequence[Mapping[str, QuantisedMatrix]],
     ids: Tensor,
     angles: tuple[Tensor, Tensor],
     options: Distillation,
     *,
     seed: int,
     report: Callable[[int, float], None],
-) -> tuple[list[dict[str, Tensor]], list[float]]:
-    """New scales, bf16 ``[N, groups]`` by layer and matrix, and the loss of every step.
+) -> tuple[list[dict[str, QuantisedMatrix]], list[float]]:
+    """The learned matrices, by layer and name, and the loss of every step.
 
     Args:
-        quantised: its layers' int4 matrices are those of ``int4``, by layer and name.
+        quantised: without its quantised matrices.
+        matrices: these, by layer and name below the layer's prefix.
         ids: int64 ``[sequences, tokens]``.
         seed: of the order of sequences.
         report: called with the step and its loss.
     """
-    changes = [
-        {name: torch.zeros_like(weights.scales, dtype=torch.float32) for name, weights in layer.items()}
-        for layer in int4
-    ]
-    learned = [change.requires_grad_() for layer in changes for change in layer.values()]
-    optimizer = torch.optim.Adam(learned, lr=options.learning_rate)
+    layers = [_LearnedLayer(layer.block, found) for layer, found in zip(quantised.layers, matrices, strict=True)]
+    learned = [pair for layer in layers for pair in layer.parameters(options)]
+    optimizer = torch.optim.Adam([{"params": [tensor], "lr": rate} for tensor, rate in learned], betas=(0.9, 0.98))
     generator = torch.Generator().manual_seed(seed)
     losses: list[float] = []
     for step in range(options.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = options.learning_rate * 0.5 * (1 + math.cos(math.pi * step / options.steps))
+        part = min(1.0, (step + 1) / _WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / options.steps))
+        for group, (_, rate) in zip(optimizer.param_groups, learned, strict=True):
+            group["lr"] = rate * part
         chosen = torch.randint(len(ids), (options.sequences,), generator=generator)
         batch = ids[chosen].to(original.embedding.device)
         with torch.no_grad():
             wanted = original.logits(batch, angles).log_softmax(-1)
-        student = replace(quantised, blocks=_scaled(quantised.blocks, int4, changes))
+        student = replace(quantised, layers=[layer.rounded() for layer in layers])
         found = student.logits(batch, angles).log_softmax(-1)
         loss = F.kl_div(found, wanted, reduction="sum", log_target=True) / batch.numel()
         optimizer.zero_grad()
@@ -85,27 +68,52 @@ def distill(
         optimizer.step()
         losses.append(float(loss.detach()))
         report(step + 1, losses[-1])
-    with torch.no_grad():
-        scales = [
-            {name: (weights.scales.float() * change[name].exp()).to(torch.bfloat16) for name, weights in layer.items()}
-            for layer, change in zip(int4, changes, strict=True)
-        ]
-    return scales, losses
+    return [layer.matrices() for layer in layers], losses
 
 
-def _scaled(
-    blocks: Sequence[Block], int4: Sequence[Mapping[str, Int4Weights]], changes: Sequence[Mapping[str, Tensor]]
-) -> list[Block]:
-    made = []
-    for block, layer, change in zip(blocks, int4, changes, strict=True):
-        tensors = dict(block.tensors)
-        for name, weights in layer.items():
-            scales = weights.scales.float() * change[name].exp()
-            columns = weights.codes.shape[1]
-            tensors[f"{name}.weight"] = weights.codes.float() * scales.repeat_interleave(GROUP, 1)[:, :columns]
-        made.append(replace(block, tensors=tensors, rows=_straight_through))
-    return made
+@dataclass(frozen=True)
+class _Stack:
+    """Matrices that are learned as one."""
+
+    names: list[str]
+    weights: LearnedInt4 | LearnedFp8
+
+    @classmethod
+    def of(cls, names: list[str], found: Mapping[str, QuantisedMatrix]) -> _Stack:
+        int4 = [matrix for name in names if isinstance(matrix := found[name], Int4Matrix)]
+        fp8 = [matrix for name in names if isinstance(matrix := found[name], Fp8Matrix)]
+        assert not int4 or not fp8
+        return cls(names, LearnedInt4(int4) if int4 else LearnedFp8(fp8))
 
 
-def _straight_through(x: Tensor) -> Tensor:
-    return x + (e4m3_rows(x) - x).detach()
+class _LearnedLayer:
+    """A layer's matrices while they are learned: experts by kind in one stack each, every other matrix alone."""
+
+    def __init__(self, block: Block, found: Mapping[str, QuantisedMatrix]) -> None:
+        self._block = block
+        experts = block.experts() if block.sparse else []
+        self._experts = [_Stack.of([f"{one}.{part}_proj" for one in experts], found) for part in _PARTS if experts]
+        grouped = {name for stack in self._experts for name in stack.names}
+        self._alone = [_Stack.of([name], found) for name in found if name not in grouped]
+
+    def parameters(self, options: Distillation) -> list[tuple[Tensor, float]]:
+        stacks = (*self._experts, *self._alone)
+        return [pair for stack in stacks for pair in stack.weights.parameters(options)]
+
+    def rounded(self) -> Layer:
+        weights = {f"{stack.names[0]}.weight": stack.weights.weight() for stack in self._alone}
+        block = replace(self._block, tensors=self._block.tensors | weights)
+        if not self._experts:
+            return Layer(block)
+        gate, up, down = (stack.weights.weight() for stack in self._experts)
+        count = len(self._experts[0].names)
+        return Layer(block, ExpertStack(gate, up, torch.cat(down.chunk(count), 1)))
+
+    def matrices(self) -> dict[str, QuantisedMatrix]:
+        learned: dict[str, QuantisedMatrix] = {}
+        for stack in (*self._experts, *self._alone):
+            learned |= zip(stack.names, stack.weights.matrices(), strict=True)
+        return learned
+
+
+_PARTS = ("gate", "up", "down")

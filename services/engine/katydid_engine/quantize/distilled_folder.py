@@ -1,4 +1,4 @@
-"""Between the files of an unfinished run and the distillation: reads both models, and writes files with new scales."""
+"""Between the files of an unfinished run and the distillation: reads both models, writes what was learned."""
 
 from __future__ import annotations
 
@@ -11,67 +11,92 @@ from safetensors import safe_open
 from torch import Tensor
 
 from katydid_engine.checkpoint import Checkpoint
-from katydid_engine.matrices import Int4Matrix, read_matrix
+from katydid_engine.matrices import Int4Matrix, pack_words, read_matrix
 from katydid_engine.model_config import ModelConfig
 from katydid_engine.quantize.block import Block
-from katydid_engine.quantize.distill import WholeModel
-from katydid_engine.quantize.int4_weights import Int4Weights
+from katydid_engine.quantize.distill import QuantisedMatrix
 from katydid_engine.quantize.layer_files import LayerFile, read_block
 from katydid_engine.quantize.layout import Shard
+from katydid_engine.quantize.pages import PageRounding, PageScales
 from katydid_engine.quantize.partial_folder import PartialFolder
+from katydid_engine.quantize.rows import e4m3_rows
+from katydid_engine.quantize.whole_model import Layer, WholeModel, stacked
 from katydid_engine.weights import FLOATS, Weights
 
-__all__ = ["read_int4_model", "with_new_scales"]
+__all__ = ["read_both", "stored_tensors", "with_new_tensors"]
 
 
-def read_int4_model(
-    original: Checkpoint, written: Path, config: ModelConfig, files: Sequence[LayerFile], device: str
-) -> tuple[WholeModel, WholeModel, list[dict[str, Int4Weights]]]:
-    """The original model, the quantised one without its int4 matrices, and these by layer."""
+def read_both(
+    original: Checkpoint, written: Path, config: ModelConfig, files: Sequence[LayerFile], device: str, *, rotate: bool
+) -> tuple[WholeModel, WholeModel, list[dict[str, QuantisedMatrix]]]:
+    """The original model, the quantised one without its quantised matrices, and these by layer.
+
+    Args:
+        rotate: the quantised model's q and k are multiplied by a Hadamard matrix before they are rounded.
+    """
     made = Checkpoint(written)
     try:
-        blocks, folded, int4 = [], [], []
+        blocks, folded, matrices = [], [], []
         for file in files:
             if file.index is None or file.index >= config.num_layers:
                 continue
             block = read_block(original, config, file, device)
-            matrices = {}
+            found: dict[str, QuantisedMatrix] = {}
             for name in block.matrices():
                 scope = Weights(made, torch.device(device), torch.float32, prefix=f"{file.prefix}{name}.")
                 rows, columns = block.tensors[f"{name}.weight"].shape
                 matrix = read_matrix(scope, (rows, columns), (slice(0, rows), slice(0, columns)), row_scales=True)
-                assert isinstance(matrix, Int4Matrix)
-                matrices[name] = Int4Weights(matrix.codes, matrix.scales)
-            blocks.append(block)
-            folded.append(_folded(made, block, file.prefix, matrices))
-            int4.append(matrices)
-        return _whole(original, blocks, device), _whole(made, folded, device), int4
+                assert isinstance(matrix, QuantisedMatrix)
+                found[name] = matrix
+            blocks.append(stacked(block))
+            folded.append(Layer(_folded(made, block, file.prefix, found, rotate)))
+            matrices.append(found)
+        return _whole(original, blocks, device), _whole(made, folded, device), matrices
     finally:
         made.close()
 
 
-def with_new_scales(partial: PartialFolder, shard: Shard, scales: Mapping[str, Tensor]) -> None:
-    """Writes a file again with the scales that have new values; the same bytes however often."""
-    if not any(output.name in scales for output in shard.outputs):
+def stored_tensors(prefix: str, matrices: Mapping[str, QuantisedMatrix]) -> dict[str, Tensor]:
+    """What of the matrices of a layer is learned, by the names of a folder's tensors."""
+    tensors = {}
+    for name, matrix in matrices.items():
+        if isinstance(matrix, Int4Matrix):
+            tensors[f"{prefix}{name}.weight_packed"] = pack_words(matrix.codes)
+            tensors[f"{prefix}{name}.weight_scale"] = matrix.scales
+        else:
+            tensors[f"{prefix}{name}.weight"] = matrix.weight
+    return tensors
+
+
+def with_new_tensors(partial: PartialFolder, shard: Shard, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a file again with the tensors that have new values; the same bytes however often."""
+    if not any(output.name in tensors for output in shard.outputs):
         return
     with safe_open(partial.path / shard.name, framework="pt") as stored:
-        tensors = [scales.get(output.name, stored.get_tensor(output.name)) for output in shard.outputs]
-    partial.write(shard, tensors)
+        whole = [tensors.get(output.name, stored.get_tensor(output.name)) for output in shard.outputs]
+    partial.write(shard, whole)
 
 
-def _folded(made: Checkpoint, block: Block, prefix: str, matrices: Mapping[str, Int4Weights]) -> Block:
+def _folded(
+    made: Checkpoint, block: Block, prefix: str, matrices: Mapping[str, QuantisedMatrix], rotate: bool
+) -> Block:
+    device = next(iter(block.tensors.values())).device
     tensors = {
-        name: _read(made, prefix + name, tensor.device)
-        for name, tensor in block.tensors.items()
+        name: _read(made, prefix + name, device)
+        for name in block.tensors
         if name.removesuffix(".weight") not in matrices
     }
-    return replace(block, tensors=tensors)
+    pages = None
+    if made.has(f"{prefix}self_attn.k_scale"):
+        key, value = (_read(made, f"{prefix}self_attn.{name}_scale", device) for name in "kv")
+        pages = PageRounding(PageScales(key, value), rotate)
+    return replace(block, tensors=tensors, rows=e4m3_rows, pages=pages)
 
 
-def _whole(checkpoint: Checkpoint, blocks: Sequence[Block], device: str) -> WholeModel:
+def _whole(checkpoint: Checkpoint, layers: Sequence[Layer], device: str) -> WholeModel:
     embedding = _read(checkpoint, "model.embed_tokens.weight", device)
     head = _read(checkpoint, "lm_head.weight", device) if checkpoint.has("lm_head.weight") else embedding
-    return WholeModel(embedding, head, _read(checkpoint, "model.norm.weight", device), blocks)
+    return WholeModel(embedding, head, _read(checkpoint, "model.norm.weight", device), layers)
 
 
 def _read(checkpoint: Checkpoint, name: str, device: torch.device | str) -> Tensor:

@@ -147,7 +147,11 @@ def _by_data(
     partial.check_room(shards)
     run.write(partial)
     described = quantization_config(
-        scheme, ignore=list(_IGNORED), kv_scales=recipe.kv_scales, rotate_keys=recipe.rotate_keys
+        scheme,
+        ignore=list(_IGNORED),
+        parts=run.parts,
+        kv_scales=recipe.kv_scales,
+        rotate_keys=recipe.rotate_keys,
     )
     changes: dict[str, Any] = {"quantization_config": described}
     if recipe.rotate_residual:

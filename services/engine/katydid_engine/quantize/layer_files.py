@@ -11,14 +11,15 @@ from katydid_runtime.errors import ModelFolderError
 from torch import Tensor
 
 from katydid_engine.checkpoint import Checkpoint
-from katydid_engine.matrices import pack_words, to_fp8
+from katydid_engine.matrices import Int4Matrix, pack_words, to_fp8
 from katydid_engine.model_config import ModelConfig
 from katydid_engine.quantization import Scheme
 from katydid_engine.quantize.block import Block
-from katydid_engine.quantize.int4_weights import Int4Weights
 from katydid_engine.quantize.layout import Output, Shard, Step, steps
+from katydid_engine.quantize.pages import PageScales
+from katydid_engine.quantize.parts import Parts
 
-__all__ = ["LayerFile", "PageScales", "layer_files", "layer_tensors", "read_block"]
+__all__ = ["LayerFile", "layer_files", "layer_tensors", "read_block"]
 
 _EMBEDDING = "model.embed_tokens."
 _HEAD = "lm_head.weight"
@@ -33,25 +34,25 @@ class LayerFile:
     index: int | None
 
 
-@dataclass(frozen=True)
-class PageScales:
-    """fp32 ``[1]`` or ``[kv_heads]``: what e4m3 pages hold is K or V over these."""
-
-    key: Tensor
-    value: Tensor
-
-
 def layer_files(
-    checkpoint: Checkpoint, config: ModelConfig, scheme: Scheme, *, page_scales: int, exact_router: bool, untie: bool
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    scheme: Scheme,
+    *,
+    parts: Parts | None = None,
+    page_scales: int,
+    exact_router: bool,
+    untie: bool,
 ) -> list[LayerFile]:
     """In the order in which they are made.
 
     Args:
+        parts: what stays in e4m3 of a scheme that is int4.
         page_scales: numbers in each of a layer's ``k_scale`` and ``v_scale``; 0 for none.
         exact_router: routers are written in fp32, because factors were folded into them.
         untie: a head is written of a model whose head is its embedding.
     """
-    work = steps({name: (entry.dtype, entry.shape) for name, entry in checkpoint.entries.items()}, scheme)
+    work = steps({name: (entry.dtype, entry.shape) for name, entry in checkpoint.entries.items()}, scheme, parts)
     layers = config.num_layers + config.num_mtp_layers
     groups: list[list[Step]] = [[] for _ in range(layers + 2)]
     for step in work:
@@ -92,7 +93,7 @@ def read_block(checkpoint: Checkpoint, config: ModelConfig, file: LayerFile, dev
 
 
 def layer_tensors(
-    file: LayerFile, tensors: Mapping[str, Tensor], int4: Mapping[str, Int4Weights], pages: PageScales | None
+    file: LayerFile, tensors: Mapping[str, Tensor], int4: Mapping[str, Int4Matrix], pages: PageScales | None
 ) -> Iterator[Tensor]:
     """What is written, in the order of the file's outputs, out of tensors by their names below the prefix."""
     for step in file.shard.steps:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from katydid_engine.checkpoint import DTYPE_BYTES
 from katydid_engine.quantization import GROUP, Scheme
+from katydid_engine.quantize.parts import Parts
 
 __all__ = ["Output", "Shard", "Step", "cut_into_shards", "header", "quantization_config", "steps"]
 
@@ -74,9 +75,18 @@ class Shard:
         return [output for step in self.steps for output in step.outputs]
 
 
-def steps(tensors: Mapping[str, tuple[str, Shape]], scheme: Scheme) -> list[Step]:
-    """What to do with every tensor of a checkpoint (name to dtype and shape), layer by layer."""
-    return [step for name in sorted(tensors, key=_in_model_order) for step in _steps_of(name, *tensors[name], scheme)]
+def steps(tensors: Mapping[str, tuple[str, Shape]], scheme: Scheme, parts: Parts | None = None) -> list[Step]:
+    """What to do with every tensor of a checkpoint (name to dtype and shape), layer by layer.
+
+    Args:
+        parts: what stays in e4m3 of a scheme that is int4; None for nothing.
+    """
+
+    def scheme_of(name: str) -> Scheme:
+        return Scheme.FP8 if parts is not None and parts.is_fp8(name) else scheme
+
+    names = sorted(tensors, key=_in_model_order)
+    return [step for name in names for step in _steps_of(name, *tensors[name], scheme_of)]
 
 
 def cut_into_shards(work: Iterable[Step], shard_bytes: int) -> list[Shard]:
@@ -110,31 +120,27 @@ def header(shard: Shard) -> bytes:
 
 
 def quantization_config(
-    scheme: Scheme, *, ignore: list[str], kv_scales: str = "none", rotate_keys: bool = False
+    scheme: Scheme, *, ignore: list[str], parts: Parts | None = None, kv_scales: str = "none", rotate_keys: bool = False
 ) -> dict[str, Any]:
     """In compressed-tensors' terms.
 
     Args:
+        parts: what stays in e4m3 of a scheme that is int4.
         ignore: the linears that stay as they are.
         kv_scales: "tensor" or "head": pages are e4m3 over calibrated scales.
         rotate_keys: q and k are multiplied by a Hadamard matrix behind RoPE (compressed-tensors' transform R3).
     """
-    weights: dict[str, Any] = {"symmetric": True, "dynamic": False}
-    inputs = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True}
-    if scheme is Scheme.W4A8:
-        weights |= {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
-        inputs |= {"strategy": "token"}
-    else:
-        # Other engines take experts with a scale a matrix only where activations have one a tensor.
-        weights |= {"num_bits": 8, "type": "float", "strategy": "tensor"}
-        inputs |= {"strategy": "tensor"}
-    storage = "pack-quantized" if scheme is Scheme.W4A8 else "float-quantized"
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": storage}
+    groups = [_config_group(scheme, ["Linear"])]
+    if scheme is Scheme.W4A8 and parts is not None and parts.fp8_targets:
+        groups = [
+            _config_group(Scheme.W4A8, [f"re:{target}" for target in parts.int4_targets]),
+            _config_group(Scheme.FP8, [f"re:{target}" for target in parts.fp8_targets]),
+        ]
     config: dict[str, Any] = {
         "quant_method": "compressed-tensors",
-        "format": storage,
+        "format": groups[0]["format"] if len(groups) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": {f"group_{index}": group for index, group in enumerate(groups)},
         "ignore": ignore,
     }
     if kv_scales != "none":
@@ -147,7 +153,21 @@ def quantization_config(
     return config
 
 
-def _steps_of(name: str, dtype: str, shape: Shape, scheme: Scheme) -> Iterator[Step]:
+def _config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
+    weights: dict[str, Any] = {"symmetric": True, "dynamic": False}
+    inputs = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True}
+    if scheme is Scheme.W4A8:
+        weights |= {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+        inputs |= {"strategy": "token"}
+    else:
+        # Other engines take experts with a scale a matrix only where activations have one a tensor.
+        weights |= {"num_bits": 8, "type": "float", "strategy": "tensor"}
+        inputs |= {"strategy": "tensor"}
+    storage = "pack-quantized" if scheme is Scheme.W4A8 else "float-quantized"
+    return {"targets": targets, "weights": weights, "input_activations": inputs, "format": storage}
+
+
+def _steps_of(name: str, dtype: str, shape: Shape, scheme_of: Callable[[str], Scheme]) -> Iterator[Step]:
     joined = _JOINED.match(name)
     if joined is not None and len(shape) == 3:
         experts, rows, columns = shape
@@ -156,13 +176,14 @@ def _steps_of(name: str, dtype: str, shape: Shape, scheme: Scheme) -> Iterator[S
         for expert in range(experts):
             for index, half in enumerate(halves):
                 part = (slice(expert, expert + 1), slice(index * height, (index + 1) * height), slice(0, columns))
-                outputs = _matrix(f"{joined[1]}.{expert}.{half}_proj", (height, columns), scheme)
+                matrix = f"{joined[1]}.{expert}.{half}_proj"
+                outputs = _matrix(matrix, (height, columns), scheme_of(matrix))
                 yield Step(name, shape, dtype, part, True, outputs)
         return
     quantises = _PROJECTION.match(name) is not None and len(shape) == 2
     outputs = (Output(name, dtype, shape),)
     if quantises:
-        outputs = _matrix(name.removesuffix(".weight"), (shape[0], shape[1]), scheme)
+        outputs = _matrix(name.removesuffix(".weight"), (shape[0], shape[1]), scheme_of(name))
     yield Step(name, shape, dtype, tuple(slice(0, n) for n in shape), quantises, outputs)
 
 

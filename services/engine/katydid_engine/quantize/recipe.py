@@ -2,11 +2,12 @@
 
     calibration: {sources: [generated, "python:click", notes.txt], sequences: 128, tokens: 2048, seed: 0}
     smooth: [attention_input, value_output, feed_forward_input, down]
+    fp8: [attention, draft]
     clip: mse
     gptq: {damping: 0.01, act_order: true, refit_scales: true, follow_drift: true, starved_tokens: 256}
     kv_scales: tensor
     rotate_keys: true
-    distill: {steps: 300, learning_rate: 0.001, sequences: 4}
+    distill: {steps: 300, learning_rate: 0.001, rounding_rate: 0.01, sequences: 4}
 
 Everything may be left out; `gptq: false` rounds to nearest, `distill: false` (the default) learns nothing.
 """
@@ -19,6 +20,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from katydid_runtime.errors import SettingsError
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from katydid_engine.quantize.parts import Part
 
 __all__ = ["Calibration", "Distillation", "Gptq", "Recipe", "read_recipe"]
 
@@ -64,16 +67,18 @@ class Gptq(_Strict):
 
 
 class Distillation(_Strict):
-    """Learning int4's scales against the original model's logits.
+    """Learning scales and rounding against the original model's logits.
 
     Attributes:
         steps: of the optimiser.
-        learning_rate: of the logarithm of a scale.
+        learning_rate: of the logarithm of a scale of int4.
+        rounding_rate: of where a weight lies between two values of its format, in their distance; 0 keeps the values.
         sequences: a step sees so many of the calibration sequences.
     """
 
     steps: int = Field(default=300, ge=1)
     learning_rate: float = Field(default=1e-3, gt=0, le=1, allow_inf_nan=False)
+    rounding_rate: float = Field(default=0.01, ge=0, le=1, allow_inf_nan=False)
     sequences: int = Field(default=4, ge=1)
 
 
@@ -86,6 +91,7 @@ class Recipe(_Strict):
 
     Attributes:
         smooth: seams at which scales are moved.
+        fp8: parts of the model that w4a8 leaves in e4m3: attention, dense blocks, shared experts, draft layers.
         clip: of int4's scales: "mse", or "none" for the largest weight of a group.
         gptq: of int4; None rounds to nearest.
         kv_scales: calibrated scales of K and V: one a layer, or one a head.
@@ -98,6 +104,7 @@ class Recipe(_Strict):
     smooth: tuple[Seam, ...] = Field(
         default=("attention_input", "value_output", "feed_forward_input", "down"), strict=False
     )
+    fp8: tuple[Part, ...] = Field(default=(), strict=False)
     clip: Literal["mse", "none"] = "mse"
     gptq: Annotated[Gptq | None, BeforeValidator(_false_is_none)] = Gptq()
     kv_scales: Literal["none", "tensor", "head"] = "none"

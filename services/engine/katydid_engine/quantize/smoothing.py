@@ -18,7 +18,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from katydid_engine.quantize.block import Block, e4m3_rows
+from katydid_engine.quantize.block import Block
+from katydid_engine.quantize.rows import e4m3_rows
 
 __all__ = ["ALPHAS", "SEAMS", "smooth"]
 
@@ -30,8 +31,8 @@ _COLUMNS_OUT = 256  # and rows of each
 
 _Many = TypeVar("_Many", tuple[str, ...], Tensor)
 
-Quantise = Callable[[Tensor], Tensor]
-"""A weight fp32 ``[N, K]`` as it will be multiplied."""
+Quantise = Callable[[str, Tensor], Tensor]
+"""A weight fp32 ``[N, K]`` as it will be multiplied, by its matrix's name."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ def _seams(block: Block, kind: str) -> list[_Seam]:
 def _search(
     tensors: Mapping[str, Tensor], seam: _Seam, rows: Tensor, quantise: Quantise
 ) -> tuple[float, Tensor] | None:
-    weights = [_spread(tensors[f"{name}.weight"], _COLUMNS_OUT) for name in _spread(seam.matrices, _MATRICES)]
-    wanted = [rows @ weight.T for weight in weights]
+    weights = {name: _spread(tensors[f"{name}.weight"], _COLUMNS_OUT) for name in _spread(seam.matrices, _MATRICES)}
+    wanted = [rows @ weight.T for weight in weights.values()]
     largest_rows = _shared(rows.abs().amax(0), seam)
     largest_weights = _shared(
         torch.stack([tensors[f"{name}.weight"].abs().amax(0) for name in seam.matrices]).amax(0), seam
@@ -108,8 +109,8 @@ def _search(
         wide = _widened(factors, seam)
         made = e4m3_rows(rows / wide)
         return sum(
-            float((made @ quantise(weight * wide).T - want).square().sum())
-            for weight, want in zip(weights, wanted, strict=True)
+            float((made @ quantise(name, weight * wide).T - want).square().sum())
+            for (name, weight), want in zip(weights.items(), wanted, strict=True)
         )
 
     best, least = None, error(torch.ones_like(largest_rows))

@@ -7,7 +7,8 @@ products of the first, so that errors of earlier layers are worked against and n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,12 +16,13 @@ from katydid_kernels import dequantize_int4
 from katydid_runtime.errors import ModelFolderError
 from torch import Tensor
 
-from katydid_engine.matrices import to_fp8
-from katydid_engine.quantize.block import Block, e4m3_rows
+from katydid_engine.matrices import Int4Matrix, to_fp8
+from katydid_engine.quantize.block import Block
 from katydid_engine.quantize.gptq import follow_drift, gptq, nearest, output_error, refit_scales
-from katydid_engine.quantize.int4_weights import Int4Weights
+from katydid_engine.quantize.pages import PageRounding, PageScales, page_scales
 from katydid_engine.quantize.recipe import Recipe
 from katydid_engine.quantize.rotation import hadamard
+from katydid_engine.quantize.rows import e4m3_rows
 from katydid_engine.quantize.smoothing import smooth
 
 __all__ = ["LayerResult", "Streams", "quantise_layer"]
@@ -49,16 +51,18 @@ class LayerResult:
         tokens: calibration tokens that each routed expert saw.
         outliers: the largest channel over the median channel of rows, by a matrix that multiplies them.
         largest_key, largest_value: largest magnitudes ``[kv_heads]``.
+        pages: scales of K and V, where a recipe wants them.
     """
 
     block: Block
-    int4: dict[str, Int4Weights] = field(default_factory=dict)
+    int4: dict[str, Int4Matrix] = field(default_factory=dict)
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
     alphas: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
     outliers: dict[str, float] = field(default_factory=dict)
     largest_key: Tensor | None = None
     largest_value: Tensor | None = None
+    pages: PageScales | None = None
 
 
 @dataclass
@@ -82,10 +86,13 @@ def quantise_layer(
     angles: tuple[Tensor, Tensor],
     recipe: Recipe,
     *,
-    int4: bool,
+    int4: Callable[[str], bool],
     gain_dtype: torch.dtype,
 ) -> LayerResult:
     """Quantises, and moves both streams behind the layer. ``block`` and ``streams`` lie on one device.
+
+    Args:
+        int4: whether a matrix of this name becomes int4; others become e4m3.
 
     Raises:
         ModelFolderError: rows or weights that are not finite.
@@ -94,7 +101,7 @@ def quantise_layer(
     sample = _sample_rows(block, streams.original[0], angles)
     outliers = {name: _outlier(rows) for name, rows in sample.items() if len(rows) and "experts" not in name}
     if recipe.smooth:
-        block, alphas = smooth(block, recipe.smooth, sample, lambda weight: _round(weight, recipe, int4), gain_dtype)
+        block, alphas = smooth(block, recipe.smooth, sample, functools.partial(_round, recipe, int4), gain_dtype)
     layer = _Layer(block, recipe, int4=int4)
     result = LayerResult(block, layer.int4, layer.errors, alphas, layer.tokens, outliers)
     _walk_attention(layer, streams, angles, result)
@@ -105,15 +112,19 @@ def quantise_layer(
 class _Layer:
     """The layer as it was and as far as it is quantised."""
 
-    def __init__(self, block: Block, recipe: Recipe, *, int4: bool) -> None:
+    def __init__(self, block: Block, recipe: Recipe, *, int4: Callable[[str], bool]) -> None:
         self.original = block
         self.quantised = replace(block, tensors=dict(block.tensors), rows=e4m3_rows)
         self.recipe = recipe
-        self.gptq = recipe.gptq if int4 else None
+        self.gptq = recipe.gptq
         self._to_int4 = int4
-        self.int4: dict[str, Int4Weights] = {}
+        self.int4: dict[str, Int4Matrix] = {}
         self.errors: dict[str, tuple[float, float]] = {}
         self.tokens: dict[str, int] = {}
+
+    def by_data(self, name: str) -> bool:
+        """Whether the rows decide how a matrix is rounded."""
+        return self._to_int4(name)
 
     @property
     def starved_tokens(self) -> int:
@@ -126,7 +137,7 @@ class _Layer:
     def round(self, groups: Sequence[tuple[str, ...]], sums: Sequence[_Sums]) -> None:
         """Rounds matrices; those of a group are multiplied with the same rows, groups have equal shapes."""
         tensors = self.quantised.tensors
-        if not self._to_int4:
+        if not self.by_data(groups[0][0]):
             for name in (name for group in groups for name in group):
                 matrix = to_fp8(tensors[f"{name}.weight"])
                 tensors[f"{name}.weight"] = matrix.dequantised()
@@ -153,7 +164,7 @@ class _Layer:
             begin = 0
             for name in group:
                 rows = slice(begin, begin := begin + len(tensors[f"{name}.weight"]))
-                self.int4[name] = Int4Weights(codes[index, rows].clone(), scales[index, rows].clone())
+                self.int4[name] = Int4Matrix(codes[index, rows].clone(), scales[index, rows].clone())
                 tensors[f"{name}.weight"] = rounded[index, rows].clone()
                 self.errors[name] = (float(error[index]), float(plain_error[index]))
 
@@ -165,22 +176,31 @@ def _walk_attention(layer: _Layer, streams: Streams, angles: tuple[Tensor, Tenso
         [layer.quantised.enter_attention(x) for x in streams.quantised],
     )
     _round_shared(layer, names, rows)
-    largest: list[Tensor] = []
+    result.largest_key, result.largest_value = _largest_heads(layer, rows.quantised, angles)
+    recipe = layer.recipe
+    if recipe.kv_scales != "none":
+        result.pages = page_scales(result.largest_key, result.largest_value, by_head=recipe.kv_scales == "head")
+        layer.quantised = replace(layer.quantised, pages=PageRounding(result.pages, recipe.rotate_keys))
     for stream, block in ((rows.original, layer.original), (rows.quantised, layer.quantised)):
-        for index, batch in enumerate(stream):
-            if stream is rows.quantised:
-                _, k, v = block.heads(batch, angles)
-                if layer.recipe.rotate_keys:
-                    k = k @ hadamard(k.shape[-1]).to(k.device)
-                largest.append(torch.stack([part.abs().amax((0, 1, 3)) for part in (k, v)]))
-            stream[index] = block.attend(batch, angles)
-    result.largest_key, result.largest_value = torch.stack(largest).amax(0)
+        stream[:] = [block.attend(batch, angles) for batch in stream]
     _round_shared(layer, ("self_attn.o_proj",), rows)
     for stream, attended, block in (
         (streams.original, rows.original, layer.original),
         (streams.quantised, rows.quantised, layer.quantised),
     ):
         stream[:] = [block.leave_attention(x, one) for x, one in zip(stream, attended, strict=True)]
+
+
+def _largest_heads(layer: _Layer, rows: list[Tensor], angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Largest magnitudes of K, rotated where keys are, and of V: ``[kv_heads]`` each."""
+    found = []
+    for batch in rows:
+        _, k, v = layer.quantised.heads(batch, angles)
+        if layer.recipe.rotate_keys:
+            k = k @ hadamard(k.shape[-1]).to(k.device)
+        found.append(torch.stack([part.abs().amax((0, 1, 3)) for part in (k, v)]))
+    key, value = torch.stack(found).amax(0)
+    return key, value
 
 
 def _walk_feed_forward(layer: _Layer, streams: Streams) -> None:
@@ -209,6 +229,9 @@ def _walk_feed_forward(layer: _Layer, streams: Streams) -> None:
 
 
 def _round_shared(layer: _Layer, names: tuple[str, ...], rows: Streams) -> None:
+    if not layer.by_data(names[0]):
+        layer.round([names], [])
+        return
     first = rows.quantised[0]
     sums = layer.sums(first.shape[-1], first.device)
     for original, quantised in zip(rows.original, rows.quantised, strict=True):
@@ -225,12 +248,16 @@ def _round_experts(layer: _Layer, plain: list[Tensor], rounded: list[Tensor]) ->
     chunk = max(1, _HESSIAN_BYTES // (4 * hidden * hidden * 2))
     for begin in range(0, len(experts), chunk):
         some = list(enumerate(experts))[begin : begin + chunk]
-        entering, leaving = [], []
         for index, block in some:
+            layer.tokens[block] = sum(int((ids == index).sum()) for _, ids in routes)
+        if not layer.by_data(f"{some[0][1]}.gate_proj"):
+            layer.round([(f"{block}.{part}_proj",) for _, block in some for part in ("gate", "up", "down")], [])
+            continue
+        entering, leaving = [], []
+        for index, _ in some:
             sums = layer.sums(hidden, device)
             for original, quantised, weights in _routed(layer.starved_tokens, plain, rounded, routes, index):
                 sums.add(original * weights, quantised * weights)
-            layer.tokens[block] = sum(int((ids == index).sum()) for _, ids in routes)
             entering.append(sums)
         layer.round([(f"{block}.gate_proj", f"{block}.up_proj") for _, block in some], entering)
         for index, block in some:
@@ -285,8 +312,8 @@ def _some(rows: Tensor) -> Tensor:
     return rows[:: max(1, len(rows) // _SAMPLE_ROWS)][:_SAMPLE_ROWS]
 
 
-def _round(weight: Tensor, recipe: Recipe, int4: bool) -> Tensor:
-    if not int4:
+def _round(recipe: Recipe, int4: Callable[[str], bool], name: str, weight: Tensor) -> Tensor:
+    if not int4(name):
         return to_fp8(weight).dequantised()
     codes, scales = nearest(weight, recipe.clip)
     return dequantize_int4(codes, scales)

@@ -1,0 +1,83 @@
+"""Weights that are rounded while they are learned: where each lies between two values of its format, and its scale.
+
+Forward a weight is what will be stored; backward its gradient passes as if nothing was rounded (the straight-through
+estimator; Bengio et al., 2013). Of int4 both are learned, code and scale (Cheng et al., "SignRound", 2023, and Esser et
+al., "LSQ", 2020); of e4m3 the rounding alone, for a float's scale does not matter.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from katydid_engine.matrices import Fp8Matrix, Int4Matrix
+from katydid_engine.quantization import GROUP
+from katydid_engine.quantize.recipe import Distillation
+
+__all__ = ["LearnedFp8", "LearnedInt4"]
+
+_LOWEST, _HIGHEST = -8, 7
+_E4M3_LARGEST = 448.0
+_E4M3_STEPS = 8  # between a power of two and the next: a step is this part of a weight, or down to half of it
+
+
+class LearnedInt4:
+    """Matrices of equal width, one above the other.
+
+    Attributes:
+        position: fp32 ``[rows, K]``, rounded to the code; starts on it.
+        stretch: fp32 ``[rows, groups]``, the logarithm of what the scale is multiplied with.
+    """
+
+    def __init__(self, matrices: list[Int4Matrix]) -> None:
+        self.position = torch.cat([matrix.codes for matrix in matrices]).float().requires_grad_()
+        self._scales = torch.cat([matrix.scales for matrix in matrices]).float()
+        self.stretch = torch.zeros_like(self._scales).requires_grad_()
+        self._heights = [len(matrix.codes) for matrix in matrices]
+
+    def parameters(self, options: Distillation) -> list[tuple[Tensor, float]]:
+        """What is learned, and how fast."""
+        scales = (self.stretch, options.learning_rate)
+        return [scales, (self.position, options.rounding_rate)] if options.rounding_rate else [scales]
+
+    def weight(self) -> Tensor:
+        """fp32 ``[rows, K]``."""
+        scales = self._scales * self.stretch.exp()
+        wide = scales.repeat_interleave(GROUP, 1)[:, : self.position.shape[1]]
+        return (self.position + (self._codes() - self.position).detach()) * wide
+
+    @torch.no_grad()
+    def matrices(self) -> list[Int4Matrix]:
+        """As they are stored, in the order in which they were given."""
+        scales = (self._scales * self.stretch.exp()).to(torch.bfloat16)
+        parts = (torch.split(x, self._heights) for x in (self._codes().to(torch.int8), scales))
+        return [Int4Matrix(codes, some) for codes, some in zip(*parts, strict=True)]
+
+    def _codes(self) -> Tensor:
+        return self.position.detach().round().clamp(_LOWEST, _HIGHEST)
+
+
+class LearnedFp8:
+    """Likewise in e4m3, each matrix with the scale that it has. ``position`` is a weight over its scale."""
+
+    def __init__(self, matrices: list[Fp8Matrix]) -> None:
+        self.position = torch.cat([matrix.weight.float() for matrix in matrices]).requires_grad_()
+        self._given = matrices
+        self._heights = [len(matrix.weight) for matrix in matrices]
+        self._scales = torch.cat([matrix.scale.expand(len(matrix.weight)) for matrix in matrices])[:, None]
+        self._usual = float(self.position.detach().square().mean().sqrt())
+
+    def parameters(self, options: Distillation) -> list[tuple[Tensor, float]]:
+        rate = options.rounding_rate * self._usual / _E4M3_STEPS
+        return [(self.position, rate)] if rate else []
+
+    def weight(self) -> Tensor:
+        return (self.position + (self._values().float() - self.position).detach()) * self._scales
+
+    @torch.no_grad()
+    def matrices(self) -> list[Fp8Matrix]:
+        parts = torch.split(self._values(), self._heights)
+        return [Fp8Matrix(values, given.scale) for values, given in zip(parts, self._given, strict=True)]
+
+    def _values(self) -> Tensor:
+        return self.position.detach().clamp(-_E4M3_LARGEST, _E4M3_LARGEST).to(torch.float8_e4m3fn)

@@ -1,0 +1,59 @@
+"""Which matrices stay in e4m3 where a recipe makes the others int4, told by their names.
+
+The patterns that decide here are the ones that are written as compressed-tensors' targets, so that they cannot differ.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+__all__ = ["Part", "Parts"]
+
+Part = Literal["attention", "dense", "shared", "draft"]
+"""Of a model: attention's projections, dense feed-forward blocks, shared experts, all of its draft layers."""
+
+_PLACES = {
+    "attention": r"self_attn\.[qkvo]_proj$",
+    "dense": r"layers\.\d+\.mlp\.(gate|up|down)_proj$",
+    "shared": r"mlp\.shared_(mlp|experts)\.(gate|up|down)_proj$",
+    "experts": r"mlp\.experts\.\d+\.(gate|up|down)_proj$",
+}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts that stay in e4m3.
+
+    Attributes:
+        kept: by name.
+        draft_layers: numbers of the model's draft layers.
+    """
+
+    kept: tuple[Part, ...] = ()
+    draft_layers: tuple[int, ...] = ()
+
+    def is_fp8(self, name: str) -> bool:
+        """Of a matrix's full name, with or without ".weight"."""
+        stem = name.removesuffix(".weight")
+        return any(re.match(target, stem) for target in self.fp8_targets)
+
+    @cached_property
+    def fp8_targets(self) -> list[str]:
+        """Patterns of the names of matrices in e4m3, for ``re.match``."""
+        targets = [f".*{place}" for kind, place in _PLACES.items() if kind in self.kept]
+        return [*targets, f".*{self._drafts}.*_proj$"] if self._drafts else targets
+
+    @cached_property
+    def int4_targets(self) -> list[str]:
+        """Patterns of all others."""
+        before = f"(?!.*{self._drafts})" if self._drafts else ""
+        return [f"{before}.*{place}" for kind, place in _PLACES.items() if kind not in self.kept]
+
+    @property
+    def _drafts(self) -> str:
+        if "draft" not in self.kept or not self.draft_layers:
+            return ""
+        return rf"layers\.({'|'.join(str(layer) for layer in self.draft_layers)})\."

@@ -1,0 +1,82 @@
+"""A whole model without its draft layers in plain fp32 arithmetic, to learn by: all experts of a layer side by side.
+
+Every expert computes every token, and the routing weight is zero where a token did not choose it: the same function,
+in few large products instead of many small ones, at the price of experts / top_k of the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from katydid_engine.quantize.block import Block, rms_norm
+
+__all__ = ["ExpertStack", "Layer", "WholeModel", "stacked"]
+
+
+@dataclass(frozen=True)
+class ExpertStack:
+    """gate and up ``[experts * n, hidden]``, down ``[hidden, experts * n]``."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A decoder layer; of a sparse one the block holds no routed experts."""
+
+    block: Block
+    experts: ExpertStack | None = None
+
+    def feed_forward(self, entered: Tensor) -> Tensor:
+        """What the block adds to x ``[T, hidden]``, out of the rows of ``enter_feed_forward``."""
+        block = self.block
+        rows = block.rows(entered)
+        if self.experts is None:
+            return block.product("mlp.down_proj", block.hidden("mlp", rows))
+        weights, ids = block.route(entered)
+        assert block.config.moe is not None
+        shares = torch.zeros(len(rows), block.config.moe.num_experts, device=rows.device).scatter(1, ids, weights)
+        hidden = F.silu(F.linear(rows, self.experts.gate)) * F.linear(rows, self.experts.up)
+        hidden = block.rows(hidden.view(*shares.shape, -1)) * shares[..., None]
+        out = F.linear(hidden.flatten(1), self.experts.down)
+        if block.shared:
+            out = out + block.product(f"{block.shared}.down_proj", block.hidden(block.shared, rows))
+        return out
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """Embedding and head ``[vocab, hidden]``, the final norm's gain, layers."""
+
+    embedding: Tensor
+    head: Tensor
+    norm: Tensor
+    layers: Sequence[Layer]
+
+    def logits(self, ids: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """``[S, T, vocab]`` of int64 ``[S, T]``."""
+        x = F.embedding(ids, self.embedding)
+        for layer in self.layers:
+            block = layer.block
+            x = block.leave_attention(x, block.attend(block.enter_attention(x), angles))
+            x = x + layer.feed_forward(block.enter_feed_forward(x).flatten(0, 1)).view_as(x)
+        return rms_norm(x, self.norm, self.layers[0].block.config.rms_norm_eps) @ self.head.T
+
+
+def stacked(block: Block) -> Layer:
+    """The layer of a block that holds its experts one by one."""
+    if not block.sparse:
+        return Layer(block)
+    gate, up, down = ([block.tensors[f"{one}.{part}_proj.weight"] for one in block.experts()] for part in _PARTS)
+    rest = {name: tensor for name, tensor in block.tensors.items() if ".experts." not in name}
+    return Layer(replace(block, tensors=rest), ExpertStack(torch.cat(gate), torch.cat(up), torch.cat(down, 1)))
+
+
+_PARTS = ("gate", "up", "down")
