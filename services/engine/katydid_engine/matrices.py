@@ -106,6 +106,17 @@ def has_matrix(weights: Weights) -> bool:
     return weights.has("weight") or weights.has("weight_packed")
 
 
+def stored_alike(one: Weights, other: Weights) -> bool:
+    """Whether the matrices in two scopes are of one kind, with scales of one shape where they have any."""
+    return _kind(one) == _kind(other)
+
+
+def _kind(weights: Weights) -> tuple[bool, bool, int]:
+    stored, scale = weights.stored("weight"), weights.stored("weight_scale_inv") or weights.stored("weight_scale")
+    fp8 = stored is not None and stored[0] == "F8_E4M3"
+    return fp8, weights.has("weight_packed"), len(scale[1]) if fp8 and scale is not None else 0
+
+
 def read_matrix(weights: Weights, shape: tuple[int, int], part: tuple[slice, slice], *, row_scales: bool) -> Matrix:
     """The ``part`` of the matrix ``[out, in]`` that ``weights`` (the linear's own scope) holds.
 

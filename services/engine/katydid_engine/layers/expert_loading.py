@@ -43,21 +43,29 @@ _USUAL_H = 0.6
 _SCALE_OVER_USUAL = 2.0
 
 
-def load_experts(weights: Weights, moe: MoeConfig, hidden_size: int, gain: Tensor, share: ExpertShare) -> Experts:
+def load_experts(
+    weights: Weights,
+    moe: MoeConfig,
+    hidden_size: int,
+    gain: Tensor,
+    share: ExpertShare,
+    shared: Weights | None = None,
+) -> Experts:
     """Reads this rank's experts.
 
     Args:
         gain: ``[hidden]``, the weight of the norm before the experts.
+        shared: of a shared expert that stands behind the others as one of them.
 
     Raises:
         ModelFolderError: a matrix is missing or wrong, or experts of a layer are stored differently.
         SettingsError: this rank's part of an int4 expert is too narrow.
     """
-    reader = _Reader(weights, moe, hidden_size, share)
+    reader = _Reader(weights, moe, hidden_size, share, shared)
     gathered: _Plain | _Fp8 | _Int4 | None = None
     for slots, (gate, up, down) in reader:
         if gathered is None:
-            gathered = _gatherer(gate, len(share.experts), gain)
+            gathered = _gatherer(gate, len(share.experts) + (shared is not None), gain)
         for slot in slots:
             match gathered, gate, up, down:
                 case _Plain(), PlainMatrix(), PlainMatrix(), PlainMatrix():
@@ -69,7 +77,7 @@ def load_experts(weights: Weights, moe: MoeConfig, hidden_size: int, gain: Tenso
                 case _:
                     raise ModelFolderError(
                         f"experts under {weights.prefix} are multiplied as one, but not all are stored alike",
-                        field=f"{weights.prefix}experts.{share.experts[slot]}",
+                        field=f"{weights.prefix}experts.{[*share.experts, 'shared'][slots[0]]}",
                     )
     assert gathered is not None
     return gathered.finish(share, weights.dtype)
@@ -79,8 +87,11 @@ class _Reader:
     """Yields slots and what is to lie in them, gate ``[n, hidden]``, up and down ``[hidden, n]``, expert by expert, and
     checks those of other ranks. They are stored one by one or, as transformers 5 can save them, all in one tensor."""
 
-    def __init__(self, weights: Weights, moe: MoeConfig, hidden_size: int, share: ExpertShare) -> None:
+    def __init__(
+        self, weights: Weights, moe: MoeConfig, hidden_size: int, share: ExpertShare, shared: Weights | None
+    ) -> None:
         self._weights = weights
+        self._shared = shared
         self._experts, self._width, self._hidden = moe.num_experts, moe.intermediate_size, hidden_size
         self._joined = weights.has("experts.gate_up_proj")
         self._share = share
@@ -90,6 +101,8 @@ class _Reader:
     def __iter__(self) -> Iterator[tuple[list[int], tuple[Matrix, Matrix, Matrix]]]:
         every, ours = slice(0, self._hidden), self._columns
         wide, narrow = (self._width, self._hidden), (self._hidden, self._width)
+        if self._shared is not None:
+            yield [len(self._share.experts)], self._matrices(self._shared)
         for expert in range(self._experts):
             slots = [slot for slot, held in enumerate(self._share.experts) if held == expert]
             if self._joined and slots:
@@ -104,26 +117,33 @@ class _Reader:
                 )
             elif not self._joined:
                 scope = self._weights.scope(f"experts.{expert}")
-                gate, up, down = (scope.scope(f"{name}_proj") for name in ("gate", "up", "down"))
                 if slots:
-                    yield (
-                        slots,
-                        (
-                            read_matrix(gate, wide, (ours, every), row_scales=False),
-                            read_matrix(up, wide, (ours, every), row_scales=False),
-                            read_matrix(down, narrow, (every, ours), row_scales=False),
-                        ),
-                    )
+                    yield slots, self._matrices(scope)
                 else:
+                    gate, up, down = _projections(scope)
                     skip_matrix(gate, wide)
                     skip_matrix(up, wide)
                     skip_matrix(down, narrow)
+
+    def _matrices(self, expert: Weights) -> tuple[Matrix, Matrix, Matrix]:
+        every, ours = slice(0, self._hidden), self._columns
+        wide, narrow = (self._width, self._hidden), (self._hidden, self._width)
+        gate, up, down = _projections(expert)
+        return (
+            read_matrix(gate, wide, (ours, every), row_scales=False),
+            read_matrix(up, wide, (ours, every), row_scales=False),
+            read_matrix(down, narrow, (every, ours), row_scales=False),
+        )
 
     def _joined_part(self, expert: int, name: str, part: tuple[slice, slice]) -> Matrix:
         rows, columns = (2 * self._width, self._hidden) if name == "gate_up" else (self._hidden, self._width)
         shape = (self._experts, rows, columns)
         matrix = self._weights.slice(f"experts.{name}_proj", shape, (slice(expert, expert + 1), *part))[0]
         return quantised(matrix, self._weights.scheme)
+
+
+def _projections(expert: Weights) -> tuple[Weights, Weights, Weights]:
+    return expert.scope("gate_proj"), expert.scope("up_proj"), expert.scope("down_proj")
 
 
 class _Stack:

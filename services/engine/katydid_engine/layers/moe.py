@@ -1,8 +1,9 @@
 """The sparse feed-forward block: a router, routed experts, and perhaps a shared expert that every token passes.
 
 Here every rank of the TP group has all rows. Experts are cut over the group by id (expert parallel) or by column like a
-dense block; either way a rank's result is its summand, and the shared expert is cut by column. Where each rank has rows
-of its own, ``dispatched_moe`` sends them to their experts instead.
+dense block; either way a rank's result is its summand, and the shared expert is cut by column. One that is as wide as
+the others and cut like them is one of them, to which every token goes: no launch is its own then. Where each rank has
+rows of its own, ``dispatched_moe`` sends them to their experts instead.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from katydid_engine.layers.expert_share import ExpertShare
 from katydid_engine.layers.mlp import DenseMlp
 from katydid_engine.layers.norm import RmsNorm
 from katydid_engine.layers.routing import MoeNames, Routed, Routing
-from katydid_engine.matrices import has_matrix
+from katydid_engine.matrices import has_matrix, stored_alike
 from katydid_engine.model_config import MoeConfig
 from katydid_engine.weights import Weights
 
@@ -33,9 +34,10 @@ class SparseMoe:
     def __init__(
         self, weights: Weights, moe: MoeConfig, hidden_size: int, names: MoeNames, gain: Tensor, share: ExpertShare
     ) -> None:
-        self._routing = Routing(weights, moe, hidden_size, names)
-        self._experts = load_experts(weights, moe, hidden_size, gain, share)
-        self._shared = shared_expert(weights, moe, hidden_size, names)
+        among = _shared_among_others(weights, moe, names, share)
+        self._routing = Routing(weights, moe, hidden_size, names, shared=among is not None)
+        self._experts = load_experts(weights, moe, hidden_size, gain, share, among)
+        self._shared = shared_expert(weights, moe, hidden_size, names) if among is None else None
 
     def __call__(self, x: Activations) -> Tensor:
         """``[T, hidden] -> [T, hidden]``."""
@@ -63,6 +65,21 @@ def shared_expert(weights: Weights, moe: MoeConfig, hidden_size: int, names: Moe
     """This rank's columns of it; None where the model has none."""
     if not moe.shared_intermediate_size:
         return None
+    return DenseMlp(_shared_scope(weights, names), hidden_size, moe.shared_intermediate_size)
+
+
+def _shared_among_others(weights: Weights, moe: MoeConfig, names: MoeNames, share: ExpertShare) -> Weights | None:
+    """The shared expert's scope where it can be one of the others: of their width, kind and cut."""
+    if moe.shared_intermediate_size != moe.intermediate_size or len(share.experts) != moe.num_experts:
+        return None
+    scope = _shared_scope(weights, names)
+    alike = all(
+        stored_alike(scope.scope(name), weights.scope(f"experts.0.{name}"))
+        for name in ("gate_proj", "up_proj", "down_proj")
+    )
+    return scope if alike else None
+
+
+def _shared_scope(weights: Weights, names: MoeNames) -> Weights:
     present = [name for name in names.shared if has_matrix(weights.scope(f"{name}.gate_proj"))]
-    scope = weights.scope((present or names.shared)[0])
-    return DenseMlp(scope, hidden_size, moe.shared_intermediate_size)
+    return weights.scope((present or names.shared)[0])

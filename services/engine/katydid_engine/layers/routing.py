@@ -34,8 +34,8 @@ class Routed:
     Attributes:
         x: plain, ``[T, hidden]``.
         rows: the same as the experts want them.
-        weights: fp32 ``[T, top_k]``.
-        ids: int32 ``[T, top_k]``, over the model's experts.
+        weights: fp32 ``[T, top_k]``, a column more with a shared expert among the others.
+        ids: int32, likewise, over the model's experts.
     """
 
     x: Tensor
@@ -45,10 +45,14 @@ class Routed:
 
 
 class Routing:
-    """Replicated on every rank; it reads plain rows, of which the experts' kind is made."""
+    """Replicated on every rank; it reads plain rows, of which the experts' kind is made. ``shared``: every token goes
+    to one more expert, which stands behind the others, with weight 1."""
 
-    def __init__(self, weights: Weights, moe: MoeConfig, hidden_size: int, names: MoeNames) -> None:
+    def __init__(
+        self, weights: Weights, moe: MoeConfig, hidden_size: int, names: MoeNames, *, shared: bool = False
+    ) -> None:
         self._moe = moe
+        self._shared = shared
         self._weight = RouterWeight.prepare(
             weights.tensor(names.router, (moe.num_experts, hidden_size), dtype=torch.float32)
         )
@@ -68,6 +72,7 @@ class Routing:
             selection_bias=self._selection_bias,
             renormalise=self._moe.renormalise,
             scale=self._moe.routed_scale,
+            shared=self._shared,
         )
         return Routed(x, x if wanted is None else wanted.quantize(x), weights, ids)
 
@@ -85,6 +90,7 @@ class Routing:
             selection_bias=self._selection_bias,
             renormalise=self._moe.renormalise,
             scale=self._moe.routed_scale,
+            shared=self._shared,
             fp8=whole_rows,
             fp8_scale=wanted.scale if wanted is not None and whole_rows else None,
         )
