@@ -49,9 +49,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderLM:
 class Decoding:
     """Prompts of some lengths that decode with two drafts, step by step, in buckets of ``rows``."""
 
-    def __init__(self, model: DecoderLM, lengths: list[int], rows: int) -> None:
+    def __init__(self, model: DecoderLM, lengths: list[int], rows: int, agreement: float | None = None) -> None:
         self.runner = Runner(model, 24, collectives=SingleRank(), drafts=True, ahead=True)
-        self.steps = self.runner.use_decode_steps(Uncaptured(), rows=rows, tokens=256, depths=(2,))
+        self.steps = self.runner.use_decode_steps(Uncaptured(), rows=rows, tokens=256, depths=(2,), agreement=agreement)
         self.steps.prepare([Bucket(rows, 3, 2)])
         self.steps._rows = [rows]
         self._lengths = list(lengths)
@@ -93,6 +93,15 @@ def test_rows_that_fill_a_bucket_up_change_nothing(model: DecoderLM) -> None:
         assert torch.equal(exact.step(), padded.step())
     for ours, theirs in zip(exact.runner.kv_cache.k_pages, padded.runner.kv_cache.k_pages, strict=True):
         assert torch.equal(ours, theirs), "rows that fill up write nowhere"
+
+
+def test_drafts_agree_as_often_as_told(model: DecoderLM) -> None:
+    decoding = Decoding(model, [1, 63, 100], 3, agreement=0.7)
+    torch.manual_seed(1)
+    before = sum(decoding._lengths)
+    for _ in range(20):
+        decoding.step()
+    assert 60 * 1.8 < sum(decoding._lengths) - before < 60 * 2.6, "1 + 0.7 + 0.49 tokens a row"
 
 
 def test_steps_of_other_kinds_have_no_bucket(model: DecoderLM) -> None:

@@ -90,14 +90,24 @@ class DecodeSteps:
         rows: most of a step.
         pages: most of a sequence.
         depths: numbers of drafts that steps verify and make.
+        agreement: share of drafts that count as sampled, whatever is sampled: for timing weights that predict nothing.
     """
 
     def __init__(
-        self, model: DecoderLM, kv_cache: KvCache, pieces: Pieces, *, rows: int, pages: int, depths: Iterable[int]
+        self,
+        model: DecoderLM,
+        kv_cache: KvCache,
+        pieces: Pieces,
+        *,
+        rows: int,
+        pages: int,
+        depths: Iterable[int],
+        agreement: float | None = None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._pieces = pieces
+        self._agreement = agreement
         self._depths = sorted(set(depths), reverse=True)
         self._rows = row_buckets(rows)
         width = 1 + max(self._depths)
@@ -155,9 +165,13 @@ class DecodeSteps:
         hidden = self.buffers.hidden[: bucket.tokens]
         logits = self._model.logits(hidden)
         tokens = sample(logits, tensors.sampling, sound=self.buffers.sound[: bucket.tokens]).view(rows, width)
+        drafts = inputs.token_ids.view(rows, width)[:, 1:]
+        if self._agreement is not None and bucket.drafts:
+            agreed = torch.rand_like(drafts, dtype=torch.float32) < self._agreement
+            tokens[:, :-1] = torch.where(agreed, drafts, (drafts + 1) % self._model.config.vocab_size)
         accepted = verify_draft(
             tokens,
-            inputs.token_ids.view(rows, width)[:, 1:],
+            drafts,
             num_drafts=tensors.num_drafts,
             first_positions=inputs.sample_positions.view(rows, width)[:, 0],
             left=left,

@@ -91,12 +91,28 @@ class Runner:
         """The pages that plans number."""
         return self._kv_cache
 
-    def prepare_decodes(self, rows: int, tokens: int, depths: Iterable[int] = (0,), *, capture: bool) -> None:
+    def prepare_decodes(
+        self,
+        rows: int,
+        tokens: int,
+        depths: Iterable[int] = (0,),
+        *,
+        capture: bool,
+        agreement: float | None = None,
+    ) -> None:
         """``use_decode_steps``, prepared: as CUDA graphs, or op by op."""
         pieces = Captured() if capture else Uncaptured()
-        self.use_decode_steps(pieces, rows=rows, tokens=tokens, depths=depths).prepare()
+        self.use_decode_steps(pieces, rows=rows, tokens=tokens, depths=depths, agreement=agreement).prepare()
 
-    def use_decode_steps(self, pieces: Pieces, *, rows: int, tokens: int, depths: Iterable[int] = (0,)) -> DecodeSteps:
+    def use_decode_steps(
+        self,
+        pieces: Pieces,
+        *,
+        rows: int,
+        tokens: int,
+        depths: Iterable[int] = (0,),
+        agreement: float | None = None,
+    ) -> DecodeSteps:
         """From now on steps of decodes alone run over tensors that never move, padded to a bucket; the caller prepares
         what is returned before the first of them.
 
@@ -105,9 +121,12 @@ class Runner:
             rows: most of a step.
             tokens: most of a sequence.
             depths: numbers of drafts that such steps verify and make.
+            agreement: as `DecodeSteps` has it.
         """
         pages = pages_for(tokens + MAX_Q_LEN)
-        self._steps = DecodeSteps(self._model, self._kv_cache, pieces, rows=rows, pages=pages, depths=depths)
+        self._steps = DecodeSteps(
+            self._model, self._kv_cache, pieces, rows=rows, pages=pages, depths=depths, agreement=agreement
+        )
         return self._steps
 
     def run(self, plan: StepPlan) -> StepOutput:
