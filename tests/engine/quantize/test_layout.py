@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from katydid_engine.quantization import Scheme
 from katydid_engine.quantize.layout import Output, Step, cut_into_shards, header, quantization_config, steps
+from katydid_engine.quantize.parts import Parts
 
 from tests.engine.test_quantization import read
 
@@ -93,6 +94,6 @@ def test_header_is_aligned_and_consecutive() -> None:
 
 @pytest.mark.parametrize("scheme", [Scheme.FP8, Scheme.W4A8])
 def test_the_engine_reads_its_own_config(scheme: Scheme) -> None:
-    stored = read(quantization_config(scheme, ignore=["lm_head"]))
+    stored = read(quantization_config(scheme, ignore=["lm_head"], parts=Parts()))
     assert stored.scheme is scheme
     assert not stored.static_inputs

@@ -81,7 +81,7 @@ class CalibratedRun:
             rotary_table(config.rope, config.head_dim, recipe.calibration.tokens, torch.device(device)),
             recipe.calibration.tokens,
         )
-        self.parts = Parts(recipe.fp8, tuple(range(config.num_layers, config.num_layers + config.num_mtp_layers)))
+        self.parts = Parts.of(recipe.fp8, config)
         heads = {"none": 0, "tensor": 1, "head": config.num_kv_heads}
         self.files = layer_files(
             checkpoint,

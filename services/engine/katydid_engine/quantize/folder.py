@@ -26,6 +26,7 @@ from katydid_engine.quantization import Scheme
 from katydid_engine.quantize.calibrated import CalibratedRun
 from katydid_engine.quantize.layout import Shard, Step, cut_into_shards, quantization_config, steps
 from katydid_engine.quantize.partial_folder import PartialFolder, told_as_settings_error
+from katydid_engine.quantize.parts import Parts
 from katydid_engine.quantize.recipe import Recipe
 
 __all__ = ["SCHEMES", "Options", "Progress", "Summary", "quantize_folder"]
@@ -104,12 +105,14 @@ def quantize_folder(source: Path, target: Path, options: Options, *, progress: P
                     return _by_data(
                         source, target, checkpoint, config, options, options.recipe, progress or _say_nothing
                     )
-            return _by_weights(source, target, checkpoint, options, progress or _say_nothing)
+            return _by_weights(source, target, checkpoint, config, options, progress or _say_nothing)
     finally:
         checkpoint.close()
 
 
-def _by_weights(source: Path, target: Path, checkpoint: Checkpoint, options: Options, progress: Progress) -> Summary:
+def _by_weights(
+    source: Path, target: Path, checkpoint: Checkpoint, config: ModelConfig, options: Options, progress: Progress
+) -> Summary:
     scheme = SCHEMES[options.scheme]
     work = steps({name: (entry.dtype, entry.shape) for name, entry in checkpoint.entries.items()}, scheme)
     shards = cut_into_shards(work, options.shard_bytes)
@@ -119,7 +122,8 @@ def _by_weights(source: Path, target: Path, checkpoint: Checkpoint, options: Opt
     report = functools.partial(progress, summary.source_bytes)
     with _thread_each() as pool:
         _write_shards(checkpoint, shards, partial, options, report, pool)
-    partial.finish(shards, {"quantization_config": quantization_config(scheme, ignore=list(_IGNORED))})
+    described = quantization_config(scheme, ignore=list(_IGNORED), parts=Parts.of((), config))
+    partial.finish(shards, {"quantization_config": described})
     return summary
 
 

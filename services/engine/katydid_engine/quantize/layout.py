@@ -120,22 +120,24 @@ def header(shard: Shard) -> bytes:
 
 
 def quantization_config(
-    scheme: Scheme, *, ignore: list[str], parts: Parts | None = None, kv_scales: str = "none", rotate_keys: bool = False
+    scheme: Scheme, *, ignore: list[str], parts: Parts, kv_scales: str = "none", rotate_keys: bool = False
 ) -> dict[str, Any]:
     """In compressed-tensors' terms.
 
     Args:
-        parts: what stays in e4m3 of a scheme that is int4.
+        parts: of the model, and which of them stay in e4m3 of a scheme that is int4.
         ignore: the linears that stay as they are.
         kv_scales: "tensor" or "head": pages are e4m3 over calibrated scales.
         rotate_keys: q and k are multiplied by a Hadamard matrix behind RoPE (compressed-tensors' transform R3).
     """
-    groups = [_config_group(scheme, ["Linear"])]
-    if scheme is Scheme.W4A8 and parts is not None and parts.fp8_targets:
-        groups = [
-            _config_group(Scheme.W4A8, [f"re:{target}" for target in parts.int4_targets]),
-            _config_group(Scheme.FP8, [f"re:{target}" for target in parts.fp8_targets]),
-        ]
+    if scheme is not Scheme.W4A8:
+        groups = [_fp8_group(["Linear"], experts="experts" in parts.places)]
+    elif not parts.fp8_targets:
+        groups = [_int4_group(["Linear"])]
+    else:
+        fp8 = [f"re:{target}" for target in parts.fp8_targets]
+        experts = "draft" in parts.kept and "experts" in parts.places
+        groups = [_int4_group([f"re:{target}" for target in parts.int4_targets]), _fp8_group(fp8, experts=experts)]
     config: dict[str, Any] = {
         "quant_method": "compressed-tensors",
         "format": groups[0]["format"] if len(groups) == 1 else "mixed-precision",
@@ -153,18 +155,21 @@ def quantization_config(
     return config
 
 
-def _config_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
-    weights: dict[str, Any] = {"symmetric": True, "dynamic": False}
-    inputs = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True}
-    if scheme is Scheme.W4A8:
-        weights |= {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
-        inputs |= {"strategy": "token"}
-    else:
-        # Other engines take experts with a scale a matrix only where activations have one a tensor.
-        weights |= {"num_bits": 8, "type": "float", "strategy": "tensor"}
-        inputs |= {"strategy": "tensor"}
-    storage = "pack-quantized" if scheme is Scheme.W4A8 else "float-quantized"
-    return {"targets": targets, "weights": weights, "input_activations": inputs, "format": storage}
+def _int4_group(targets: list[str]) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+    return _config_group(targets, "pack-quantized", weights, "token")
+
+
+def _fp8_group(targets: list[str], *, experts: bool) -> dict[str, Any]:
+    # Other engines take experts with a scale a matrix only where activations have one a tensor.
+    weights = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    return _config_group(targets, "float-quantized", weights, "tensor" if experts else "token")
+
+
+def _config_group(targets: list[str], storage: str, weights: dict[str, Any], inputs: str) -> dict[str, Any]:
+    activations = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": inputs}
+    weights = {"symmetric": True, "dynamic": False, **weights}
+    return {"targets": targets, "weights": weights, "input_activations": activations, "format": storage}
 
 
 def _steps_of(name: str, dtype: str, shape: Shape, scheme_of: Callable[[str], Scheme]) -> Iterator[Step]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from katydid_engine.model_config import ModelConfig
+
 __all__ = ["Part", "Parts"]
 
 Part = Literal["attention", "dense", "shared", "draft"]
@@ -30,10 +32,23 @@ class Parts:
     Attributes:
         kept: by name.
         draft_layers: numbers of the model's draft layers.
+        places: which of attention, dense, shared and experts the model has.
     """
 
     kept: tuple[Part, ...] = ()
     draft_layers: tuple[int, ...] = ()
+    places: tuple[str, ...] = tuple(_PLACES)
+
+    @classmethod
+    def of(cls, kept: tuple[Part, ...], config: ModelConfig) -> Parts:
+        """In a model."""
+        layers = config.num_layers + config.num_mtp_layers
+        places = ["attention"]
+        if config.moe is None or not all(config.sparse_layers):
+            places.append("dense")
+        if config.moe is not None:
+            places += ["experts", *(["shared"] if config.moe.shared_intermediate_size else [])]
+        return cls(kept, tuple(range(config.num_layers, layers)), tuple(places))
 
     def is_fp8(self, name: str) -> bool:
         """Of a matrix's full name, with or without ".weight"."""
@@ -43,14 +58,18 @@ class Parts:
     @cached_property
     def fp8_targets(self) -> list[str]:
         """Patterns of the names of matrices in e4m3, for ``re.match``."""
-        targets = [f".*{place}" for kind, place in _PLACES.items() if kind in self.kept]
+        targets = [f".*{place}" for kind, place in self._places if kind in self.kept]
         return [*targets, f".*{self._drafts}.*_proj$"] if self._drafts else targets
 
     @cached_property
     def int4_targets(self) -> list[str]:
         """Patterns of all others."""
         before = f"(?!.*{self._drafts})" if self._drafts else ""
-        return [f"{before}.*{place}" for kind, place in _PLACES.items() if kind not in self.kept]
+        return [f"{before}.*{place}" for kind, place in self._places if kind not in self.kept]
+
+    @property
+    def _places(self) -> list[tuple[str, str]]:
+        return [(kind, place) for kind, place in _PLACES.items() if kind in self.places]
 
     @property
     def _drafts(self) -> str:
