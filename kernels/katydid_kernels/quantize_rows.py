@@ -37,7 +37,14 @@ _SMALLEST_SCALE = 1e-12
 
 
 def add_rms_norm_quantize(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, scale: Tensor | None = None, group: int | None = None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    scale: Tensor | None = None,
+    group: int | None = None,
+    plain: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns ``(q, scale, r)``: e4m3 ``[T, n]``, fp32 scale ``[T]`` (or the one given) and ``x + residual``.
 
@@ -46,19 +53,20 @@ def add_rms_norm_quantize(
         weight: ``[n]``.
         scale: fp32 of one element to quantise with, or None for one scale a token.
         group: columns that share a scale, a power of two that divides n: the scale is then ``[T, n / group]``.
+        plain: ``[T, n]`` in the dtype of x, contiguous: where y goes too, rounded before it is quantised.
 
     Raises ValueError for a group that does not divide n, or one beside a given scale.
     """
     _check_group(x.shape[1], scale, group)
     if not _has_kernels(x):
-        return add_rms_norm_quantize_reference(x, residual, weight, eps, scale=scale, group=group)
+        return add_rms_norm_quantize_reference(x, residual, weight, eps, scale=scale, group=group, plain=plain)
     tokens, n = x.shape
     q = torch.empty(tokens, n, dtype=_E4M3, device=x.device)
     total = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
     scales = _scales(tokens, n, group, x.device) if scale is None else scale
     if tokens:
         _add_rms_norm_quantize_kernel[(tokens,)](
-            x, residual, weight, scales, total, q, n, x.stride(0), residual.stride(0), eps,
+            x, residual, weight, scales, total, plain, q, n, x.stride(0), residual.stride(0), eps,
             STATIC=scale is not None, GROUP=group, BLOCK=triton.next_power_of_2(n), num_warps=4, **_early(x),
         )  # fmt: skip
     return q, scales, total
@@ -172,7 +180,7 @@ def _store_quantized(y, scale_ptr, q_ptr, row, valid, n, col, STATIC: tl.constex
 
 @triton.jit
 def _add_rms_norm_quantize_kernel(
-    x_ptr, residual_ptr, weight_ptr, scale_ptr, total_ptr, q_ptr, n, x_row_stride, residual_row_stride, eps,
+    x_ptr, residual_ptr, weight_ptr, scale_ptr, total_ptr, plain_ptr, q_ptr, n, x_row_stride, residual_row_stride, eps,
     STATIC: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     _start(EARLY)
@@ -185,6 +193,10 @@ def _add_rms_norm_quantize_kernel(
     tl.store(total_ptr + row.to(tl.int64) * n + col, total, mask=col < n)
     x = total.to(tl.float32)
     y = x * tl.rsqrt(tl.sum(x * x, 0) / n + eps) * weight
+    if plain_ptr is not None:
+        rounded = y.to(plain_ptr.dtype.element_ty)
+        tl.store(plain_ptr + row.to(tl.int64) * n + col, rounded, mask=col < n)
+        y = rounded.to(tl.float32)
     rows = row + tl.arange(0, 1)
     _store_quantized(y[None, :], scale_ptr, q_ptr, rows, rows >= 0, n, col, STATIC, GROUP)
 
@@ -218,12 +230,21 @@ def _quantize_fp8_kernel(
 
 
 def add_rms_norm_quantize_reference(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, scale: Tensor | None = None, group: int | None = None
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    scale: Tensor | None = None,
+    group: int | None = None,
+    plain: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`add_rms_norm_quantize` in torch and fp32: what it computes, and what runs without a GPU."""
     total = x + residual
     wide = total.float()
     y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
+    if plain is not None:
+        y = plain.copy_(y).float()
     return *_quantize_reference(y, scale, group), total
 
 

@@ -43,6 +43,11 @@ def test_add_rms_norm(tokens: int, n: int, static: bool) -> None:
     assert torch.equal(found[2], expected[2])
     torch.testing.assert_close(found[1], expected[1])
     assert_quantised(found[0], expected[0])
+    plain = [torch.empty(tokens, n, device=DEVICE) for _ in range(2)]
+    beside = quantize_rows.add_rms_norm_quantize(x, residual, weight, 1e-5, scale=scale, plain=plain[0])
+    quantize_rows.add_rms_norm_quantize_reference(x, residual, weight, 1e-5, scale=scale, plain=plain[1])
+    torch.testing.assert_close(*plain)
+    assert torch.equal(beside[0], found[0]), "x is fp32: nothing is rounded before it is quantised"
 
 
 @pytest.mark.parametrize(("tokens", "n"), [(1, 64), (7, 96), (37, 192), (3, 1536)])

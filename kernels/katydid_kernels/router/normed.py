@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from katydid_kernels.quantize_rows import quantize_fp8
+from katydid_kernels.quantize_rows import add_rms_norm_quantize
 from katydid_kernels.rms_norm import add_rms_norm
 from katydid_kernels.router.op import fits_copy_engine, router
 from katydid_kernels.router.weight import RouterWeight
@@ -66,8 +66,13 @@ def add_rms_norm_route(
         raise ValueError(f"x and residual must have one shape, got {list(x.shape)} and {list(residual.shape)}")
     hopper = weight.hopper
     if hopper is None or not 1 <= len(x) <= MOST_TOKENS or not _one_launch(x, residual):
-        y, total = add_rms_norm(x, residual, norm_weight, eps)
-        q, q_scale = quantize_fp8(y, scale=fp8_scale) if fp8 else (None, None)
+        q: Tensor | None = None
+        q_scale: Tensor | None = None
+        if fp8:
+            y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            q, q_scale, total = add_rms_norm_quantize(x, residual, norm_weight, eps, scale=fp8_scale, plain=y)
+        else:
+            y, total = add_rms_norm(x, residual, norm_weight, eps)
         weights, ids = router(
             y,
             weight,

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 from katydid_kernels import Sampled, advance, sample, verify_draft
+from katydid_kernels.gemm.dense import runs_gluon
 from torch import Tensor
 
 from katydid_engine.decode_buffers import Bucket, BucketTensors, DecodeBuffers
@@ -108,6 +109,7 @@ class DecodeSteps:
         self._kv_cache = kv_cache
         self._pieces = pieces
         self._agreement = agreement
+        self._overlap = runs_gluon(model.device)
         self._depths = sorted(set(depths), reverse=True)
         self._rows = row_buckets(rows)
         width = 1 + max(self._depths)
@@ -164,7 +166,8 @@ class DecodeSteps:
         inputs = tensors.built.inputs
         hidden = self.buffers.hidden[: bucket.tokens]
         logits = self._model.logits(hidden)
-        tokens = sample(logits, tensors.sampling, sound=self.buffers.sound[: bucket.tokens]).view(rows, width)
+        sound = self.buffers.sound[: bucket.tokens]
+        tokens = sample(logits, tensors.sampling, sound=sound, overlap=self._overlap).view(rows, width)
         drafts = inputs.token_ids.view(rows, width)[:, 1:]
         if self._agreement is not None and bucket.drafts:
             agreed = torch.rand_like(drafts, dtype=torch.float32) < self._agreement
@@ -175,6 +178,7 @@ class DecodeSteps:
             num_drafts=tensors.num_drafts,
             first_positions=inputs.sample_positions.view(rows, width)[:, 0],
             left=left,
+            overlap=self._overlap,
         )
         if bucket.drafts:
             self._draft(tensors, hidden, tokens, accepted, bucket)

@@ -15,6 +15,7 @@ from katydid_kernels import (
     qkv_post_fp8,
     stem_select,
 )
+from katydid_kernels.gemm.dense import runs_gluon
 from katydid_runtime.errors import ModelFolderError
 from torch import Tensor
 
@@ -76,6 +77,7 @@ class Attention:
         self.sparse = False
         self.input = self._qkv.input
         self._dtype = weights.dtype
+        self._overlap = runs_gluon(weights.device)
         self._eps = config.rms_norm_eps
         self._rotated_keys = config.quantization.rotated_keys
         self._scale = config.head_dim**-0.5
@@ -97,10 +99,13 @@ class Attention:
             "eps": self._eps,
             "hadamard": self._rotated_keys,
         }
+        # What a step is made of is older than the product before: it was there before the layer's first kernel.
         if self._k_scale is None:
-            q, q_scale = qkv_post(*operands, **norms), None
+            q, q_scale = qkv_post(*operands, **norms, overlap=self._overlap), None
         else:
-            q, q_scale = qkv_post_fp8(*operands, **norms, k_scale=self._k_scale, v_scale=self._v_scale)
+            q, q_scale = qkv_post_fp8(
+                *operands, **norms, k_scale=self._k_scale, v_scale=self._v_scale, overlap=self._overlap
+            )
         return self._output.in_parts(self._attend(q, q_scale, batch, k_pages, v_pages).flatten(1))
 
     def _attend(
@@ -124,6 +129,7 @@ class Attention:
                 v_scale=self._v_scale,
                 plan=plan.decode,
                 scratch=plan.scratch,
+                overlap=self._overlap and plan.decode is not None,
                 out=out[:split_tokens].view(shape),
             )
         if split < batch.num_seqs and plan.sparse is not None and self.sparse:
