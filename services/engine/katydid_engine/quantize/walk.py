@@ -8,7 +8,7 @@ products of the first, so that errors of earlier layers are worked against and n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,6 +22,7 @@ from katydid_engine.quantize.gptq import follow_drift, gptq, nearest, output_err
 from katydid_engine.quantize.pages import PageRounding, PageScales, page_scales
 from katydid_engine.quantize.recipe import Recipe
 from katydid_engine.quantize.rotation import hadamard
+from katydid_engine.quantize.routed_rows import RoutedRows
 from katydid_engine.quantize.rows import e4m3_rows
 from katydid_engine.quantize.smoothing import smooth
 
@@ -242,44 +243,30 @@ def _round_shared(layer: _Layer, names: tuple[str, ...], rows: Streams) -> None:
 def _round_experts(layer: _Layer, plain: list[Tensor], rounded: list[Tensor]) -> None:
     """Some experts at a time, each by the tokens routed to it in the quantised model; a token counts by the square of
     its routing weight, as its error does. An expert that saw too few is rounded by all tokens."""
-    routes = [layer.quantised.route(rows) for rows in rounded]
     experts = layer.original.experts()
-    hidden, device = rounded[0].shape[-1], rounded[0].device
+    routed = RoutedRows(plain, rounded, [layer.quantised.route(rows) for rows in rounded], len(experts))
+    layer.tokens |= zip(experts, routed.counts, strict=True)
+    hidden, device = plain[0].shape[-1], plain[0].device
     chunk = max(1, _HESSIAN_BYTES // (4 * hidden * hidden * 2))
     for begin in range(0, len(experts), chunk):
         some = list(enumerate(experts))[begin : begin + chunk]
-        for index, block in some:
-            layer.tokens[block] = sum(int((ids == index).sum()) for _, ids in routes)
         if not layer.by_data(f"{some[0][1]}.gate_proj"):
             layer.round([(f"{block}.{part}_proj",) for _, block in some for part in ("gate", "up", "down")], [])
             continue
         entering, leaving = [], []
         for index, _ in some:
             sums = layer.sums(hidden, device)
-            for original, quantised, weights in _routed(layer.starved_tokens, plain, rounded, routes, index):
+            for original, quantised, weights in routed.of(index, layer.starved_tokens):
                 sums.add(original * weights, quantised * weights)
             entering.append(sums)
         layer.round([(f"{block}.gate_proj", f"{block}.up_proj") for _, block in some], entering)
         for index, block in some:
             sums = layer.sums(len(layer.original.tensors[f"{block}.up_proj.weight"]), device)
-            for original, quantised, weights in _routed(layer.starved_tokens, plain, rounded, routes, index):
+            for original, quantised, weights in routed.of(index, layer.starved_tokens):
                 made = layer.original.hidden(block, original), layer.quantised.hidden(block, quantised)
                 sums.add(made[0] * weights, made[1] * weights)
             leaving.append(sums)
         layer.round([(f"{block}.down_proj",) for _, block in some], leaving)
-
-
-def _routed(
-    starved_tokens: int, plain: list[Tensor], rounded: list[Tensor], routes: list[tuple[Tensor, Tensor]], expert: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Rows of both streams that an expert is rounded by, those of the second in e4m3, and their weights ``[n, 1]``."""
-    starved = sum(int((ids == expert).sum()) for _, ids in routes) < starved_tokens
-    for original, quantised, (weights, ids) in zip(plain, rounded, routes, strict=True):
-        if starved:
-            yield original, e4m3_rows(quantised), weights.new_ones(len(ids), 1)
-        else:
-            tokens, choice = (ids == expert).nonzero(as_tuple=True)
-            yield original[tokens], e4m3_rows(quantised[tokens]), weights[tokens, choice, None]
 
 
 def _sample_rows(block: Block, x: Tensor, angles: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
