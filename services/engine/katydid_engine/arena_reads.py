@@ -1,8 +1,8 @@
 """Blocks that workers unpack from where they lie in the cache service's memory, which this host's service shares.
 
 A block whose linear checksum is known is checked by the workers as they unpack it; any other one by the face before
-a worker hears of it. The face counts what workers have not unpacked yet: the lease must not end before. How much may be
-on its way is limited, since a step unpacks all that has arrived.
+a worker hears of it. The face counts what workers have not unpacked yet: the lease must not end before, nor may the
+memory's descriptor mean another one. How much may be on its way is limited, since a step takes all that has arrived.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 from katydid_cache import ArenaMapping, ArenaSlot, Cache, LookupResult, Tier
@@ -23,12 +24,18 @@ from katydid_engine.staging import arena_place, arena_slot
 __all__ = ["ArenaReads", "Lying", "Window"]
 
 
-@dataclass(frozen=True, slots=True)
+# Of blocks that are to be brought up or checked first; others wait for no one.
+_WINDOW_BLOCKS = 32
+
+
+@dataclass(slots=True)
 class Lying:
-    """What a lookup found: the memory it is in, and for each block in order its slot, None while it is on disk."""
+    """What a lookup found: the memory it is in, and for each block in order its slot, None while it is on disk; the
+    first ``told`` of them have been told."""
 
     mapping: ArenaMapping
-    slots: Iterator[ArenaSlot | None]
+    slots: Sequence[ArenaSlot | None]
+    told: int = 0
 
 
 class Window(NamedTuple):
@@ -50,6 +57,7 @@ class ArenaReads:
         # Slots that workers were told of, by ticket; and the tickets of a slot, which may be read by several at once.
         self._told: Counter[int] = Counter()
         self._tickets: dict[int, list[int]] = {}
+        self._mappings: dict[int, ArenaMapping] = {}
         self._freed = asyncio.Event()
 
     def found(self, found: LookupResult) -> Lying | None:
@@ -57,11 +65,18 @@ class ArenaReads:
         mapping = self._client.arena
         if mapping is None or not found.lease:
             return None
-        return Lying(mapping, _by_block(found))
+        return Lying(mapping, tuple(_by_block(found)))
+
+    def reach(self, lying: Lying, most: int) -> int:
+        """How many of the next ``most`` blocks one window is to have."""
+        ahead = lying.slots[lying.told : lying.told + min(most, self._limit)]
+        ready = sum(1 for _ in takewhile(lambda slot: slot is not None and slot.linear, ahead))
+        return max(ready, min(_WINDOW_BLOCKS, len(ahead)))
 
     async def window(self, ticket: int, lying: Lying, hashes: bytes, timeout_s: float) -> Window:
         """The next blocks, whose hashes are given: as many as are there and not known to be wrong, in order."""
-        wanted = [next(lying.slots) for _ in range(0, len(hashes), HASH_BYTES)]
+        wanted = lying.slots[lying.told : lying.told + len(hashes) // HASH_BYTES]
+        lying.told += len(wanted)
         await self._room(len(wanted))
         started = time.monotonic()
         slots = [slot for slot in wanted if slot is not None]
@@ -79,6 +94,7 @@ class ArenaReads:
         for number in numbers:
             self._tickets.setdefault(number, []).append(ticket)
         self._told[ticket] += len(numbers)
+        self._mappings[ticket] = lying.mapping
         return Window(numbers, tuple(slot.linear for slot in slots), time.monotonic() - started)
 
     def unpacked(self, slots: Sequence[int]) -> list[int]:
@@ -99,6 +115,7 @@ class ArenaReads:
         """Wait until workers are done with all blocks of a ticket."""
         await self._until(lambda: not self._told[ticket])
         del self._told[ticket]
+        self._mappings.pop(ticket, None)
 
     async def _room(self, wanted: int) -> None:
         await self._until(lambda: not self._told.total() or self._told.total() + wanted <= self._limit)

@@ -26,8 +26,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Batch:
-    """One reservation: the numbers of its slots in order, and the checksums of those packed or given up."""
+    """One reservation: the numbers of its slots in order, and the checksums of those packed or given up. The memory's
+    descriptor is kept open by it, so that the numbers mean no other memory."""
 
+    mapping: ArenaMapping
     reservation: Reservation
     in_place: InPlace
     slots: list[int]
@@ -97,7 +99,7 @@ class ArenaWrites:
         numbers = [None if slot is None else arena_slot(mapping.descriptor, slot.offset) for slot in reservation.slots]
         if self._client.arena is not mapping:
             return [None] * len(group)  # restarted meanwhile: what was reserved is gone, or goes with the attachment
-        batch = _Batch(reservation, in_place, [number for number in numbers if number is not None])
+        batch = _Batch(mapping, reservation, in_place, [number for number in numbers if number is not None])
         self._batches.update(dict.fromkeys(batch.slots, batch))
         return numbers
 

@@ -55,6 +55,7 @@ _HEALTH_POLL_S = 0.2
 _LOAD_INTERVAL_S = 0.2
 _LAST_FRAMES_S = 0.5
 _LEAST_SLOTS = 2
+_IN_PLACE_BLOCKS = 4096
 _ABORT_BEFORE_S = 1.0
 
 logger = logging.getLogger(__name__)
@@ -133,6 +134,7 @@ class Engine:
                 metrics,
                 settings.faults,
                 functools.partial(self._prefill_speed, rank),
+                _in_place_blocks(settings),
             )
             for rank, worker in enumerate(workers)
             if cache is not None and worker.staging is not None
@@ -319,6 +321,12 @@ def _open_cache(settings: EngineSettings) -> Cache | None:
         token=settings.kvcache_token(),
         lanes=settings.kvcache_lanes,
     )
+
+
+def _in_place_blocks(settings: EngineSettings) -> int | None:
+    """A GPU alone unpacks beside its steps, however much it is; where ranks meet at the end of a step it is to be what
+    takes no longer than the step."""
+    return _IN_PLACE_BLOCKS if settings.device == "cuda" and settings.parallel_plan.tp == 1 else None
 
 
 def _new_staging(settings: EngineSettings, model: ModelFacts) -> Staging:

@@ -48,7 +48,7 @@ from katydid_engine.staging import Staging, arena_place
 
 __all__ = ["KvConnector"]
 
-_WINDOW_BLOCKS = 32
+_STREAM_BLOCKS = 32
 _BATCH_BLOCKS = 32
 _LOOKUP_HASHES = 4096
 # A window that takes longer than this is better computed.
@@ -63,7 +63,8 @@ class KvConnector:
     """Serves one worker group, which was told last that the service is ``attached`` or not.
 
     ``client`` degrades: it never raises because the service is away. ``prefill_speed`` gives the tokens per second
-    that the workers compute, against which fetching is weighed; 0 where everything is to be fetched.
+    that the workers compute, against which fetching is weighed; 0 where everything is to be fetched. Workers are told
+    of at most ``in_place_blocks`` at a time that lie in the service's memory, by default of as many as can be read.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class KvConnector:
         metrics: EngineMetrics,
         faults: FaultDelays,
         prefill_speed: Callable[[], float] = lambda: 0.0,
+        in_place_blocks: int | None = None,
     ) -> None:
         self.attached = False
         self._client = client
@@ -84,12 +86,14 @@ class KvConnector:
         self._free_slots = list(staging.shape.reading)
         self._prefill_speed = prefill_speed
         self._advice = FetchAdvice(BLOCK_TOKENS)
-        self._in_place = ArenaReads(client, staging.shape.slot_bytes, limit=staging.shape.read_slots)
+        limit = in_place_blocks or staging.shape.read_slots
+        self._in_place = ArenaReads(client, staging.shape.slot_bytes, limit=limit)
         self._writes = ArenaWrites(client, send, metrics)
         self._slots_freed = asyncio.Event()
         self._fetches: dict[int, asyncio.Task[None]] = {}
         self._stores: asyncio.Queue[KvStore] = asyncio.Queue()
         self._reports: set[asyncio.Task[int]] = set()
+        self._endings: set[asyncio.Task[None]] = set()
 
     def ask(self, ask: KvAsk, spans: CacheSpans = CacheSpans()) -> None:
         """Takes a worker's wish; the service's spans for it go under ``spans``. Never waits."""
@@ -126,6 +130,8 @@ class KvConnector:
             for fetch in fetches:
                 fetch.cancel()
             await asyncio.gather(*fetches, return_exceptions=True)
+            for ending in self._endings:
+                ending.cancel()
 
     async def _follow_attachment(self) -> None:
         while True:
@@ -161,8 +167,14 @@ class KvConnector:
             elif not ended:
                 self._send(KvArrived(ask.ticket, (), last=True))
             if found.lease:
-                await self._in_place.all_unpacked(ask.ticket)
-                await self._client.release(found.lease)
+                # Not here: a fetch that is cancelled must end its lease too, and not before workers are done.
+                ending = asyncio.create_task(self._end(ask.ticket, found.lease))
+                self._endings.add(ending)
+                ending.add_done_callback(self._endings.discard)
+
+    async def _end(self, ticket: int, lease: int) -> None:
+        await self._in_place.all_unpacked(ticket)
+        await self._client.release(lease)
 
     def _weighed(self, found: LookupResult, advice: Advice, spans: CacheSpans) -> LookupResult:
         """What of ``found`` is to be fetched; the decision is counted and noted at the lookup's span."""
@@ -191,7 +203,8 @@ class KvConnector:
         for (run_start, run_end), (tier, *_) in zip(pairwise(ends), found.runs, strict=True):
             first = run_start
             while first < run_end:
-                count = min(_WINDOW_BLOCKS, run_end - first)
+                left = run_end - first
+                count = min(_STREAM_BLOCKS, left) if lying is None else self._in_place.reach(lying, left)
                 hashes = ask.hashes[HASH_BYTES * first : HASH_BYTES * (first + count)]
                 if lying is not None:
                     await asyncio.sleep(self._faults.fetch)
