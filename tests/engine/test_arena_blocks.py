@@ -288,6 +288,34 @@ def test_blocks_with_a_linear_checksum_are_left_to_the_worker_to_check() -> None
     run(scenario)
 
 
+def test_what_lies_ready_is_told_at_once_and_its_memory_kept() -> None:
+    """Up to the limit; blocks that are to be checked or brought up first come in windows. The descriptor that slots
+    name is closed when all of them are unpacked, not before."""
+
+    async def scenario() -> None:
+        memory = SharedMemory()
+        memory.summed = set(range(6))
+        for block in range(8):
+            memory.write(block)
+        reads = ArenaReads(memory, BLOCK, limit=5)  # type: ignore[arg-type]
+        lying = reads.found(memory.found(8))
+        assert lying is not None
+        assert memory.arena is not None
+        descriptor = memory.arena.descriptor
+        assert [reads.reach(lying, most) for most in (8, 3)] == [5, 3]
+        window = await reads.window(1, lying, hashes(range(5)), 5.0)
+        assert reads.reach(lying, 3) == 3
+        memory.restart()
+        del lying
+        os.fstat(descriptor)
+        reads.unpacked(window.slots)
+        await reads.all_unpacked(1)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+
+    run(scenario)
+
+
 @pytest.fixture
 def arenas() -> list[ArenaMapping]:
     mappings = [SharedMemory._map() for _ in range(2)]
