@@ -7,10 +7,11 @@ every row is computed by the same full tile: the same request then gets the same
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["linear", "linear_reference"]
+__all__ = ["linear", "linear_reference", "linear_unrounded"]
 
 _ROW_TILE = 8
 
@@ -22,6 +23,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         bias: ``[out]`` or None.
     """
     return linear_reference(x, weight, bias)
+
+
+def linear_unrounded(x: Tensor, weight: Tensor) -> Tensor:
+    """``[M, in] x [out, in] -> [M, out]`` in fp32, of bf16 or fp16 operands: their products are exact in fp32, so this
+    is what fp32 copies of both would give, for half the bytes."""
+    if x.is_cuda:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return linear_reference(x.float(), weight.float())
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

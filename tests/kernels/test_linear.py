@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from katydid_kernels import linear
+from katydid_kernels.linear import linear, linear_unrounded
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -37,3 +37,11 @@ def test_equals_the_product(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 def test_row_of_a_non_contiguous_input() -> None:
     x, weight = torch.randn(24, 5).T, torch.randn(10, 24)
     torch.testing.assert_close(linear(x, weight), x @ weight.T)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_narrow_operands_are_multiplied_and_not_rounded(device: str) -> None:
+    x, weight = (torch.randn(*shape, device=device).bfloat16() for shape in ((5, 512), (70, 512)))
+    found = linear_unrounded(x, weight)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from katydid_kernels import linear
+from katydid_kernels.linear import linear, linear_unrounded
 from torch import Tensor
 
 from katydid_engine.collectives import Collectives
@@ -41,7 +41,8 @@ class LmHead:
 
     Args:
         tied: the embedding whose rows are the head's; otherwise the head has a weight of its own.
-        fp32: multiply fp32 weights and hidden states, not only round the result to fp32.
+        fp32: multiply fp32 weights and hidden states, not only round the result to fp32. On a GPU weights that are 16-bit
+            numbers stay so beside 16-bit hidden states: the products are the same.
     """
 
     def __init__(
@@ -60,14 +61,27 @@ class LmHead:
             self.weight = tied.weight.to(dtype)
         else:
             self.weight = weights.slice("weight", (vocab_size, hidden_size), (part, slice(0, hidden_size)), dtype=dtype)
+        self._unrounded = fp32 and _is_narrow(self.weight, weights.dtype)
+        if self._unrounded:
+            self.weight = self.weight.to(weights.dtype)
         self._vocab_size = vocab_size
         self._step = -(-vocab_size // weights.size)
         self._collectives = collectives
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """``[rows, hidden] -> [rows, vocab]``."""
-        logits = linear(hidden.to(self.weight.dtype), self.weight).float()
+        if self._unrounded:
+            logits = linear_unrounded(hidden, self.weight)
+        else:
+            logits = linear(hidden.to(self.weight.dtype), self.weight).float()
         if self._collectives.size == 1:
             return logits
         padded = F.pad(logits, (0, self._step - logits.shape[1]))
         return self._collectives.all_gather(padded, 1)[:, : self._vocab_size]
+
+
+def _is_narrow(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether fp32 weights on a GPU are numbers of a 16-bit ``dtype``; in slices, for they are large."""
+    if weight.device.type == "cpu" or dtype.itemsize != 2:
+        return False
+    return all(torch.equal(part.to(dtype).float(), part) for part in weight.split(16384))
