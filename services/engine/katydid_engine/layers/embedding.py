@@ -41,8 +41,8 @@ class LmHead:
 
     Args:
         tied: the embedding whose rows are the head's; otherwise the head has a weight of its own.
-        fp32: multiply fp32 weights and hidden states, not only round the result to fp32. On a GPU weights that are 16-bit
-            numbers stay so beside 16-bit hidden states: the products are the same.
+        fp32: multiply fp32 weights and hidden states, not only round the result to fp32. On a GPU weights that are
+            16-bit numbers stay so beside 16-bit hidden states: the products are the same.
     """
 
     def __init__(
