@@ -84,4 +84,5 @@ def _is_narrow(weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether fp32 weights on a GPU are numbers of a 16-bit ``dtype``; in slices, for they are large."""
     if weight.device.type == "cpu" or dtype.itemsize != 2:
         return False
-    return all(torch.equal(part.to(dtype).float(), part) for part in weight.split(16384))
+    parts = (weight[start : start + 16384] for start in range(0, len(weight), 16384))
+    return all(torch.equal(part.to(dtype).float(), part) for part in parts)
