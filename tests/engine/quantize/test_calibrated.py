@@ -83,7 +83,8 @@ def test_nearer_than_rounding(source: Path, text: Path, tmp_path: Path, architec
 
 
 def test_an_interrupted_run_ends_in_the_same_bytes(source: Path, text: Path, tmp_path: Path) -> None:
-    options = Options("w4a8", recipe=recipe(text, fp8=("shared",), kv_scales="tensor", distill={"steps": 2}))
+    learning = {"steps": 2, "calibration": SIZES | {"sources": (str(text),), "sequences": 6}}
+    options = Options("w4a8", recipe=recipe(text, fp8=("shared",), kv_scales="tensor", distill=learning))
     said: list[str] = []
     quantize_folder(source, tmp_path / "whole", options, progress=lambda total, done, what: said.append(what))
     stops = len(said)

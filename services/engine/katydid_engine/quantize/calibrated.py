@@ -29,7 +29,7 @@ from katydid_engine.quantize.distilled_folder import read_both, stored_tensors, 
 from katydid_engine.quantize.layer_files import LayerFile, layer_files, layer_tensors, read_block
 from katydid_engine.quantize.partial_folder import PartialFolder
 from katydid_engine.quantize.parts import Parts
-from katydid_engine.quantize.recipe import Recipe
+from katydid_engine.quantize.recipe import Calibration, Recipe
 from katydid_engine.quantize.report import LayerReport, as_html, as_json, layer_report
 from katydid_engine.quantize.rotation import Rotation
 from katydid_engine.quantize.walk import LayerResult, Streams, quantise_layer
@@ -37,9 +37,11 @@ from katydid_engine.weights import FLOATS
 
 __all__ = ["CalibratedRun"]
 
-_IDS, _STATE, _REPORTS, _LEARNED = "calibration.ids", "calibration.state", "calibration.json", "learned.state"
+_IDS, _LEARNING_IDS = "calibration.ids", "learning.ids"
+_STATE, _REPORTS, _LEARNED = "calibration.state", "calibration.json", "learned.state"
 _REPORT = "quantization-report"
-_BATCH_TOKENS = 8192
+# Tokens that go through a layer at a time.
+_CPU_BATCH, _GPU_BATCH = 8192, 32768
 
 
 class CalibratedRun:
@@ -62,6 +64,7 @@ class CalibratedRun:
         self._source, self._checkpoint, self._config = source, checkpoint, config
         self._scheme, self._recipe, self._device = scheme, recipe, device
         self._progress = progress
+        self._batch_tokens = _CPU_BATCH if device == "cpu" else _GPU_BATCH
         if recipe.rotate_residual and config.num_mtp_layers:
             raise SettingsError(
                 "rotate_residual: draft layers read hidden states through the final norm's gain, which is folded away",
@@ -69,18 +72,27 @@ class CalibratedRun:
                 value="true",
                 allowed="false for a model with draft layers",
             )
-        if recipe.calibration.tokens > config.max_positions:
+        learns = recipe.distill
+        if learns is not None and scheme is Scheme.FP8 and not learns.rounding_rate:
             raise SettingsError(
-                f"calibration.tokens is {recipe.calibration.tokens}, the model has {config.max_positions} positions",
-                field="calibration.tokens",
-                value=recipe.calibration.tokens,
-                allowed=f"<= {config.max_positions}",
+                "distill.rounding_rate is 0, and of e4m3 nothing else is learned",
+                field="distill.rounding_rate",
+                value="0",
+                allowed="> 0 for this scheme",
             )
+        wanted = [("calibration", recipe.calibration)]
+        if recipe.distill is not None and recipe.distill.calibration is not None:
+            wanted.append(("distill.calibration", recipe.distill.calibration))
+        for name, calibration in wanted:
+            if calibration.tokens > config.max_positions:
+                raise SettingsError(
+                    f"{name}.tokens is {calibration.tokens}, the model has {config.max_positions} positions",
+                    field=f"{name}.tokens",
+                    value=calibration.tokens,
+                    allowed=f"<= {config.max_positions}",
+                )
         self._rotation = Rotation.make(config.hidden_size, seed=0, device=device) if recipe.rotate_residual else None
-        self._angles = rotary_angles(
-            rotary_table(config.rope, config.head_dim, recipe.calibration.tokens, torch.device(device)),
-            recipe.calibration.tokens,
-        )
+        self._angles = self._rotary(recipe.calibration.tokens)
         self.parts = Parts.of(recipe.fp8, config)
         heads = {"none": 0, "tensor": 1, "head": config.num_kv_heads}
         self.files = layer_files(
@@ -107,7 +119,7 @@ class CalibratedRun:
             SettingsError: a calibration source that does not exist or is too small.
             ModelFolderError: weights or hidden states that are not finite.
         """
-        ids = self._calibration(partial)
+        ids = self._calibration(partial.path / _IDS, self._recipe.calibration)
         start, streams = self._resume(partial, ids)
         for file in self.files:
             read = sum(step.read_bytes for step in file.shard.steps)
@@ -118,20 +130,19 @@ class CalibratedRun:
                 self._progress(0, file.prefix)
                 self._layer(partial, file, ids, streams)
             self._progress(read, file.prefix)
-        losses = self._distil(partial, ids) if self._recipe.distill is not None else []
+        losses = self._distil(partial) if self._recipe.distill is not None else []
         described = json.loads(self._recipe.model_dump_json())
         (partial.path / f"{_REPORT}.json").write_text(as_json(described, self._reports, losses))
         (partial.path / f"{_REPORT}.html").write_text(as_html(described, self._reports, losses))
 
-    unfinished = (_IDS, _STATE, _REPORTS, _LEARNED)
+    unfinished = (_IDS, _LEARNING_IDS, _STATE, _REPORTS, _LEARNED)
     """Names of files that only an unfinished run needs."""
 
-    def _calibration(self, partial: PartialFolder) -> Tensor:
-        path = partial.path / _IDS
+    def _calibration(self, path: Path, options: Calibration) -> Tensor:
         if path.exists():
             ids: Tensor = load_file(path)["ids"]
             return ids
-        ids = calibration_ids(self._source, self._recipe.calibration, device=self._device)
+        ids = calibration_ids(self._source, options, device=self._device)
         _save(path, {"ids": ids})
         return ids
 
@@ -235,8 +246,10 @@ class CalibratedRun:
             made.append(tensor)
         return made
 
-    def _distil(self, partial: PartialFolder, ids: Tensor) -> list[float]:
-        assert self._recipe.distill is not None
+    def _distil(self, partial: PartialFolder) -> list[float]:
+        options = self._recipe.distill
+        assert options is not None
+        rows = options.calibration or self._recipe.calibration
         path = partial.path / _LEARNED
         shards = [file.shard for file in self.files]
         if not path.exists():
@@ -248,15 +261,16 @@ class CalibratedRun:
                 self._device,
                 rotate=self._recipe.rotate_keys,
             )
+            ids = self._calibration(partial.path / _LEARNING_IDS, rows)
             with torch.enable_grad():
                 learned, losses = distill(
                     original,
                     quantised,
                     matrices,
                     ids,
-                    self._angles,
-                    self._recipe.distill,
-                    seed=self._recipe.calibration.seed,
+                    self._rotary(rows.tokens),
+                    options,
+                    seed=rows.seed,
                     report=lambda step, loss: self._progress(0, f"distilling.{step}.loss {loss:.4f}"),
                 )
             prefixes = [file.prefix for file in self.files if file.index is not None]
@@ -269,12 +283,16 @@ class CalibratedRun:
             with_new_tensors(partial, shard, made)
         return [float(loss) for loss in made["losses"]]
 
+    def _rotary(self, tokens: int) -> tuple[Tensor, Tensor]:
+        config = self._config
+        return rotary_angles(rotary_table(config.rope, config.head_dim, tokens, torch.device(self._device)), tokens)
+
     def _read(self, file: LayerFile, name: str) -> Tensor:
         step = next(step for step in file.shard.steps if step.source == name)
         return self._checkpoint.read(name, step.shape, step.part, FLOATS).float().to(self._device)
 
     def _batches(self, rows: Tensor) -> tuple[Tensor, ...]:
-        return torch.split(rows, max(1, _BATCH_TOKENS // rows.shape[1]))
+        return torch.split(rows, max(1, self._batch_tokens // rows.shape[1]))
 
 
 def _save(path: Path, tensors: dict[str, Tensor]) -> None:

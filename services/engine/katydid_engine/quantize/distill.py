@@ -48,13 +48,15 @@ def distill(
         report: called with the step and its loss.
     """
     layers = [_LearnedLayer(layer.block, found) for layer, found in zip(quantised.layers, matrices, strict=True)]
-    learned = [pair for layer in layers for pair in layer.parameters(options)]
-    optimizer = torch.optim.Adam([{"params": [tensor], "lr": rate} for tensor, rate in learned], betas=(0.9, 0.98))
+    by_rate: dict[float, list[Tensor]] = {}
+    for tensor, rate in (pair for layer in layers for pair in layer.parameters(options)):
+        by_rate.setdefault(rate, []).append(tensor)
+    optimizer = torch.optim.Adam([{"params": tensors} for tensors in by_rate.values()], betas=(0.9, 0.98))
     generator = torch.Generator().manual_seed(seed)
     losses: list[float] = []
     for step in range(options.steps):
         part = min(1.0, (step + 1) / _WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / options.steps))
-        for group, (_, rate) in zip(optimizer.param_groups, learned, strict=True):
+        for group, rate in zip(optimizer.param_groups, by_rate, strict=True):
             group["lr"] = rate * part
         chosen = torch.randint(len(ids), (options.sequences,), generator=generator)
         batch = ids[chosen].to(original.embedding.device)

@@ -18,7 +18,7 @@ __all__ = ["LearnedFp8", "LearnedInt4"]
 
 _LOWEST, _HIGHEST = -8, 7
 _E4M3_LARGEST = 448.0
-_E4M3_STEPS = 8  # between a power of two and the next: a step is this part of a weight, or down to half of it
+_STEPS_OF_A_WEIGHT = 8  # of e4m3, which has eight between a power of two and the next: up to twice as many
 
 
 class LearnedInt4:
@@ -44,7 +44,7 @@ class LearnedInt4:
         """fp32 ``[rows, K]``."""
         scales = self._scales * self.stretch.exp()
         wide = scales.repeat_interleave(GROUP, 1)[:, : self.position.shape[1]]
-        return (self.position + (self._codes() - self.position).detach()) * wide
+        return (self._codes() + (self.position - self.position.detach())) * wide
 
     @torch.no_grad()
     def matrices(self) -> list[Int4Matrix]:
@@ -58,21 +58,22 @@ class LearnedInt4:
 
 
 class LearnedFp8:
-    """Likewise in e4m3, each matrix with the scale that it has. ``position`` is a weight over its scale."""
+    """Likewise in e4m3, each matrix with the scale that it has. ``position`` is in steps of a weight of usual size."""
 
     def __init__(self, matrices: list[Fp8Matrix]) -> None:
-        self.position = torch.cat([matrix.weight.float() for matrix in matrices]).requires_grad_()
+        values = torch.cat([matrix.weight.float() for matrix in matrices])
+        self._step = float(values.square().mean().sqrt()) / _STEPS_OF_A_WEIGHT or 1.0
+        self.position = (values / self._step).requires_grad_()
         self._given = matrices
         self._heights = [len(matrix.weight) for matrix in matrices]
         self._scales = torch.cat([matrix.scale.expand(len(matrix.weight)) for matrix in matrices])[:, None]
-        self._usual = float(self.position.detach().square().mean().sqrt())
 
     def parameters(self, options: Distillation) -> list[tuple[Tensor, float]]:
-        rate = options.rounding_rate * self._usual / _E4M3_STEPS
-        return [(self.position, rate)] if rate else []
+        return [(self.position, options.rounding_rate)] if options.rounding_rate else []
 
     def weight(self) -> Tensor:
-        return (self.position + (self._values().float() - self.position).detach()) * self._scales
+        passing = self._step * (self.position - self.position.detach())
+        return (self._values().float() + passing) * self._scales
 
     @torch.no_grad()
     def matrices(self) -> list[Fp8Matrix]:
@@ -80,4 +81,5 @@ class LearnedFp8:
         return [Fp8Matrix(values, given.scale) for values, given in zip(parts, self._given, strict=True)]
 
     def _values(self) -> Tensor:
-        return self.position.detach().clamp(-_E4M3_LARGEST, _E4M3_LARGEST).to(torch.float8_e4m3fn)
+        values = self.position.detach() * self._step
+        return values.clamp(-_E4M3_LARGEST, _E4M3_LARGEST).to(torch.float8_e4m3fn)

@@ -73,13 +73,15 @@ class Distillation(_Strict):
         steps: of the optimiser.
         learning_rate: of the logarithm of a scale of int4.
         rounding_rate: of where a weight lies between two values of its format, in their distance; 0 keeps the values.
-        sequences: a step sees so many of the calibration sequences.
+        sequences: a step sees so many of the sequences.
+        calibration: rows to learn by, of which there should be many more than a Hessian needs; None for the recipe's.
     """
 
     steps: int = Field(default=300, ge=1)
     learning_rate: float = Field(default=1e-3, gt=0, le=1, allow_inf_nan=False)
     rounding_rate: float = Field(default=0.01, ge=0, le=1, allow_inf_nan=False)
     sequences: int = Field(default=4, ge=1)
+    calibration: Calibration | None = None
 
 
 def _false_is_none(value: Any) -> Any:
