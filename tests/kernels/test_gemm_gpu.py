@@ -81,10 +81,10 @@ def test_gemm_takes_what_the_copy_engine_cannot() -> None:
 
 
 # In fp8 h is rounded to e4m3 before the second product on both sides, where a tie can fall either way, by an eighth of
-# its largest element: hence the wider bound. Tiles without promotion add the short accumulator's error. A wrong row or
-# column makes an error near one.
+# its largest element: hence the wider bound. Tiles without promotion add the short accumulator's error, the more the
+# fewer results there are. A wrong row or column makes an error near one.
 EXPERTS = {BF16: 5e-3, E4M3: 1.5e-2}
-UNPROMOTED_EXPERTS = 2e-2
+UNPROMOTED_EXPERTS = 3e-2
 EXPERT_CASES = [
     ((5, 192, 37, 2, 0), 512),
     ((8, 384, 41, 8, 4), 4096),

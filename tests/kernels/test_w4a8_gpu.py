@@ -17,6 +17,7 @@ from katydid_kernels.w4a8.tuning import DecodeTile, GroupedTile, NarrowTile, gro
 
 # The result is rounded to bf16 (2^-9 relative, uniform: 1.7e-3 in norm).
 ROUNDING = 2.2e-3
+FEW_RESULTS = 4e-3  # half a unit in the last place: what one result may err
 # h is rounded to e4m3 before the second product on both sides, where a tie can fall either way.
 QUANTISED_HIDDEN = 1.5e-2
 
@@ -30,7 +31,8 @@ def test_narrow(tile: NarrowTile) -> None:
         (3, 10240, 4096),
         (tile.tokens - 1, 72, 8192),
     ]:
-        assert check_linear((m, n, k), tile, hooks=True) < ROUNDING, (m, n, k)
+        bound = ROUNDING if m * n > 1000 else FEW_RESULTS
+        assert check_linear((m, n, k), tile, hooks=True) < bound, (m, n, k)
 
 
 def test_many_rows() -> None:

@@ -2,11 +2,12 @@
 
 The fewest tokens go through one persistent launch without a plan (`experts_few_kernel`), few tokens an expert through
 one after the plan (`experts_decode_kernel`), many through the grouped GEMMs: gate-up with the weights as wgmma's rows,
-down by the wide kernel, then `combine`.
+then down with the sum beside it (`experts_down_kernel`) or, of wide experts, by the wide kernel and `combine`.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -22,18 +23,21 @@ from katydid_kernels.gemm.experts_decode_kernel import experts_decode_kernel
 from katydid_kernels.gemm.experts_down_kernel import experts_down_kernel
 from katydid_kernels.gemm.experts_few_kernel import experts_few_kernel
 from katydid_kernels.gemm.experts_up_kernel import experts_up_kernel
-from katydid_kernels.gemm.launch import GLUON_TYPE, REGISTERS, descriptor, launch_wide, sm_count
+from katydid_kernels.gemm.launch import GLUON_TYPE, REGISTERS, box_layout, descriptor, launch_wide, sm_count
+from katydid_kernels.gemm.own_plan import OWN_PLAN_INTS, OWN_PLAN_PAIRS
 from katydid_kernels.gemm.plan import RoutePlan, plan_routes
 from katydid_kernels.gemm.tuning import (
     BLOCK_DOWN_TILE,
     BLOCK_UP_TILE,
     DecodeTile,
     FewTile,
+    SummedDown,
     UpTile,
     WideTile,
     decode_tile,
     down_tile,
     few_tokens_tile,
+    summed_down,
     up_tile,
 )
 from katydid_kernels.quantize_rows import quantize_fp8
@@ -62,6 +66,7 @@ class ExpertWorkspace:
     ready: Tensor
     sync: Tensor
     sums: Tensor
+    own_plan: Tensor
 
     @staticmethod
     def allocate(
@@ -92,6 +97,7 @@ class ExpertWorkspace:
             torch.zeros(max(len(plan.tiles), tokens), dtype=torch.int32, device=device),
             torch.zeros(2, dtype=torch.int32, device=device),
             torch.zeros(2 * (hidden // 128) + 2, dtype=torch.int32, device=device),
+            torch.empty(sm_count(device), OWN_PLAN_INTS, dtype=torch.int32, device=device),
         )
 
 
@@ -128,20 +134,30 @@ def run_experts(
     if isinstance(tile, FewTile):
         _launch_few(x, w13, w2, weights, ids, first_expert, shared, out, scales, workspace, tile)
         return out
-    plan = plan_routes(ids, workspace.plan, len(w2), tile.tokens, first_expert=first_expert)
+    own_plan = isinstance(tile, DecodeTile) and ids.numel() <= OWN_PLAN_PAIRS
+    plan = workspace.plan
+    if not own_plan:
+        plan_routes(ids, plan, len(w2), tile.tokens, first_expert=first_expert)
     if isinstance(tile, DecodeTile):
         summed = len(ids) <= SUMMED_TOKENS
         paired = w2.shape[2] * w2.element_size() == PAIRED_ROW and not scales.of_blocks
-        _launch_decode(x, w13, w2, weights, ids, shared, out, scales, workspace, tile, summed=summed, paired=paired)
+        _launch_decode(
+            x, w13, w2, weights, ids, first_expert, shared, out, scales, workspace, tile,
+            own_plan=own_plan, summed=summed, paired=paired,
+        )  # fmt: skip
         if not summed:
             combine(workspace.y, plan.slots[: len(ids)], weights, out, shared=shared, early=True, paired=paired)
     else:
         _launch_up(x, w13, scales, workspace, tile)
-        launch_wide(
-            workspace.h, w2, workspace.y, down or down_tile(w2.shape[1], tile.tokens), col_scale=scales.down,
-            tiles=plan.tiles, tile_count=plan.tile_count,
-        )  # fmt: skip
-        combine(workspace.y, plan.slots[: len(ids)], weights, out, shared=shared, early=True)
+        blocks = None if down else summed_down(w2.shape[1], w2.shape[2])
+        if blocks:
+            _launch_down_sum(w2, weights, shared, out, scales, workspace, tile.tokens, blocks)
+        else:
+            launch_wide(
+                workspace.h, w2, workspace.y, down or down_tile(w2.shape[1], tile.tokens), col_scale=scales.down,
+                tiles=plan.tiles, tile_count=plan.tile_count,
+            )  # fmt: skip
+            combine(workspace.y, plan.slots[: len(ids)], weights, out, shared=shared, early=True)
     return out
 
 
@@ -174,8 +190,12 @@ def _run_blocks(
 
 def _weight_descriptor(view: Tensor, box: list[int]) -> TensorDescriptor:
     """A descriptor over weights seen with their rows in eights, which is how the swizzle repeats."""
-    layout = gl.NVMMASharedLayout(128, GLUON_TYPE[view.dtype].primitive_bitwidth, rank=view.ndim)
-    return TensorDescriptor(view, list(view.shape), list(view.stride()), box, layout)
+    return TensorDescriptor(view, list(view.shape), list(view.stride()), box, _eights_layout(view.ndim, view.dtype))
+
+
+@functools.cache
+def _eights_layout(rank: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(128, GLUON_TYPE[dtype].primitive_bitwidth, rank=rank)
 
 
 def _interleaved(w13: Tensor, rows: int) -> TensorDescriptor:
@@ -185,7 +205,7 @@ def _interleaved(w13: Tensor, rows: int) -> TensorDescriptor:
 
 
 def _rows_layout(tokens: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([tokens, _K_BYTES // dtype.itemsize], GLUON_TYPE[dtype])
+    return box_layout(tokens, _K_BYTES // dtype.itemsize, dtype)
 
 
 def _launch_up(x: Tensor, w13: Tensor, scales: ExpertScales, workspace: ExpertWorkspace, tile: UpTile) -> None:
@@ -217,12 +237,14 @@ def _launch_decode(
     w2: Tensor,
     weights: Tensor,
     ids: Tensor,
+    first_expert: int,
     shared: Tensor | None,
     out: Tensor,
     scales: ExpertScales,
     workspace: ExpertWorkspace,
     tile: DecodeTile,
     *,
+    own_plan: bool,
     summed: bool,
     paired: bool,
 ) -> None:
@@ -232,7 +254,7 @@ def _launch_decode(
         descriptor(h, [tile.tokens, _K_BYTES // h.element_size()]), h, h.stride(0), y, weights, shared, out,
         plan.rows, plan.slots, plan.tiles, plan.tile_count, workspace.ready, workspace.sync,
         scales.up, scales.inverse_h, scales.down, scales.token, workspace.h_unquantised, workspace.h_scales,
-        workspace.parts, x.shape[0],
+        workspace.parts, ids, workspace.own_plan if own_plan else None, first_expert, len(w2), x.shape[0],
         H=w2.shape[1], WIDTH=w2.shape[2], TOP_K=ids.shape[1], TOKENS=tile.tokens, STAGES=tile.stages,
         WGS=tile.warpgroups, PROMOTE=tile.promote, SUM=summed, BLOCKS=scales.of_blocks, PAIRED=paired,
         GUESS=GUESSED_BYTES if ids.numel() >= 4 * len(w2) else 0,
@@ -241,7 +263,7 @@ def _launch_decode(
     )  # fmt: skip
 
 
-def launch_down_sum(
+def _launch_down_sum(
     w2: Tensor,
     weights: Tensor,
     shared: Tensor | None,
@@ -249,24 +271,24 @@ def launch_down_sum(
     scales: ExpertScales,
     workspace: ExpertWorkspace,
     rows: int,
-    cols: int,
-    ring: int,
+    blocks: SummedDown,
 ) -> None:
-    """Down product and weighted sum of a plan with tiles of `rows` rows, y in a ring of blocks of `cols` columns."""
+    """Down product and weighted sum of a plan with tiles of `rows` rows."""
     _, hidden, width = w2.shape
     tokens, top_k = weights.shape
     pairs, block_k, plan = weights.numel(), _K_BYTES // w2.element_size(), workspace.plan
-    ring = min(ring, hidden // cols)
-    y = workspace.y.view(-1)[: ring * pairs * cols].view(ring * pairs, cols)
-    wgs = rows // 64
+    y = workspace.y.view(-1)[: blocks.ring * pairs * blocks.cols].view(blocks.ring * pairs, blocks.cols)
+    # Stages, and registers at launch, of a consumer and of the summing warpgroup: what compiles without spilling.
+    stages, maxnreg, consumer, summing = (4, 96, 96, 168) if rows == 192 else (5, 128, 144, 168)
+    if rows == 192 and w2.dtype == torch.bfloat16:
+        consumer, summing = 112, 120
     experts_down_kernel[(sm_count(w2.device),)](
         descriptor(workspace.h, [64, block_k]), descriptor(w2.view(-1, width), [128, block_k]),
         descriptor(y, [64, 64]), y, plan.tiles, plan.tile_count, scales.down, plan.slots, weights, shared, out,
         workspace.sums, pairs, tokens,
-        H=hidden, WIDTH=width, TOP_K=top_k, PADDED=triton.next_power_of_2(top_k), TILES_N=cols // 128, RING=ring,
-        STAGES=4 if wgs == 3 else 5, WGS=wgs,
-        CONSUMER_REGISTERS=96 if wgs == 3 else 144, SUM_REGISTERS=168,
-        num_warps=4, maxnreg=96 if wgs == 3 else 128, launch_pdl=True,
+        H=hidden, WIDTH=width, TOP_K=top_k, PADDED=triton.next_power_of_2(top_k), TILES_N=blocks.cols // 128,
+        RING=blocks.ring, STAGES=stages, WGS=rows // 64, CONSUMER_REGISTERS=consumer, SUM_REGISTERS=summing,
+        num_warps=4, maxnreg=maxnreg, launch_pdl=True,
     )  # fmt: skip
 
 

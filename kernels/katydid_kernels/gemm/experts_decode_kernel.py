@@ -25,6 +25,7 @@ from katydid_kernels.gemm.expert_tiles import (
 from katydid_kernels.gemm.experts_blocks import finish_block
 from katydid_kernels.gemm.experts_order import count, down_share, nth_item, wait_for_count
 from katydid_kernels.gemm.experts_pairs import multiply_pairs, paired_column, stream_pairs
+from katydid_kernels.gemm.own_plan import make_own_plan
 from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_for_last
 
 __all__ = ["experts_decode_kernel"]
@@ -280,11 +281,12 @@ def _guess_weights(w13_ptr, up_n, H: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["tokens"])
+@gluon.jit(do_not_specialize=["tokens", "first_expert", "number"])
 def experts_decode_kernel(
     x_ptr, x_stride, w13_ptr, w13_desc, w2_desc, h_desc, h_ptr, h_stride, y_ptr, weights_ptr, shared_ptr, out_ptr,
     rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr, ready_ptr, sync_ptr,
-    up_scale_ptr, inverse_scale_ptr, down_scale_ptr, token_scale_ptr, h_wide_ptr, h_scale_ptr, parts_ptr, tokens,
+    up_scale_ptr, inverse_scale_ptr, down_scale_ptr, token_scale_ptr, h_wide_ptr, h_scale_ptr, parts_ptr,
+    ids_ptr, own_plan_ptr, first_expert, number, tokens,
     H: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
     WGS: gl.constexpr, PROMOTE: gl.constexpr, SUM: gl.constexpr, BLOCKS: gl.constexpr, PAIRED: gl.constexpr,
     GUESS: gl.constexpr, X_LAYOUT: gl.constexpr,
@@ -297,6 +299,9 @@ def experts_decode_kernel(
     sync: two zeros. Rows, slots and tiles are a `RoutePlan`'s. Scales in fp32: up ``[E, 2]``, down ``[E]``, inverse
     ``[1]`` (what h is multiplied by), token ``[T]`` or None. WGS is 2. Without SUM the kernel ends with y. GUESS: bytes
     of each row of the first tile to fetch before the plan is known, where it is likely that all experts are hit.
+
+    own_plan: scratch of `OWN_PLAN_INTS` a CTA to make the plan of ids here, for ``first_expert + [0, number)``, or None
+    to take the one given.
 
     PAIRED: w2 has rows of 192 bytes and is read in pairs of them, see `experts_pairs`: its boxes are of w2 seen as
     ``[E, H / 16, 8, 2 * WIDTH]``, and y has its columns as `experts_pairs` says.
@@ -323,7 +328,12 @@ def experts_decode_kernel(
         _guess_weights(w13_ptr, up_n, H, WIDTH, GROUPS * 8 * WGS, GUESS)
     # Launched while the plan is still being made: everything it wrote is read after this.
     wait_for_last()
-    tiles = gl.load(tile_count_ptr)
+    if own_plan_ptr is not None:
+        rows_ptr, slots_ptr, tiles_ptr, tiles = make_own_plan(
+            ids_ptr, tokens * TOP_K, first_expert, number, own_plan_ptr, TOP_K, TOKENS
+        )
+    else:
+        tiles = gl.load(tile_count_ptr)
     scales = (up_scale_ptr, gl.load(inverse_scale_ptr), down_scale_ptr, token_scale_ptr)
     plan = (rows_ptr, tiles_ptr, ready_ptr)
     hidden = (h_ptr, h_stride)

@@ -15,7 +15,7 @@ from katydid_kernels.gemm.plain import scale_step
 from katydid_kernels.gemm.tuning import NarrowTile, WideTile
 from katydid_kernels.gemm.wide_kernel import wide_gemm_kernel
 
-__all__ = ["GLUON_TYPE", "REGISTERS", "descriptor", "launch_narrow", "launch_wide", "sm_count"]
+__all__ = ["GLUON_TYPE", "REGISTERS", "box_layout", "descriptor", "launch_narrow", "launch_wide", "sm_count"]
 
 # Registers a thread at launch, by consumer warpgroups: 64 K over them and the producer's warpgroup.
 REGISTERS = {1: 255, 2: 168, 3: 128}
@@ -27,14 +27,16 @@ def sm_count(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def box_layout(rows: int, cols: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """How such a box of a matrix lies in shared memory, swizzled for wgmma; kept, because making one takes a while."""
+    return gl.NVMMASharedLayout.get_default_for([rows, cols], GLUON_TYPE[dtype])
+
+
 def descriptor(tensor: Tensor, box: list[int]) -> TensorDescriptor:
     """A TMA descriptor over a matrix whose boxes land in shared memory swizzled for wgmma."""
     return TensorDescriptor(
-        tensor,
-        list(tensor.shape),
-        list(tensor.stride()),
-        box,
-        gl.NVMMASharedLayout.get_default_for(box, GLUON_TYPE[tensor.dtype]),
+        tensor, list(tensor.shape), list(tensor.stride()), box, box_layout(box[0], box[1], tensor.dtype)
     )
 
 

@@ -12,12 +12,14 @@ __all__ = [
     "DecodeTile",
     "FewTile",
     "NarrowTile",
+    "SummedDown",
     "UpTile",
     "WideTile",
     "decode_tile",
     "down_tile",
     "few_tokens_tile",
     "narrow_tile",
+    "summed_down",
     "up_tile",
     "wide_tile",
 ]
@@ -138,6 +140,30 @@ def down_tile(hidden: int, tokens: int) -> WideTile:
     if tokens == 192:
         return WideTile(64, 256, 64, 2, 3, 1, 3)
     return WideTile(64, 256, 64, 4, 3, 1) if hidden % 256 == 0 else WideTile(64, 128, 64, 2, 6, 1)
+
+
+@dataclass(frozen=True)
+class SummedDown:
+    """How y is cut where its weighted sum runs beside the down product.
+
+    cols: columns of a block.
+    ring: blocks that are in memory at a time.
+    """
+
+    cols: int
+    ring: int
+
+
+# Wider experts have so much to multiply that the sum hardly counts, and are multiplied in larger tiles.
+_SUMMED_EXPERT = 384
+
+
+def summed_down(hidden: int, intermediate: int) -> SummedDown | None:
+    """The blocks of y for experts of this shape, or None where product and sum are better launches of their own."""
+    if intermediate > _SUMMED_EXPERT:
+        return None
+    cols = 256 if hidden % 256 == 0 else 128
+    return SummedDown(cols, hidden // cols)
 
 
 # Up to here every pair is a tile of its own: making a plan would take longer than reading an expert twice.
