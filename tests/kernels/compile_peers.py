@@ -26,8 +26,8 @@ def main() -> None:
     record({
         "few": lambda: reducer.all_reduce_few(x, x, weight, 1e-5, overlap=True),
         "sum": lambda: reducer.sum_few(x),
-        "many": lambda: reducer.all_reduce_many(x[:2], weight, 1e-5, 16, fp8=True, overlap=True),
-        "quantized": lambda: reducer.quantized_all_reduce(x, x[:2], weight, 1e-5),
+        "many": lambda: reducer.all_reduce_many(x, x[:2], weight, 1e-5, overlap=True),
+        "quantized": lambda: reducer.all_reduce_many(x, x[:2], weight, 1e-5, quantized=True, fp8=True, own=x[:2]),
         "gather": lambda: reducer.quantized_all_gather(x),
         "scatter": lambda: reducer.quantized_reduce_scatter(x),
     })  # fmt: skip

@@ -7,7 +7,7 @@ that it has written before; then it waits until all others have.
 import triton
 import triton.language as tl
 
-__all__ = ["count_round", "meet"]
+__all__ = ["meet"]
 
 
 @triton.jit
@@ -38,14 +38,3 @@ def meet(pointers_ptr, signals_offset, rank, number, failed_ptr, patience, RANKS
     if _fenced(seen) < number:
         tl.store(failed_ptr, 1)
     tl.debug_barrier()
-
-
-@triton.jit
-def count_round(state_ptr, number, rows):
-    """The last program of a launch to come here counts the round: all have read its number by then."""
-    tl.debug_barrier()
-    programs = tl.num_programs(0)
-    if tl.atomic_add(state_ptr + 1, 1, sem="acq_rel") == programs - 1:
-        tl.store(state_ptr + 1, 0)
-        tl.store(state_ptr + 2, rows)
-        tl.store(state_ptr, number + 1)

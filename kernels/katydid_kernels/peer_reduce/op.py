@@ -13,7 +13,6 @@ from torch import Tensor
 from katydid_kernels.peer_reduce.lamport_kernel import EMPTY, lamport_kernel
 from katydid_kernels.peer_reduce.peers import PeerMemory
 from katydid_kernels.peer_reduce.quantized_kernels import all_gather_kernel, reduce_scatter_kernel
-from katydid_kernels.peer_reduce.quantized_two_shot_kernel import quantized_two_shot_kernel
 from katydid_kernels.peer_reduce.two_shot_kernel import two_shot_kernel
 from katydid_kernels.quantize_rows import quantize_fp8_reference
 from katydid_kernels.rms_norm import rms_norm_reference
@@ -27,7 +26,7 @@ __all__ = [
 
 _E4M3 = torch.float8_e4m3fn
 _ALIGNMENT = 256
-_KINDS = 5
+_KINDS = 3
 
 
 class PeerReducer:
@@ -47,7 +46,7 @@ class PeerReducer:
     """
 
     def __init__(
-        self, memory: PeerMemory, hidden: int, *, few_tokens: int = 128, tokens: int = 8192, ctas: int = 64,
+        self, memory: PeerMemory, hidden: int, *, few_tokens: int = 128, tokens: int = 8192, ctas: int = 528,
         patience: int = 1 << 22,
     ) -> None:  # fmt: skip
         if memory.size & (memory.size - 1):
@@ -61,16 +60,17 @@ class PeerReducer:
         self.few_tokens, self.tokens, self._ctas, self._patience = few_tokens, tokens, ctas, patience
         self._share = -(-tokens // memory.size)
         self._offsets = _offsets(memory.size, hidden, few_tokens, tokens, ctas)
-        # Round, programs done, rows of the round before, nothing: of each kind of call.
-        self._states = torch.zeros(_KINDS, 4, dtype=torch.int32, device=memory.own.device)
+        # Rounds of each row, and of each program of each kind of call: on the device, so that a graph can be replayed.
+        self._row_rounds = torch.zeros(few_tokens, dtype=torch.int32, device=memory.own.device)
+        self._rounds = torch.zeros(_KINDS, -(-ctas // 4) * 4, dtype=torch.int32, device=memory.own.device)
         # On the host, so that to look at it costs nothing.
         self._failed = torch.zeros(1, dtype=torch.int32, pin_memory=memory.own.is_cuda)
-        begin, end = self._offsets["few"], self._offsets["rows"]
+        begin, end = self._offsets["few"], self._offsets["sent"]
         memory.own[begin:end].view(torch.int32).fill_(EMPTY)
         self._few_pointers = memory.pointers + begin
 
     @staticmethod
-    def nbytes(ranks: int, hidden: int, *, few_tokens: int = 128, tokens: int = 8192, ctas: int = 64) -> int:
+    def nbytes(ranks: int, hidden: int, *, few_tokens: int = 128, tokens: int = 8192, ctas: int = 528) -> int:
         """Bytes that a rank needs."""
         return _offsets(ranks, hidden, few_tokens, tokens, ctas)["end"]
 
@@ -104,40 +104,29 @@ class PeerReducer:
             self._few(x, None, None, None, 0.0, total, None, send=True, receive=True, early=overlap)
         return total
 
-    def shared_rows(self, tokens: int) -> Tensor:
-        """bf16 ``[tokens, hidden]``: where the kernel before `all_reduce_many` leaves this rank's summand."""
-        if tokens > self.tokens:
-            raise ValueError(f"tokens must be at most {self.tokens}, got {tokens}")
-        return self._view("rows", torch.bfloat16, tokens, self.hidden)
-
     def all_reduce_many(
-        self, residual: Tensor, weight: Tensor, eps: float, tokens: int, *, fp8: bool = False, overlap: bool = False
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Sums what lies in all ranks' `shared_rows`; returns as `all_reduce_few`, all rows of y on every rank.
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, quantized: bool = False, fp8: bool = False,
+        own: Tensor | None = None, overlap: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+        """Returns as `all_reduce_few`, all rows of y on every rank.
 
         y and its scale are views of shared memory, overwritten by the next call. Residual and its sum are those of this
-        rank's share, rows ``rank * ceil(tokens / ranks)`` on.
-        """
-        self.shared_rows(tokens)
-        total = torch.empty_like(residual)
-        if tokens:
-            self._many(residual, total, weight, eps, tokens, fp8, sync=True, early=overlap)
-        return *self._many_result(tokens, fp8), total
+        rank's share, rows ``rank * ceil(T / ranks)`` on.
 
-    def quantized_all_reduce(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, overlap: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `all_reduce_many` with ``fp8``, of x ``[T, hidden]``, which may lie anywhere.
-
-        Summands, too, travel in e4m3 with a scale a token.
+        Args:
+            x: bf16 ``[T, hidden]``, contiguous, this rank's summand; T at most ``tokens``.
+            quantized: summands travel in e4m3 with a scale a token.
+            fp8: so do results.
+            own: bf16, of the residual's shape: gets y's rows of this rank's share unquantised.
         """
         tokens = self._rows_of("x", x, self.tokens)
         total = torch.empty_like(residual)
         if tokens:
-            self._quantized(x, residual, total, weight, eps, send=True, sync=True, receive=True, early=overlap)
-        y, scale = self._many_result(tokens, fp8=True)
-        assert scale is not None
-        return y, scale, total
+            self._many(
+                x, residual, total, weight, eps, own, quantized=quantized, fp8=fp8, send=True, sync=True, receive=True,
+                early=overlap,
+            )  # fmt: skip
+        return *self._many_result(tokens, fp8), total
 
     def quantized_all_gather(self, x: Tensor, *, overlap: bool = False) -> tuple[Tensor, Tensor]:
         """``[m, hidden]`` of every rank to ``([ranks * m, hidden], [ranks * m])`` on all, e4m3 and fp32.
@@ -165,46 +154,39 @@ class PeerReducer:
         scale: Tensor | None, *, send: bool, receive: bool, early: bool,
     ) -> None:  # fmt: skip
         lamport_kernel[(len(x),)](
-            x.view(torch.int32), self._few_pointers, self._states[0], self._failed, residual, total, weight, y, scale,
-            self.memory.rank, len(x), self.few_tokens, self.hidden, eps, self._patience, SEND=send, RECEIVE=receive,
+            x.view(torch.int32), self._few_pointers, self._row_rounds, self._failed, residual, total, weight, y, scale,
+            self.memory.rank, self.few_tokens, self.hidden, eps, self._patience, SEND=send, RECEIVE=receive,
             EARLY=early, num_warps=8, **self._options(early),
         )  # fmt: skip
 
     def _many(
-        self, residual: Tensor, total: Tensor, weight: Tensor, eps: float, tokens: int, fp8: bool, *, sync: bool,
-        early: bool,
+        self, x: Tensor, residual: Tensor, total: Tensor, weight: Tensor, eps: float, own: Tensor | None, *,
+        quantized: bool, fp8: bool, send: bool, sync: bool, receive: bool, early: bool,
     ) -> None:  # fmt: skip
-        two_shot_kernel[(self._ctas,)](
-            self.memory.pointers, self._states[1], self._failed, residual, total, weight, self.memory.rank, tokens,
-            self.hidden, eps, self._signals(1), self._offsets["rows"], self._offsets["results"],
-            self._offsets["result scales"], self._patience, FP8=fp8, SYNC=sync, EARLY=early, num_warps=8,
-            **self._options(early),
-        )  # fmt: skip
-
-    def _quantized(
-        self, x: Tensor, residual: Tensor, total: Tensor, weight: Tensor, eps: float, *, send: bool, sync: bool,
-        receive: bool, early: bool,
-    ) -> None:  # fmt: skip
-        quantized_two_shot_kernel[(self._ctas,)](
-            x, self.memory.pointers, self._states[4], self._failed, residual, total, weight, self.memory.rank, len(x),
-            self.hidden, eps, self._signals(4), self._offsets["sent"], self._offsets["sent scales"],
-            self._offsets["results"], self._offsets["result scales"], self._patience, SEND=send, SYNC=sync,
-            RECEIVE=receive, EARLY=early, num_warps=8, maxnreg=72, **self._options(early),
+        two_shot_kernel[self._grid(-(-len(x) // self.memory.size))](
+            x, self.memory.pointers, self._rounds[0], self._failed, residual, total, weight, own, self.memory.rank,
+            len(x), self.hidden, eps, self._signals(0), self._offsets["sent"], self._offsets["sent scales"],
+            self._offsets["results"], self._offsets["result scales"], self._patience, QUANTIZED=quantized, FP8=fp8,
+            SEND=send, SYNC=sync, RECEIVE=receive, EARLY=early, num_warps=4, maxnreg=128, **self._options(early),
         )  # fmt: skip
 
     def _gather(self, x: Tensor, *, sync: bool, early: bool) -> None:
-        all_gather_kernel[(self._ctas,)](
-            x, self.memory.pointers, self._states[2], self._failed, self.memory.rank, len(x), self.hidden,
-            self._signals(2), self._offsets["gathered"], self._offsets["gathered scales"], self._patience, SYNC=sync,
-            EARLY=early, num_warps=8, **self._options(early),
+        all_gather_kernel[self._grid(len(x))](
+            x, self.memory.pointers, self._rounds[1], self._failed, self.memory.rank, len(x), self.hidden,
+            self._signals(1), self._offsets["gathered"], self._offsets["gathered scales"], self._patience, SYNC=sync,
+            EARLY=early, num_warps=4, **self._options(early),
         )  # fmt: skip
 
     def _scatter(self, x: Tensor, out: Tensor, *, send: bool, sync: bool, receive: bool, early: bool) -> None:
-        reduce_scatter_kernel[(self._ctas,)](
-            x, out, self.memory.pointers, self._states[3], self._failed, self.memory.rank, len(out), self._share,
-            self.hidden, self._signals(3), self._offsets["scattered"], self._offsets["scattered scales"],
-            self._patience, SEND=send, SYNC=sync, RECEIVE=receive, EARLY=early, num_warps=8, **self._options(early),
+        reduce_scatter_kernel[self._grid(len(out))](
+            x, out, self.memory.pointers, self._rounds[2], self._failed, self.memory.rank, len(out), self._share,
+            self.hidden, self._signals(2), self._offsets["scattered"], self._offsets["scattered scales"],
+            self._patience, SEND=send, SYNC=sync, RECEIVE=receive, EARLY=early, num_warps=4, **self._options(early),
         )  # fmt: skip
+
+    def _grid(self, rows: int) -> tuple[int]:
+        """Programs of a call for many rows: no more than have a row."""
+        return (min(self._ctas, rows),)
 
     def _options(self, early: bool) -> dict[str, int | bool]:
         block = triton.next_power_of_2(self.hidden)
@@ -241,15 +223,14 @@ def _offsets(ranks: int, hidden: int, few_tokens: int, tokens: int, ctas: int) -
     sizes = {
         "signals": 4 * _KINDS * ctas * ranks,
         "few": 3 * ranks * few_tokens * hidden * 2,
-        "rows": tokens * hidden * 2,
+        "sent": ranks * share * hidden * 2,
+        "sent scales": ranks * share * 4,
         "results": tokens * hidden * 2,
         "result scales": tokens * 4,
         "gathered": share * ranks * hidden,
         "gathered scales": share * ranks * 4,
         "scattered": 2 * ranks * share * hidden,
         "scattered scales": 2 * ranks * share * 4,
-        "sent": ranks * share * hidden,
-        "sent scales": ranks * share * 4,
     }
     offsets, end = {}, 0
     for name, size in sizes.items():

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from katydid_kernels.peer_reduce.meeting import count_round, meet
+from katydid_kernels.peer_reduce.meeting import meet
 from katydid_kernels.peer_reduce.rows import quantized_row
 
 __all__ = ["all_gather_kernel", "reduce_scatter_kernel"]
@@ -12,7 +12,7 @@ __all__ = ["all_gather_kernel", "reduce_scatter_kernel"]
 
 @triton.jit(do_not_specialize=["rank", "rows", "signals_offset", "out_offset", "scales_offset", "patience"])
 def all_gather_kernel(
-    x_ptr, pointers_ptr, state_ptr, failed_ptr, rank, rows, hidden, signals_offset, out_offset, scales_offset,
+    x_ptr, pointers_ptr, rounds_ptr, failed_ptr, rank, rows, hidden, signals_offset, out_offset, scales_offset,
     patience, RANKS: tl.constexpr, BLOCK: tl.constexpr, SYNC: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Writes this rank's ``[rows, hidden]`` to rows ``rank * rows`` on of every rank's results; then waits for theirs.
@@ -21,7 +21,8 @@ def all_gather_kernel(
     """
     if EARLY:
         gdc_wait()
-    number = tl.load(state_ptr)
+    rounds_ptr += tl.program_id(0)
+    number = tl.load(rounds_ptr)
     if SYNC:
         meet(pointers_ptr, signals_offset, rank, 2 * number + 1, failed_ptr, patience, RANKS)
     column = tl.arange(0, BLOCK)
@@ -37,14 +38,14 @@ def all_gather_kernel(
             tl.store((theirs + scales_offset).to(tl.pointer_type(tl.float32)) + row, scale)
     if SYNC:
         meet(pointers_ptr, signals_offset, rank, 2 * number + 2, failed_ptr, patience, RANKS)
-    count_round(state_ptr, number, rows)
+    tl.store(rounds_ptr, number + 1)
 
 
 @triton.jit(
     do_not_specialize=["rank", "rows", "capacity", "signals_offset", "data_offset", "scales_offset", "patience"]
 )
 def reduce_scatter_kernel(
-    x_ptr, out_ptr, pointers_ptr, state_ptr, failed_ptr, rank, rows, capacity, hidden, signals_offset, data_offset,
+    x_ptr, out_ptr, pointers_ptr, rounds_ptr, failed_ptr, rank, rows, capacity, hidden, signals_offset, data_offset,
     scales_offset, patience, RANKS: tl.constexpr, BLOCK: tl.constexpr, SEND: tl.constexpr, SYNC: tl.constexpr,
     RECEIVE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +57,8 @@ def reduce_scatter_kernel(
     """
     if EARLY:
         gdc_wait()
-    number = tl.load(state_ptr)
+    rounds_ptr += tl.program_id(0)
+    number = tl.load(rounds_ptr)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
     room = (number % 2) * RANKS
@@ -84,4 +86,4 @@ def reduce_scatter_kernel(
                 total += q.to(tl.float32) * scale
             target = out_ptr + tl.cast(i, tl.int64) * hidden + column
             tl.store(target, total.to(out_ptr.dtype.element_ty), mask=inside)
-        count_round(state_ptr, number, rows)
+        tl.store(rounds_ptr, number + 1)

@@ -13,6 +13,9 @@ from torch import Tensor
 
 __all__ = ["Collectives", "Pending", "Settled", "ShapeOnly", "SingleRank", "TorchCollectives"]
 
+# Its name from torch 2.13 on, and before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Pending(Protocol):
     """Rows under way; work that does not need them goes between the start and ``wait``."""
@@ -122,10 +125,10 @@ class TorchCollectives:
         return x
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        parts = [torch.empty_like(x) for _ in range(self.size)]
+        parts = x.new_empty((self.size, *x.shape))
         with _ranks_answer():
-            dist.all_gather(parts, x.contiguous(), group=self.group)
-        return torch.cat(parts, dim=dim)
+            _all_gather(parts, x.contiguous(), group=self.group)
+        return parts.movedim(0, dim).flatten(dim, dim + 1)
 
     def all_to_all(
         self,
