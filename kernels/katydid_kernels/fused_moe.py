@@ -23,7 +23,7 @@ from katydid_kernels.swiglu import swiglu_reference
 if TYPE_CHECKING:
     from katydid_kernels.gemm.experts import ExpertWorkspace
 
-__all__ = ["fused_moe", "fused_moe_reference"]
+__all__ = ["fused_moe", "fused_moe_reference", "moe_waits"]
 
 
 def fused_moe(
@@ -93,11 +93,17 @@ def _check(
             raise ValueError(f"topk_ids must be in [0, {limit}), got {low if low < 0 else high}")
 
 
+def moe_waits(dtype: torch.dtype, hidden: int, width: int, device: torch.device) -> bool:
+    """Whether experts of these sizes, over rows of ``dtype``, run as the reference, which reads ids on the host: what
+    calls them cannot be captured as a graph."""
+    fits = dtype in (torch.bfloat16, torch.float8_e4m3fn) and hidden % 128 == 0 and width % 64 == 0
+    return not (fits and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0))
+
+
 def _runs_gluon(x: Tensor, w13: Tensor, w2: Tensor) -> bool:
-    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float8_e4m3fn) or len(x) == 0:
+    if not x.is_cuda or len(x) == 0 or moe_waits(x.dtype, w2.shape[1], w2.shape[2], x.device):
         return False
-    fits = w2.shape[1] % 128 == 0 and w2.shape[2] % 64 == 0 and w13.is_contiguous() and w2.is_contiguous()
-    return fits and torch.cuda.get_device_capability(x.device) == (9, 0)
+    return w13.is_contiguous() and w2.is_contiguous()
 
 
 def _fused_moe_gluon(

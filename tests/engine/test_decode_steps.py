@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from katydid_engine import runner
 from katydid_engine.collectives import SingleRank
 from katydid_engine.decode_buffers import Bucket
 from katydid_engine.decode_steps import DecodeSteps, Uncaptured, row_buckets
@@ -157,9 +158,9 @@ def test_tokens_on_a_gpu(reference: DecoderLM, graphs: bool, ahead: bool, drafts
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("drafts", [0, 2])
-def test_graphs_change_no_token_in_fp32(drafts: int) -> None:
-    """Sampled rows, rows with penalties and limits beside them."""
-    found = load_model(TINY, device="cuda", dtype=torch.float32)
+def test_graphs_change_no_token(monkeypatch: pytest.MonkeyPatch, drafts: int) -> None:
+    """Captured or not, over the same tensors; sampled rows, rows with penalties and limits beside them."""
+    found = load_model(TINY, device="cuda", dtype=torch.bfloat16)
     samplings = [
         Sampling(max_tokens=40, ignore_eos=True, temperature=0.8, top_p=0.9, seed=1),
         Sampling(max_tokens=40, ignore_eos=True, temperature=1.0, top_k=20, min_p=0.02, seed=2),
@@ -170,5 +171,7 @@ def test_graphs_change_no_token_in_fp32(drafts: int) -> None:
         Request(handle, prompt, ChainKey(b"m" * 32), sampling)
         for handle, (prompt, sampling) in enumerate(zip(prompts(), samplings, strict=True))
     ]
-    plain = generate(found, requests)
-    assert generate(found, requests, drafts=drafts, ahead=True, buckets=True) == plain
+    captured = generate(found, requests, drafts=drafts, ahead=True, buckets=True)
+    monkeypatch.setattr(runner, "Captured", Uncaptured)
+    assert generate(found, requests, drafts=drafts, ahead=True, buckets=True) == captured
+    assert generate(found, requests, drafts=drafts, ahead=False, buckets=True) == captured

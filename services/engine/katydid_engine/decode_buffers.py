@@ -51,12 +51,14 @@ class BucketTensors:
         previous: int32 ``[rows]``, the row of the step before that each continues; negative for none.
         num_drafts: int32 ``[rows]``.
         sampling: of ``[rows * width]`` tokens.
+        before_first: int32 ``[rows]``, one less than the place of each row's first token.
     """
 
     built: BuiltBatch
     previous: Tensor
     num_drafts: Tensor
     sampling: SamplingBatch
+    before_first: Tensor
 
 
 class DecodeBuffers:
@@ -76,6 +78,7 @@ class DecodeBuffers:
         self._table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         ends = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._ends = [ends * each for each in range(width + 1)]
+        self._before_first = [each - 1 for each in self._ends]
         self.hidden = torch.zeros(rows * width, hidden_size, dtype=dtype, device=device)
         self.left = Sampled(
             tokens=torch.zeros(rows, width, dtype=torch.int32, device=device),
@@ -186,7 +189,13 @@ class DecodeBuffers:
             seeds=self._ints[seeds : seeds + 2 * tokens].view(torch.int64),
             positions=inputs.sample_positions,
         )
-        return BucketTensors(BuiltBatch(forward, inputs), part("previous"), part("num_drafts"), sampling)
+        return BucketTensors(
+            BuiltBatch(forward, inputs),
+            part("previous"),
+            part("num_drafts"),
+            sampling,
+            self._before_first[width][:rows],
+        )
 
 
 def _places(bucket: Bucket) -> dict[str, tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from katydid_kernels.fused_moe import moe_waits
 from katydid_runtime.errors import SettingsError
 
 from katydid_engine.draft_depth import MAX_DRAFTS, DraftDepth
@@ -45,7 +46,9 @@ def plans_ahead(config: WorkerConfig, groups: RankGroups) -> bool:
     )
 
 
-def captures(config: WorkerConfig, groups: RankGroups) -> bool:
-    """Whether steps of decodes become CUDA graphs: where no rank waits for another in the middle of one."""
-    alone = groups.step.size == 1 and config.plan.world_size == 1
-    return config.cuda_graphs == "on" and config.device.startswith("cuda") and alone
+def captures(config: WorkerConfig, model: DecoderLM) -> bool:
+    """Whether steps of decodes become CUDA graphs: where neither another rank nor the host is waited for in one."""
+    if config.cuda_graphs == "off" or model.device.type != "cuda" or config.plan.world_size > 1:
+        return False
+    moe = model.config.moe
+    return moe is None or not moe_waits(model.dtype, model.config.hidden_size, moe.intermediate_size, model.device)

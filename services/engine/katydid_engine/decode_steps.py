@@ -186,7 +186,7 @@ class DecodeSteps:
     def _draft(self, tensors: BucketTensors, hidden: Tensor, tokens: Tensor, accepted: Tensor, bucket: Bucket) -> None:
         assert isinstance(self._model, DraftModel)
         states = self._model.draft(tensors.built.forward, hidden, tokens.reshape(-1), self._kv_cache)
-        at = torch.arange(0, bucket.tokens, bucket.width, device=hidden.device) + accepted - 1
+        at = tensors.before_first + accepted
         drafts = further_drafts(self._model, tensors.built, self._kv_cache, states, at, None, bucket.drafts)
         assert self.buffers.left.drafts is not None
         self.buffers.left.drafts[: bucket.rows, : bucket.drafts].copy_(drafts)

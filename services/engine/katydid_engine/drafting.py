@@ -8,10 +8,12 @@ rejected draft are written again by the step that gets there.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
+from katydid_kernels.sample import SamplingBatch, sample
 from torch import Tensor
 
 from katydid_engine.batch_builder import BuiltBatch
@@ -101,13 +103,16 @@ def further_drafts(
 
     Args:
         states: ``[T, hidden]``, of the draft layer's pass over the batch.
-        at: int64 ``[R]``, the token of the batch at which each row goes on.
+        at: int ``[R]``, the token of the batch at which each row goes on.
         of_row: int64 ``[R]``, the sequence of each row in the batch; None where rows are the sequences.
     """
     batch = built.forward
-    states, positions = states[at], batch.positions[at]
-    tokens = model.logits(states).argmax(dim=-1).to(torch.int32)
+    states = states.index_select(0, at)
+    tokens = _likeliest(model.logits(states))
     drafts = [tokens]
+    if depth == 1:
+        return tokens.unsqueeze(1)
+    positions = batch.positions.index_select(0, at)
     table, limits = batch.block_table, built.inputs.limits
     if of_row is not None:
         table, limits = table[of_row], limits[of_row]
@@ -130,6 +135,29 @@ def further_drafts(
             max_context_len=batch.max_context_len + ahead,
         )
         states = model.draft(step, states, tokens, kv_cache)
-        tokens = model.logits(states).argmax(dim=-1).to(torch.int32)
+        tokens = _likeliest(model.logits(states))
         drafts.append(tokens)
     return torch.stack(drafts, dim=1)
+
+
+def _likeliest(logits: Tensor) -> Tensor:
+    """int32 ``[R]``; a GPU's sampler looks at a row with many programs, where argmax has one."""
+    if not logits.is_cuda:
+        return logits.argmax(dim=-1).to(torch.int32)
+    return sample(logits, _greedy(len(logits), logits.device))
+
+
+@functools.cache
+def _greedy(rows: int, device: torch.device) -> SamplingBatch:
+    """Kept for good: graphs that were captured with it hold its addresses."""
+    zeros, counts = torch.zeros(rows, device=device), torch.zeros(rows, dtype=torch.int32, device=device)
+    return SamplingBatch(
+        temperature=zeros,
+        top_k=counts,
+        top_p=torch.ones(rows, device=device),
+        min_p=zeros,
+        seeds=counts.long(),
+        positions=counts,
+        filters=False,
+        samples=False,
+    )

@@ -90,7 +90,7 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         model.use_sparse_prefill(SparsePrefill.parse(config.sparse_prefill))
     _meet(config, device)
     drafts, ahead = draft_depth(config, model), plans_ahead(config, groups)
-    warm_up = _warm_up(config, groups, model, drafts)
+    warm_up = _warm_up(config, model, drafts)
     num_pages = count_pages(
         model,
         config,
@@ -135,7 +135,7 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
             raise
 
 
-def _warm_up(config: WorkerConfig, groups: RankGroups, model: DecoderLM, drafts: DraftDepth | None) -> WarmUp:
+def _warm_up(config: WorkerConfig, model: DecoderLM, drafts: DraftDepth | None) -> WarmUp:
     """On a GPU with the largest step and the longest context there can be; a host's memory is not cut that fine."""
     depths = (0,) if drafts is None else drafts.depths
     if model.device.type != "cuda":
@@ -146,7 +146,7 @@ def _warm_up(config: WorkerConfig, groups: RankGroups, model: DecoderLM, drafts:
         sequences=config.max_sequences,
         tokens=longest,
         depths=depths,
-        capture=captures(config, groups),
+        capture=captures(config, model),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from katydid_kernels.embedding import embedding
 from katydid_kernels.linear import linear, linear_unrounded
 from torch import Tensor
 
@@ -25,15 +26,10 @@ class Embedding:
     def __init__(self, weights: Weights, vocab_size: int, hidden_size: int) -> None:
         self._part = _vocabulary_part(vocab_size, weights.rank, weights.size)
         self.weight = weights.slice("weight", (vocab_size, hidden_size), (self._part, slice(0, hidden_size)))
-        self._whole = weights.size == 1
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """int32 ``[T]`` -> ``[T, hidden]``, this rank's summand."""
-        if self._whole:
-            return F.embedding(token_ids, self.weight)
-        local = token_ids - self._part.start
-        ours = (local >= 0) & (local < self.weight.shape[0])
-        return F.embedding(torch.where(ours, local, 0), self.weight).masked_fill(~ours.unsqueeze(1), 0.0)
+        return embedding(token_ids, self.weight, first=self._part.start)
 
 
 class LmHead:

@@ -84,7 +84,9 @@ class HyV3(DecoderLM):
         batch = self._planner.planned(batch)
         pages = len(self._layers) + depth
         k_pages, v_pages = kv_cache.layer(pages)
-        return self._mtp_layers[depth](self._embedded(next_token_ids), hidden, self._table, batch, k_pages, v_pages)
+        # The first position has no predecessor whose draft it could be; the model was trained with it blanked.
+        embedded = self._embedded(torch.where(batch.positions == 0, -1, next_token_ids))
+        return self._mtp_layers[depth](embedded, hidden, self._table, batch, k_pages, v_pages)
 
     @torch.inference_mode()
     def take_part(self, kind: int = 0) -> None:
@@ -126,8 +128,6 @@ class MtpLayer:
         self, embedded: Tensor, hidden: Tensor, table: Tensor, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor
     ) -> Tensor:
         """``embedded`` and ``hidden``: ``[T, hidden]``, of the next tokens and of the positions before them."""
-        # The first position has no predecessor whose draft it could be; the model was trained with it blanked.
-        embedded = embedded.masked_fill((batch.positions == 0).unsqueeze(1), 0.0)
         merged = torch.cat((self._embedding_norm(embedded), self._hidden_norm(hidden)), dim=-1)
         x = self._exchange.split(self._merge(merged))
         out, residual = finish(self.block.steps(x, None, table, batch, k_pages, v_pages))
