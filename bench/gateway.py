@@ -33,7 +33,7 @@ from katydid_cli.model_folder import default_cache_dir, resolve_model
 from tokenizers import Tokenizer
 
 from bench.gateway_chunks import chunk_delays
-from bench.gateway_peers.launch import PEERS, start_peer
+from bench.gateway_peers.launch import PEERS, free_port, start_peer
 from bench.gateway_routing import agents, conversations, even_split, killed_engine, unique_prompts
 from bench.http_load import Exchanged, Wire, encoded, percentile
 from tests.gateway.clock_words import ClockWords
@@ -176,20 +176,20 @@ def started(model: Path, engines: int, **mock: Any) -> tuple[list[Process], int]
         engine = Process("-m", "tests.gateway.mock_engine", "--model", str(model), *limits, *options)
         addresses.append(engine.expect("READY").split()[1])
         processes.append(engine)
+    port = free_port()
     gateway = Process(
         *("-m", "katydid_gateway", "--model", str(model), "--engines", ",".join(addresses)),
-        *("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--log-level", "info"),
+        # As the others are run: no line a request.
+        *("--listen", "127.0.0.1:0", "--http-listen", f"127.0.0.1:{port}", "--log-level", "error"),
         *("--engine-queue-s", "3600"),
     )
     processes.append(gateway)
-    line = json.loads(gateway.expect('"http_address"'))
-    port = int(line["http_address"].rpartition(":")[2])
 
     async def ready() -> None:
         while True:
             try:
                 await Wire("127.0.0.1", port).send(encoded([{"role": "user", "content": "hi"}], max_tokens=1))
-            except RuntimeError:
+            except (RuntimeError, OSError):
                 await asyncio.sleep(0.1)
             else:
                 return

@@ -17,7 +17,7 @@ from pathlib import Path
 from bench.http_load import Wire, encoded
 from tests.gateway.processes import ROOT, Process
 
-__all__ = ["PEERS", "Peer", "start_peer"]
+__all__ = ["PEERS", "Peer", "free_port", "start_peer"]
 
 START_TIMEOUT_S = 60.0
 

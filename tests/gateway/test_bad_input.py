@@ -7,8 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from katydid.gateway.v1 import gateway_pb2 as pb
 from katydid_gateway.http import exchange
+from katydid_runtime.errors import InvalidRequestError
+from katydid_runtime.rpc_errors import from_rpc_error
 
 from tests.gateway.rig import Rig, rig
 
@@ -115,7 +119,18 @@ def test_half_a_surrogate_pair_in_arguments_is_no_text(hy3: Path) -> None:
         call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
         response = await built.http.post(CHAT, json={"messages": messages})
-        assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+        param = "messages[1].tool_calls[0].function.arguments"
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+        for fields, field in (
+            ({"tools": [pb.Tool(name="f", parameters='{"a": "\\ud800"}')]}, "tools[0].parameters"),
+            ({"template_options": '{"a": "\\ud800"}'}, "template_options"),
+        ):
+            asked = pb.ChatRequest(messages=[pb.ChatMessage(role=pb.CHAT_ROLE_USER, content="x")], **fields)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await anext(aiter(built.stub.Chat(asked)))
+            error = from_rpc_error(caught.value)
+            assert isinstance(error, InvalidRequestError)
+            assert error.field == field
 
     run(hy3, scenario)
 

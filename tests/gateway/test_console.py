@@ -161,7 +161,7 @@ def test_bars_stand_behind_each_other_and_decoding_after_the_first_token() -> No
 def test_so_many_are_kept_and_the_oldest_leave() -> None:
     kept = RecentRequests()
     for number in range(MOST + 10):
-        request = RecentRequest(f"r{number}", "chat", "ok", number, "e", "", Usage(1, 1), 0.1, 0.1, ())
+        request = RecentRequest(f"r{number}", "chat", "ok", number, "e", "", Usage(1, 1), 0.1, 0.1, {})
         kept.add("a" if number % 2 else "b", request)
     assert len(kept) == MOST
     assert kept.get("b", "r8") is None

@@ -86,8 +86,10 @@ class Answer:
         self._cached = CachedTokens()
         self._pending: dict[int, Delta] = {}
         self._pending_bytes = 0
-        self._ready = asyncio.Event()
-        self._ready.set()
+        self._ready = True
+        self._waiter: asyncio.Future[bool] | None = None
+        self._waits_since = 0.0
+        self._idle_timer: asyncio.TimerHandle | None = None
         self._to_send = [Flight(self, range(len(choices)))]
         self._sending: asyncio.Timeout | None = None
         self._lost_by: KatydidError | None = None
@@ -126,6 +128,8 @@ class Answer:
 
     def close(self) -> None:
         """Nobody listens any more: an unfinished request is aborted on its engine."""
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         self._let_go()
 
     def fail(self, error: KatydidError) -> None:
@@ -147,25 +151,53 @@ class Answer:
         Raises the KatydidError the answer failed with. At the end there is a `result`.
         """
         while True:
-            if not self._ready.is_set():
-                try:
-                    async with asyncio.timeout(idle_s):
-                        await self._ready.wait()
-                except TimeoutError:
-                    yield []
-                    continue
-            self._ready.clear()
+            if not self._ready and not await self._something(idle_s):
+                yield []
+                continue
+            self._ready = False
             if self._to_send and self._failure is None:
                 await self._send_all()
             if self._pending:
                 batch, self._pending, self._pending_bytes = list(self._pending.values()), {}, 0
                 self.clock.delivered()
+                if self._failure is None and self._done:
+                    # Before the last output is written, so that its writer can send it with the end.
+                    self._result = FinishedRequest(self.usage, self.clock.timing(self.tokens))
                 yield batch
             if self._failure is not None:
                 raise self._failure
             if self._done and not self._pending:
-                self._result = FinishedRequest(self.usage, self.clock.timing(self.tokens))
+                self._result = self._result or FinishedRequest(self.usage, self.clock.timing(self.tokens))
                 return
+
+    async def _something(self, idle_s: float | None) -> bool:
+        """Wait until there is something to do; False when there was nothing for `idle_s`."""
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        self._waits_since = loop.time()
+        if idle_s is not None and self._idle_timer is None:
+            self._idle_timer = loop.call_later(idle_s, self._look_idle, idle_s)
+        try:
+            return await self._waiter
+        finally:
+            self._waiter = None
+
+    def _look_idle(self, idle_s: float) -> None:
+        """One timer for all waits of an answer: a chunk would pay for one of its own more than for its text."""
+        loop = asyncio.get_running_loop()
+        self._idle_timer = None
+        left_s = idle_s
+        if self._waiter is not None and not self._waiter.done():
+            left_s = self._waits_since + idle_s - loop.time()
+            if left_s <= 0:
+                self._waiter.set_result(False)
+                return
+        self._idle_timer = loop.call_later(left_s, self._look_idle, idle_s)
+
+    def _wake(self) -> None:
+        self._ready = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(True)
 
     def on_step(self, flight: Flight, step: RequestStep, arrived_ns: int) -> None:
         """See FlightListener."""
@@ -197,7 +229,7 @@ class Answer:
             self._on_finish(flight, finish)
         if self._done:
             self._let_go()
-            self._ready.set()
+            self._wake()
         elif self._pending_bytes > self._buffer_bytes:
             self.fail(SlowClientError(f"the client left more than {self._buffer_bytes} bytes of output unread"))
 
@@ -233,7 +265,7 @@ class Answer:
         self._dispatcher.handed_off(engine)
         if not flight.running:
             self._land(flight)
-        self._ready.set()
+        self._wake()
 
     def _engine_failed(self, flight: Flight, error: KatydidError, *, retryable: bool) -> None:
         if flight.dispatch is None:
@@ -265,7 +297,7 @@ class Answer:
             self.clock.lost()
             self._to_send.append(Flight(self, flight.choices, flight.part, flight.attempt + 1))
         self._lost_by = error
-        self._ready.set()
+        self._wake()
 
     async def _send_all(self) -> None:
         """Send what is to be sent, which may have to wait for its turn: a failure ends the wait."""
@@ -304,15 +336,17 @@ class Answer:
             waiting.ids += delta.ids
             waiting.logprobs += delta.logprobs
             waiting.finish, waiting.stop_string = delta.finish, delta.stop_string
-        entries = sum(1 + len(entry.top) for entry in delta.logprobs)
-        text = len(delta.text) + len(delta.reasoning) + sum(len(call.arguments) for call in delta.tool_calls)
-        self._pending_bytes += text + len(delta.ids) + entries * _LOGPROB_BYTES
-        self._ready.set()
+        self._pending_bytes += len(delta.text) + len(delta.reasoning) + len(delta.ids)
+        if delta.tool_calls:
+            self._pending_bytes += sum(len(call.arguments) for call in delta.tool_calls)
+        if delta.logprobs:
+            self._pending_bytes += sum(1 + len(entry.top) for entry in delta.logprobs) * _LOGPROB_BYTES
+        self._wake()
 
     def _break_off(self, error: KatydidError) -> None:
         self._failure = error
         self._let_go()
-        self._ready.set()
+        self._wake()
 
     def _let_go(self) -> None:
         self._to_send = []

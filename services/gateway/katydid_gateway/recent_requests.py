@@ -46,7 +46,14 @@ class RecentRequest:
     usage: Usage
     ttft_s: float
     tpot_s: float
-    stretches: tuple[Stretch, ...]
+    phases_s: Mapping[str, float]
+    fetches_s: Sequence[tuple[str, float]] = ()
+    decode_s: float = 0.0
+
+    @property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """Its time, piece by piece."""
+        return stretches(self.phases_s, self.fetches_s, self.ttft_s, self.decode_s)
 
 
 def stretches(
@@ -83,8 +90,7 @@ class RecentRequests:
         self, tenant: str, request_id: str, clock: RequestClock, usage: Usage, tokens: int, *, api: str, outcome: str
     ) -> None:
         """Keep what `clock` measured of a request that delivered `tokens` tokens in its longest choice."""
-        bars = stretches(clock.phases_s, clock.fetches_s, clock.ttft_s, clock.decode_s)
-        times = (clock.ttft_s, clock.tpot_s(tokens), bars)
+        times = (clock.ttft_s, clock.tpot_s(tokens), clock.phases_s, clock.fetches_s, clock.decode_s)
         self.add(
             tenant,
             RecentRequest(request_id, api, outcome, clock.received_ns, clock.engine, clock.trace_id, usage, *times),

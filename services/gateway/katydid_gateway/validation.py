@@ -6,7 +6,6 @@ message; here are ranges, and what depends on the model and its engines.
 
 from __future__ import annotations
 
-import json
 import secrets
 from array import array
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from katydid_runtime.request_limits import (
     MAX_TEMPERATURE,
 )
 
+from katydid_gateway.json_text import read_json
 from katydid_gateway.requests import (
     Conversation,
     Message,
@@ -304,7 +304,7 @@ def _check_message(field: str, message: Message) -> None:
     for place, call in enumerate(message.tool_calls):
         where = f"{field}.tool_calls[{place}].function.arguments"
         try:
-            arguments = json.loads(call.arguments or "{}")
+            arguments = read_json(call.arguments or "{}")
         except (ValueError, RecursionError) as error:
             raise InvalidRequestError(f"{where} is no JSON: {error}", field=where, value=call.arguments) from error
         if not isinstance(arguments, dict):

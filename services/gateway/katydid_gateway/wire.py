@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 from katydid.gateway.v1 import gateway_pb2 as pb
 from katydid_runtime.duration import to_duration
 from katydid_runtime.errors import InvalidRequestError
 
+from katydid_gateway.json_text import read_json
 from katydid_gateway.requests import (
     Conversation,
     Delta,
@@ -244,7 +243,7 @@ def _template_options(text: str) -> dict[str, object]:
 
 def _json_object(text: str, field: str) -> dict[str, object]:
     try:
-        value = json.loads(text)
+        value = read_json(text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{field} is no JSON: {error}", field=field, value=text) from error
     if not isinstance(value, dict):

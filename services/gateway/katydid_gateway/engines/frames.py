@@ -75,6 +75,10 @@ class Finish:
     trace: EngineTrace
 
 
+_NOTHING_CACHED = CachedTokens()
+_NO_TRACE = EngineTrace()
+
+
 @dataclass(slots=True)
 class RequestStep:
     """What one frame holds for one request."""
@@ -83,8 +87,8 @@ class RequestStep:
     finishes: list[Finish] = field(default_factory=list)
     prompt_logprobs: RowLogprobs | None = None
     first: bool = False
-    cached: CachedTokens = field(default_factory=CachedTokens)
-    trace: EngineTrace = field(default_factory=EngineTrace)
+    cached: CachedTokens = _NOTHING_CACHED
+    trace: EngineTrace = _NO_TRACE
 
 
 def sort_frame(frame: pb.SessionResponse) -> dict[int, RequestStep]:

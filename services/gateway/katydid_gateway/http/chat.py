@@ -21,6 +21,9 @@ from katydid_gateway.requests import Caller, Delta, TokenLogprob, ToolCall
 __all__ = ["ChatCompletions"]
 
 _decoder = msgspec.json.Decoder(ChatCompletionBody)
+_encode = msgspec.json.Encoder().encode
+# No caller's id and no model's name has it.
+_ANY_TEXT = "\0text"
 
 
 class ChatCompletions:
@@ -54,8 +57,12 @@ class _Shape(Shape):
         self._with_logprobs = bool(body.logprobs)
         self._with_ids = bool(body.return_token_ids)
         self._begun: set[int] = set()
+        self._plain: dict[int, tuple[bytes, bytes]] = {}
 
     def chunk(self, _place: int, delta: Delta) -> bytes:
+        more = delta.reasoning or delta.tool_calls or delta.finish or self._with_logprobs or self._with_ids
+        if delta.text and not more and delta.index in self._begun:
+            return self._text(delta.index, delta.text)
         fields: dict[str, Any] = {}
         if delta.reasoning:
             fields["reasoning_content"] = delta.reasoning
@@ -72,6 +79,15 @@ class _Shape(Shape):
         if delta.finish is not None:
             events.append(self._part(delta.index, {}, {"finish_reason": delta.finish}))
         return b"".join(events)
+
+    def _text(self, index: int, text: str) -> bytes:
+        """The event of most tokens: all but the text is the same every time."""
+        around = self._plain.get(index)
+        if around is None:
+            event = self._part(index, {"content": _ANY_TEXT}, {"logprobs": None})
+            before, _, after = event.partition(_encode(_ANY_TEXT))
+            around = self._plain[index] = (before, after)
+        return around[0] + _encode(text) + around[1]
 
     def choice(self, _place: int, delta: Delta) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": delta.text or None, "refusal": None}

@@ -20,6 +20,8 @@ from katydid_gateway.http.failures import OPENAI_ERRORS, error_response
 __all__ = ["Exchange"]
 
 BODY_TIMEOUT_S = 60.0
+# Most answers end before: who leaves so early is noticed so much later.
+_WATCH_AFTER_S = 0.05
 
 
 class Exchange:
@@ -105,7 +107,7 @@ class Exchange:
         Raises what `writing` raises, RequestAbortedError when the client left.
         """
         loop = asyncio.get_running_loop()
-        watch = loop.create_task(self._gone())
+        watch: asyncio.Task[None] | None = None
         try:
             async with asyncio.timeout(None) as patience:
                 writes = True
@@ -115,21 +117,32 @@ class Exchange:
                     if writes and not patience.expired():
                         patience.reschedule(loop.time() + seconds)
 
-                watch.add_done_callback(lambda _: end_in(0))
+                def look() -> None:
+                    nonlocal watch
+                    watch = loop.create_task(self._gone())
+                    watch.add_done_callback(lambda _: end_in(0))
+
+                def failed() -> None:
+                    if watch is None or not watch.done():
+                        end_in(SLOW_CLIENT_GRACE_S)
+
                 for answer in answers:
-                    answer.on_failed = lambda: None if watch.done() else end_in(SLOW_CLIENT_GRACE_S)
+                    answer.on_failed = failed
+                late = loop.call_later(_WATCH_AFTER_S, look)
                 try:
                     await writing
                 finally:
                     writes = False
+                    late.cancel()
         except TimeoutError:
             if not patience.expired():
                 raise
-            left = watch.done() and not watch.cancelled()
+            left = watch is not None and watch.done() and not watch.cancelled()
             raise RequestAbortedError("the client left" if left else "the client stopped reading") from None
         finally:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+            if watch is not None:
+                watch.cancel()
+                await asyncio.gather(watch, return_exceptions=True)
 
     async def _gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -15,6 +15,8 @@ from katydid_runtime.exposition import split_address
 from katydid_runtime.tls import CertificateWatch, ServerTls
 from starlette.types import ASGIApp
 
+from katydid_gateway.http.whole_writes import WholeWrites
+
 __all__ = ["HttpServer"]
 
 BACKLOG = 4096
@@ -39,7 +41,7 @@ class HttpServer:
     def __init__(self, app: ASGIApp, tls: ServerTls | None = None) -> None:
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=WholeWrites,
             lifespan="off",
             log_config=None,
             access_log=False,

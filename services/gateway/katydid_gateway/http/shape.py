@@ -105,6 +105,10 @@ async def _stream(exchange: Exchange, answers: list[Answer], form: Form, keepali
         if not exchange.started:
             await exchange.start_events()
         content = b"".join([form.chunk(place, delta) for delta in batch]) if batch else _KEEP_ALIVE
+        if len(answers) == 1 and answers[0].ended:
+            # The last output and the end are one write.
+            await exchange.end(content + form.last_events())
+            return
         if content:
             await exchange.write(content)
     await exchange.end(form.last_events())

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from operator import or_
 
 __all__ = ["Holder", "PrefixIndex"]
 
@@ -118,9 +120,10 @@ class PrefixIndex:
         self._expire(now)
         left = (1 << len(self._bits)) - 1
         depth_of_bit: dict[int, int] = {}
-        confirmed, predicted = self._confirmed.get, self._predicted.get
-        for place, block in enumerate(chain):
-            here = confirmed(block, 0) | predicted(block, 0)
+        known = map(self._confirmed.get, chain, repeat(0))
+        if self._predicted:
+            known = map(or_, known, map(self._predicted.get, chain, repeat(0)))
+        for place, here in enumerate(known):
             if gone := left & ~here:
                 depth_of_bit.update(dict.fromkeys(_bits_of(gone), place))
                 left &= here
