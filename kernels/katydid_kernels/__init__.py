@@ -44,6 +44,7 @@ from katydid_kernels.quantize_rows import (
 from katydid_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from katydid_kernels.rope import rope, rope_reference, rope_table
 from katydid_kernels.router import RoutedRows, RouterWeight, add_rms_norm_route, router, router_reference
+from katydid_kernels.row_dispatch import gather_rows, join_rows, route_rows, scatter_rows, split_rows
 from katydid_kernels.sample import (
     LogitBias,
     Logprobs,
@@ -106,6 +107,8 @@ __all__ = [
     "fused_moe_reference",
     "fused_moe_w4a8",
     "fused_moe_w4a8_reference",
+    "gather_rows",
+    "join_rows",
     "kept_blocks",
     "kv_pack",
     "kv_pack_reference",
@@ -139,13 +142,16 @@ __all__ = [
     "rope",
     "rope_reference",
     "rope_table",
+    "route_rows",
     "router",
     "router_reference",
     "sample",
     "sample_reference",
+    "scatter_rows",
     "seen_tokens",
     "segment_scale",
     "sparse_plan",
+    "split_rows",
     "stem_select",
     "stem_select_reference",
     "swiglu",

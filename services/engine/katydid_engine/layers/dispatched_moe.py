@@ -78,7 +78,7 @@ class DispatchedMoe:
             return None if shared is None else shared(routed.x)
 
         out = yield from self.exchange.run(routed.rows, routed.weights, slots, self._compute, beside)
-        return out.to(self._dtype), total
+        return out, total
 
     def take_part(self) -> Steps[None]:
         """Computes what others send while this rank has no row of its own."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
+from katydid_kernels import gather_rows, route_rows, scatter_rows, split_rows
 from torch import Tensor
 
 from katydid_engine.collectives import Collectives
@@ -53,7 +53,7 @@ class ExpertExchange:
         self._slots = slots
         self._there = RowFormat(hidden_size, dtype, consumer=consumer, fp8=fp8)
         self._back = RowFormat(hidden_size, torch.float32 if fp8 else dtype, fp8=fp8)
-        self._hidden = hidden_size
+        self._dtype = dtype
 
     @property
     def nowhere(self) -> int:
@@ -73,7 +73,7 @@ class ExpertExchange:
         experts: Callable[[Activations, Tensor, Tensor], Tensor],
         beside: Callable[[], Tensor | None],
     ) -> Steps[Tensor]:
-        """The sum over each row's experts, fp32 ``[T, hidden]``, plus what ``beside`` yields.
+        """The sum over each row's experts, ``[T, hidden]``, plus what ``beside`` yields.
 
         Args:
             rows: ``[T, hidden]``, of this rank alone.
@@ -82,50 +82,28 @@ class ExpertExchange:
             experts: this rank's, of rows, weights and slots.
             beside: computed while the rows are under way.
         """
-        top_k = ids.shape[1]
-        goes = F.one_hot((ids // self._slots).long(), self._group.size + 1)[:, :, :-1].amax(1)
-        order = goes.cumsum(0) - 1
-        message = torch.cat((self._there.encode(rows), _bytes(ids), _bytes(weights)), dim=1)
-        # ``place[t, r]``: which of the rows sent is row t to rank r; one beyond the last where it does not go there.
+        top_k, capacity = ids.shape[1], self.capacity
+        order, counts = route_rows(ids, self._slots, self._group.size)
         send: list[int] | None = None
         receive: list[int] | None = None
-        if self.capacity is None:
-            counts = goes.sum(0)
+        if capacity is None:
             told = self._group.all_to_all(counts)
-            send = counts.tolist()
-            receive = told.wait().tolist()
-            total = sum(send)
-            starts = counts.cumsum(0) - counts
+            each: list[int] = counts.tolist()
+            send, receive, total = each, told.wait().tolist(), sum(each)
         else:
-            total = self.capacity * self._group.size
-            starts = torch.arange(self._group.size, device=ids.device) * self.capacity
-        place = torch.where(goes > 0, order + starts, total)
-        outgoing = message.new_empty((total + 1, message.shape[1]))
-        if self.capacity is not None:
-            outgoing[:] = 0
-            outgoing[:, self._there.bytes : -4 * top_k] = _bytes(ids.new_full((1, top_k), self.nowhere))
-        for rank in range(self._group.size):
-            outgoing[place[:, rank]] = message
-        under_way = self._group.all_to_all(outgoing[:total], send, receive)
+            total = self._group.size * capacity
+        values, scales = self._there.parts(rows)
+        outgoing = scatter_rows(
+            values, scales, ids, weights, order, counts, total=total, capacity=capacity, nowhere=self.nowhere
+        )
+        under_way = self._group.all_to_all(outgoing, send, receive)
         extra = beside()
         yield
-        arrived = under_way.wait()
-        computed = experts(
-            self._there.decode(arrived[:, : self._there.bytes]),
-            arrived[:, -4 * top_k :].contiguous().view(torch.float32),
-            arrived[:, self._there.bytes : -4 * top_k].contiguous().view(torch.int32),
-        )
+        values, scales, ids, weights = split_rows(under_way.wait(), self._there.value_bytes, self._there.scales, top_k)
+        computed = experts(self._there.joined(values, scales), weights, ids)
         returning = self._group.all_to_all(self._back.encode(computed), receive, send)
         yield
-        home = self._back.decode(returning.wait())
-        assert isinstance(home, Tensor)
-        home = F.pad(home, (0, 0, 0, 1))
-        result = torch.zeros((len(ids), self._hidden), device=home.device)
-        for rank in range(self._group.size):
-            # In the order of ranks: the sum does not depend on what arrives first.
-            result += home[place[:, rank]]
-        return result if extra is None else result + extra
-
-
-def _bytes(rows: Tensor) -> Tensor:
-    return rows.contiguous().view(torch.uint8)
+        home, quantized = returning.wait(), self._back.scales > 0
+        if not quantized:
+            home = home.view(computed.dtype)
+        return gather_rows(home, order, counts, extra, self._dtype, quantized=quantized, capacity=capacity)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from katydid_runtime.errors import KatydidError, SettingsError
 
 from katydid_engine.rank_slice.command import add_slice_arguments, run_slice
+from katydid_engine.rank_slice.workload import add_workload_arguments, run_workload
 
 __all__ = ["main"]
 
@@ -18,9 +19,10 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="katydid bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     add_slice_arguments(commands.add_parser("slice", help="time one rank of a plan alone"))
+    add_workload_arguments(commands.add_parser("workload", help="replay agents on one rank of a plan"))
     arguments = parser.parse_args(argv)
     try:
-        run_slice(arguments)
+        (run_slice if arguments.command == "slice" else run_workload)(arguments)
     except KatydidError as error:
         print(f"katydid: {error}", file=sys.stderr)
         return 2 if isinstance(error, SettingsError) else 1

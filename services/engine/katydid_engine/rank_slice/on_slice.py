@@ -1,0 +1,74 @@
+"""A slice as what a replay runs on, in real time; and its steps measured one kind at a time."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from array import array
+from collections.abc import Callable, Sequence
+
+from katydid_engine.plan import Run, Start, StepOutput, StepPlan
+from katydid_engine.rank_slice.step_times import MeasuredSteps
+from katydid_engine.rank_slice.steps import Decoding, SliceSteps
+from katydid_engine.request import Sampling, pages_for
+
+__all__ = ["OnSlice", "measure_chunk", "measure_steps"]
+
+_REPEATS = 5
+_SKIPPED = 2
+
+
+class OnSlice:
+    """Launches a step while the one before it runs, as the step loop does."""
+
+    ahead = 1
+
+    def __init__(self, steps: SliceSteps) -> None:
+        self._runner = steps.runner
+        self._last_end = 0.0
+
+    def begin(self, plan: StepPlan) -> Callable[[], tuple[StepOutput, float]]:
+        began = time.perf_counter()
+        launched = self._runner.launch(plan)
+
+        def end() -> tuple[StepOutput, float]:
+            output = launched.output()
+            now = time.perf_counter()
+            seconds = now - max(began, self._last_end)
+            self._last_end = now
+            return output, seconds
+
+        return end
+
+
+def measure_steps(
+    steps: SliceSteps,
+    decodes: Sequence[tuple[int, int]],
+    chunks: Sequence[tuple[int, int]],
+) -> MeasuredSteps:
+    """Medians of steps of so many (sequences, tokens behind each) and of (prompt tokens, tokens behind them)."""
+    found = MeasuredSteps({}, {})
+    for batch, context in decodes:
+        Decoding(steps, batch, context).time(1, _SKIPPED)
+        found.decodes[batch, context] = statistics.median(Decoding(steps, batch, context).time(2 * _REPEATS, _SKIPPED))
+    for tokens, context in chunks:
+        found.chunks[tokens, context] = measure_chunk(steps, tokens, context)
+    return found
+
+
+def measure_chunk(steps: SliceSteps, tokens: int, context: int) -> float:
+    """Seconds of a step that computes ``tokens`` of a prompt behind ``context`` that are there; without a sample."""
+    sequence = steps.next_sequence()
+    ids = array("I", steps.slice.token_ids(tokens))
+    pages = array("I", range(pages_for(context + tokens)))
+    start = Start(sequence, Sampling(ignore_eos=True), context + tokens + 1, ids)
+    seconds = []
+    for index in range(_SKIPPED + _REPEATS):
+        run = Run(sequence, context, ids, 0, pages)
+        steps.synchronize()
+        began = time.perf_counter()
+        steps.runner.run(StepPlan(0, starts=(start,) if index == 0 else (), runs=(run,)))
+        steps.synchronize()
+        seconds.append(time.perf_counter() - began)
+    steps.runner.run(StepPlan(0, ends=(sequence,)))
+    return statistics.median(seconds[_SKIPPED:])

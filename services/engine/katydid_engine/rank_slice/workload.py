@@ -1,0 +1,276 @@
+"""``workload``: agents on a slice. How many requests a second meet their targets, and what a long prompt costs others.
+
+Minutes of agents are replayed in simulated time, by step times measured on the slice (or read from a file), through the
+engine's scheduler; ``--real-s`` replays the beginning of the same on the slice itself, to be held against it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+from array import array
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from katydid_runtime.block_hash import BLOCK_TOKENS
+from katydid_runtime.errors import SettingsError
+
+from katydid_engine.block_pool import BlockPool
+from katydid_engine.parallel import ParallelPlan
+from katydid_engine.planning.known_models import KNOWN_MODELS
+from katydid_engine.planning.measured import measured
+from katydid_engine.planning.phases import Phases
+from katydid_engine.rank_slice.agents import Agents, AgentTraffic, Session, Turn
+from katydid_engine.rank_slice.command import add_build_arguments, origin, slice_of
+from katydid_engine.rank_slice.lengths import parse_lengths
+from katydid_engine.rank_slice.on_slice import OnSlice, measure_steps
+from katydid_engine.rank_slice.replay import Answer, Clock, Executor, Replay, Simulated, WallClock
+from katydid_engine.rank_slice.step_times import MeasuredSteps, StepTimes, fit_step_times
+from katydid_engine.rank_slice.steps import SliceSteps
+from katydid_engine.scheduler import Scheduler, SchedulerConfig
+from katydid_engine.token_budget import TokenBudget
+
+__all__ = ["add_workload_arguments", "run_workload"]
+
+_DECODES = (*((batch, context) for batch in (1, 4, 16, 32, 64) for context in (1024, 4096)), (16, 16384))
+_CHUNKS = (
+    (64, 0),
+    (256, 0),
+    (512, 0),
+    (1024, 0),
+    (2048, 0),
+    (4096, 0),
+    (8192, 0),
+    (256, 8192),
+    (2048, 65536),
+    (8192, 65536),
+)
+# On a host, where a reference takes seconds for those.
+_FEW_DECODES = ((1, 64), (1, 256), (4, 64))
+_FEW_CHUNKS = ((64, 0), (256, 0), (64, 256))
+_LINK_ROWS = (1, 8, 64, 256, 1024, 4096, 16384)
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    add_build_arguments(parser)
+    parser.add_argument("--rates", default="0.5,1,1.5,2,2.5,3", help="requests a second, to be simulated")
+    parser.add_argument(
+        "--minutes", type=float, default=15.0, help="of simulated time; its first quarter is not judged"
+    )
+    parser.add_argument("--step-times", type=Path, help="take step times from this file; nothing is built then")
+    parser.add_argument("--pages", type=int, default=60_000, help="KV pages of the simulated scheduler")
+    parser.add_argument("--max-batch-tokens", type=int, default=8192, help="of a step")
+    parser.add_argument("--ttft-s", type=float, default=4.0, help="target of the time to first token")
+    parser.add_argument("--tpot-s", type=float, default=0.05, help="target of the time per output token")
+    parser.add_argument("--links", action="store_true", help="add the link model's time to every step")
+    parser.add_argument("--real-s", type=float, default=0.0, help="replay so many seconds on the slice too")
+    parser.add_argument("--real-rate", type=float, default=1.0, help="requests a second of that")
+    parser.add_argument("--streams", type=int, default=0, help="streams that decode while a long prompt comes")
+    parser.add_argument("--stream-context", default="4K", help="tokens behind each")
+    parser.add_argument("--stream-prompt", default="128K", help="the long prompt")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run_workload(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Raises SettingsError for what is asked wrongly."""
+    record: dict[str, Any] = {"rows": []}
+    steps = None
+    if arguments.step_times is None or arguments.real_s or arguments.streams:
+        rank_slice = slice_of(arguments)
+        steps = SliceSteps(rank_slice, arguments.pages * BLOCK_TOKENS)
+        steps.fix_exchange(64)
+        record |= origin(rank_slice)
+        if rank_slice.model.device.type == "cuda":
+            steps.capture(64, rank_slice.options.config.max_positions)
+    if arguments.step_times is not None:
+        known = _read_step_times(arguments.step_times)
+    else:
+        assert steps is not None
+        on_gpu = steps.slice.model.device.type == "cuda"
+        decodes, chunks = (_DECODES, _CHUNKS) if on_gpu else (_FEW_DECODES, _FEW_CHUNKS)
+        known = measure_steps(steps, _fitting(decodes, steps), _fitting(chunks, steps))
+    record["step_times"] = {
+        kind: [[*key, seconds] for key, seconds in points.items()] for kind, points in asdict(known).items()
+    }
+    times = fit_step_times(known)
+    _write(arguments.json, record)
+    if steps is not None and arguments.streams:
+        record["rows"].append(_streams(arguments, steps))
+        _write(arguments.json, record)
+    if steps is not None and arguments.real_s:
+        record["rows"] += _real(arguments, steps, times)
+        _write(arguments.json, record)
+    sending = _sending(arguments) if arguments.links else ()
+    for rate in _rates(arguments.rates):
+        record["rows"].append(_simulated(arguments, replace(times, sending=sending), rate))
+        _write(arguments.json, record)
+    return record
+
+
+def _simulated(arguments: argparse.Namespace, times: StepTimes, rate: float) -> dict[str, Any]:
+    until = 60 * arguments.minutes
+    traffic = _traffic(rate)
+    clock = Simulated(times, traffic.vocabulary)
+    scheduler = _scheduler(arguments, arguments.pages, clock)
+    answers = _replayed(arguments, scheduler, clock, clock, traffic, until)
+    links = ", with the link model" if times.sending else ""
+    return _attained(arguments, f"simulated, {rate:g} requests a second offered{links}", answers, until / 4, until)
+
+
+def _real(arguments: argparse.Namespace, steps: SliceSteps, times: StepTimes) -> list[dict[str, Any]]:
+    """The same seconds on the slice and in simulated time."""
+    until = arguments.real_s
+    traffic = replace(_traffic(arguments.real_rate), vocabulary=min(steps.slice.token_ids(1000)) + 1000)
+    wall = WallClock()
+    real = _replayed(arguments, _scheduler(arguments, steps.pages, wall), OnSlice(steps), wall, traffic, until)
+    clock = Simulated(times, traffic.vocabulary)
+    like = _replayed(arguments, _scheduler(arguments, steps.pages, clock), clock, clock, traffic, until)
+    what = f"{arguments.real_rate:g} requests a second offered, first {until:g} s"
+    return [
+        _attained(arguments, f"on the slice, {what}", real, 0.0, until),
+        _attained(arguments, f"simulated, {what}", like, 0.0, until),
+    ]
+
+
+def _streams(arguments: argparse.Namespace, steps: SliceSteps) -> dict[str, Any]:
+    """Streams that decode; behind them a long prompt. Its TTFT, and the gaps between the others' tokens meanwhile."""
+    (context,), (prompt,) = (
+        parse_lengths(name, getattr(arguments, name)) for name in ("stream_context", "stream_prompt")
+    )
+    wall = WallClock()
+    scheduler = _scheduler(arguments, steps.pages, wall)
+    vocabulary = min(steps.slice.token_ids(1000)) + 1000
+
+    def session(number: int, tokens: int, output: int) -> Session:
+        return Session(number, 0.0, [Turn(tokens, output, 0.0)], array("I"), vocabulary)
+
+    replay = Replay(scheduler, OnSlice(steps), wall)
+    for number in range(arguments.streams):
+        replay.ask(session(number, context, 1 << 20))
+    replay.until(lambda: all(len(answer.times) > 20 for answer in replay.answers))
+    others = list(replay.answers)
+    began = wall()
+    replay.ask(session(arguments.streams, prompt, 2))
+    replay.until(lambda: replay.answers[-1].done)
+    gaps = sorted(
+        later - earlier for answer in others for earlier, later in itertools.pairwise(answer.times) if earlier >= began
+    )
+    row = {
+        "figure": f"p99 between tokens of {len(others)} streams at {context} while {prompt} tokens are prefilled",
+        "value": gaps[int(0.99 * (len(gaps) - 1))],
+        "unit": "s",
+        "median": statistics.median(gaps),
+        "largest": gaps[-1],
+        "prompt_ttft_s": replay.answers[-1].ttft,
+    }
+    print(f"{row['figure']}: {1e3 * gaps[int(0.99 * (len(gaps) - 1))]:.1f} ms, {row}", flush=True)
+    return row
+
+
+def _replayed(
+    arguments: argparse.Namespace,
+    scheduler: Scheduler,
+    executor: Executor,
+    clock: Clock,
+    traffic: AgentTraffic,
+    until: float,
+) -> list[Answer]:
+    return Replay(scheduler, executor, clock).run(Agents(traffic, arguments.seed).sessions(until), until)
+
+
+def _attained(
+    arguments: argparse.Namespace, name: str, answers: Sequence[Answer], since: float, until: float
+) -> dict[str, Any]:
+    """Of the requests asked since then that are done, or are late already."""
+    judged = [answer for answer in answers if answer.asked_at >= since]
+    good = [a for a in judged if a.done and a.ttft < arguments.ttft_s and a.tpot < arguments.tpot_s]
+    late = [a for a in judged if not a.done and a.late(until, arguments.ttft_s)]
+    done = [answer for answer in judged if answer.done]
+    if not done:
+        raise SettingsError(f"{name}: no request ended in that time", field="minutes", value=until / 60)
+    prompts = sum(answer.prompt_tokens for answer in done)
+    ttft, tpot = _quantiles([answer.ttft for answer in done]), _quantiles([answer.tpot for answer in done])
+    row = {
+        "figure": f"{name}: TTFT < {arguments.ttft_s:g} s and TPOT < {1e3 * arguments.tpot_s:g} ms",
+        "value": len(good) / (len(done) + len(late)),
+        "unit": "of requests",
+        "requests": len(done),
+        "requests_per_s": len(done) / (until - since),
+        "prompt_mean": prompts / len(done),
+        "output_mean": statistics.mean(answer.output_tokens for answer in done),
+        "cached_share": sum(answer.cached_tokens for answer in done) / prompts,
+        "ttft_s": ttft,
+        "tpot_s": tpot,
+    }
+    print(
+        f"{row['figure']}: {row['value']:.1%} of {len(done)} requests ({row['requests_per_s']:.2f}/s, prompts "
+        f"{row['prompt_mean']:,.0f}, answers {row['output_mean']:.0f}, {row['cached_share']:.0%} cached); "
+        f"TTFT {_shown(ttft)} s, TPOT {_shown(tpot)} s",
+        flush=True,
+    )
+    return row
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {f"p{share}": ordered[int(share / 100 * (len(ordered) - 1))] for share in (50, 95, 99)}
+
+
+def _shown(quantiles: dict[str, float]) -> str:
+    return " / ".join(f"{value:.3f}" for value in quantiles.values())
+
+
+def _traffic(rate: float) -> AgentTraffic:
+    turns = AgentTraffic(1.0).turns
+    return AgentTraffic(rate / turns)
+
+
+def _scheduler(arguments: argparse.Namespace, pages: int, clock: Clock) -> Scheduler:
+    config = SchedulerConfig(
+        max_model_tokens=min(262_144, pages * BLOCK_TOKENS),
+        max_batch_tokens=arguments.max_batch_tokens,
+        max_sequences=64,
+        watermark_pages=pages // 100,
+    )
+    return Scheduler(config, BlockPool(pages), clock, budget=TokenBudget(arguments.tpot_s, BLOCK_TOKENS))
+
+
+def _sending(arguments: argparse.Namespace) -> Sequence[tuple[int, float]]:
+    """The link model's seconds of a step by its rows."""
+    phases = Phases(KNOWN_MODELS["hy3"], ParallelPlan.parse(arguments.plan), measured("h200"))
+    return [(rows, phases.prefill(rows).exposed) for rows in _LINK_ROWS]
+
+
+def _fitting(cases: Sequence[tuple[int, int]], steps: SliceSteps) -> list[tuple[int, int]]:
+    """Those that the model's positions and the pages have room for."""
+    longest = steps.slice.options.config.max_positions
+    room = steps.pages * BLOCK_TOKENS
+    return [(n, context) for n, context in cases if n + context < longest and n * (context + 128) <= room]
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        rates = [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        rates = [0.0]
+    if any(not 0 < rate < 1e6 for rate in rates):
+        raise SettingsError(f"rates {text!r}: expected numbers above zero, by commas", field="rates", value=text)
+    return rates
+
+
+def _read_step_times(path: Path) -> MeasuredSteps:
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))["step_times"]
+        points = {kind: {(a, b): seconds for a, b, seconds in told[kind]} for kind in ("decodes", "chunks")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SettingsError(f"step_times: {path} has none: {error!r}", field="step_times", value=str(path)) from error
+    return MeasuredSteps(**points)
+
+
+def _write(path: Path | None, record: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
