@@ -60,8 +60,8 @@ def request_weights(w_desc, w_bufs, landed, first_expert, split, E_PAD: gl.const
 
 @gluon.jit
 def _request_tokens(x_ptr, x_pitch, x_bufs, split, tokens):
-    """A slice of x, each part a group of copies. The rows of tokens that are not there keep what they held: they only
-    reach logits that are never stored."""
+    """A slice of x's first `tokens` rows, each part a group of copies. The rows of tokens that are not there keep what
+    they held: they only reach logits that are never stored."""
     PARTS: gl.constexpr = x_bufs.type.shape[0]
     DEPTH: gl.constexpr = x_bufs.type.shape[1]
     TOKENS: gl.constexpr = x_bufs.type.shape[2]
@@ -78,9 +78,11 @@ def _request_tokens(x_ptr, x_pitch, x_bufs, split, tokens):
 
 
 @gluon.jit
-def multiply_slice(x_bufs, w_bufs, landed, partial_ptr, first_expert, split, tokens, E_PAD: gl.constexpr):
-    """Store the partial logits of a slice of K: a tile of experts of every token. 64 of the one are wgmma's rows, 8 to
-    64 of the other its columns."""
+def multiply_slice(
+    x_bufs, w_bufs, landed, partial_ptr, first_expert, first_token, end, split, tokens, E_PAD: gl.constexpr
+):  # fmt: skip
+    """Store the partial logits of a slice of K: a tile of experts of the tokens from `first_token` to `end`. 64 of the
+    one are wgmma's rows, 8 to 64 of the other its columns."""
     PARTS: gl.constexpr = x_bufs.type.shape[0]
     DEPTH: gl.constexpr = x_bufs.type.shape[1]
     TOKENS: gl.constexpr = x_bufs.type.shape[2]
@@ -115,9 +117,9 @@ def multiply_slice(x_bufs, w_bufs, landed, partial_ptr, first_expert, split, tok
     lines: gl.constexpr = gl.BlockedLayout([1, 4], [128 // EXPERTS, EXPERTS // 4], [4, 1], [1, 0])
     bits = gl.convert_layout(acc, lines).to(gl.int32, bitcast=True)
     bits = gl.where(bits == _EMPTY, _NAN, bits)
-    token = gl.arange(0, TOKENS, gl.SliceLayout(1, lines))[:, None]
+    token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(1, lines))[:, None]
     expert = first_expert + gl.arange(0, EXPERTS, gl.SliceLayout(0, lines))[None, :]
-    gl.store(partial_ptr + (split * tokens + token) * E_PAD + expert, bits, mask=token < tokens)
+    gl.store(partial_ptr + (split * tokens + token) * E_PAD + expert, bits, mask=token < end)
 
 
 @gluon.jit
@@ -171,14 +173,15 @@ def finish_few(
 @gluon.jit(do_not_specialize=["tokens", "experts"])
 def few_tokens_kernel(
     x_ptr, x_pitch, w_desc, partial_ptr, bias_ptr, scale, weights_ptr, ids_ptr, tokens, experts,
-    TOKENS: gl.constexpr, X_LAYOUT: gl.constexpr, E_PAD: gl.constexpr, TERMS: gl.constexpr, PARTS: gl.constexpr,
-    SPLITS: gl.constexpr, POWER_S: gl.constexpr, AT_ONCE: gl.constexpr, TOP_K: gl.constexpr, POWER_K: gl.constexpr,
-    SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr, SHARED: gl.constexpr,
+    TOKENS: gl.constexpr, GROUP: gl.constexpr, X_LAYOUT: gl.constexpr, E_PAD: gl.constexpr, TERMS: gl.constexpr,
+    PARTS: gl.constexpr, SPLITS: gl.constexpr, POWER_S: gl.constexpr, AT_ONCE: gl.constexpr, TOP_K: gl.constexpr,
+    POWER_K: gl.constexpr, SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """A grid of ``SPLITS * E_PAD / EXPERTS`` CTAs, each for a tile of experts and ``PARTS * DEPTH`` blocks of K.
+    """A grid of ``SPLITS * E_PAD / EXPERTS`` CTAs for every GROUP of tokens, each for a tile of experts and ``PARTS *
+    DEPTH`` blocks of K.
 
     x: bf16 ``[tokens, K]``, a row every `x_pitch` times 16 bytes; w_desc: boxes ``[DEPTH, EXPERTS, 64]`` of the terms
-    seen as ``[K / 64, TERMS * E_PAD, 64]``: TOKENS, at least tokens, or EXPERTS is 64. partial: int32 ``[SPLITS,
+    seen as ``[K / 64, TERMS * E_PAD, 64]``: TOKENS, at least those of a group, or EXPERTS is 64. partial: int32 ``[SPLITS,
     tokens, E_PAD]``, all EMPTY between calls.
     """
     DEPTH: gl.constexpr = w_desc.block_type.shape[0]
@@ -190,12 +193,14 @@ def few_tokens_kernel(
     landed = new_barriers(PARTS)
     launch_next()
     first_expert = gl.program_id(0) % E_TILES * EXPERTS
-    split = gl.program_id(0) // E_TILES
+    split = gl.program_id(0) // E_TILES % SPLITS
+    first_token = gl.program_id(0) // (E_TILES * SPLITS) * GROUP
+    end = gl.minimum(first_token + GROUP, tokens)
     request_weights(w_desc, w_bufs, landed, first_expert, split, E_PAD)
     wait_for_last()
     # Not by TMA: its descriptor of x would have to be fetched first, while everything waits.
-    _request_tokens(x_ptr, x_pitch, x_bufs, split, tokens)
-    multiply_slice(x_bufs, w_bufs, landed, partial_ptr, first_expert, split, tokens, E_PAD)
+    _request_tokens(x_ptr + first_token * (x_pitch * 8), x_pitch, x_bufs, split, end - first_token)
+    multiply_slice(x_bufs, w_bufs, landed, partial_ptr, first_expert, first_token, end, split, tokens, E_PAD)
     finish_few(
         partial_ptr, (bias_ptr, scale, weights_ptr, ids_ptr, experts), tokens,
         E_PAD, SPLITS, POWER_S, AT_ONCE, TOP_K, POWER_K, SIGMOID, RENORMALISE, SHARED,

@@ -53,22 +53,23 @@ class Slices:
     depth: blocks of K a CTA.
     parts: of a slice, multiplied as they arrive.
     at_once: tokens that a CTA chooses for.
+    group: tokens of which a CTA reads a slice.
     """
 
     experts: int
     depth: int
     parts: int
     at_once: int
+    group: int = FEW_TOKENS
 
 
 def few_slices(tokens: int, hidden: int) -> Slices:
-    """Measured on one H200 with 192 experts of 4096: long slices, for each is a trip through L2 for every token, and as
-    many CTAs as there are tokens to choose for. The slices of K, and so a token's bits, do not depend on the batch.
+    """Measured on one H200 with 192 experts of 4096: long slices, for each is a trip through L2 for every token, as
+    many CTAs as there are tokens to choose for, and little of x for each. The slices of K, and so a token's bits, do
+    not depend on the batch.
     """
     depth = slice_depth(hidden)
-    if tokens <= 16:
-        return Slices(64, depth, 1, 1)
-    return Slices(32, depth, min(4, depth), 1) if tokens <= 32 else Slices(16, depth, depth, 1)
+    return Slices(64, depth, 1, 1) if tokens <= 16 else Slices(32, depth, min(4, depth), 1, 32)
 
 
 def slice_depth(hidden: int) -> int:
@@ -93,10 +94,11 @@ def launch_few(x: Tensor, weight: OnHopper, experts: int, choice: Choice, *, sli
     splits = hidden // (slices.depth * BLOCK_K)
     depth = slices.depth // slices.parts
     rows = max(8, triton.next_power_of_2(tokens)) if slices.experts == CHUNK_EXPERTS else FEW_TOKENS
-    few_tokens_kernel[(splits * (padded // slices.experts),)](
+    few_tokens_kernel[(splits * (padded // slices.experts) * triton.cdiv(tokens, slices.group),)](
         x, x.stride(0) // 8, _blocked_terms(weight.terms, depth, slices.experts),
         weight.handover, choice.selection_bias, choice.scale, choice.weights, choice.ids, tokens, experts,
-        TOKENS=rows, X_LAYOUT=gl.NVMMASharedLayout.get_default_for([depth, rows, BLOCK_K], gl.bfloat16),
+        TOKENS=rows, GROUP=slices.group,
+        X_LAYOUT=gl.NVMMASharedLayout.get_default_for([depth, rows, BLOCK_K], gl.bfloat16),
         E_PAD=padded, TERMS=count, PARTS=slices.parts, SPLITS=splits, POWER_S=max(4, triton.next_power_of_2(splits)),
         AT_ONCE=slices.at_once, TOP_K=choice.top_k, POWER_K=triton.next_power_of_2(choice.columns),
         SHARED=int(choice.shared),

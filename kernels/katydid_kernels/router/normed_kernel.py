@@ -105,7 +105,7 @@ def normed_router_kernel(
         y = (totals[d].to(gl.float32) * factor * gains[d].to(gl.float32)).to(x_bufs.dtype)
         x_slice.slice(d * TOKENS, TOKENS).store(y)
         rows = rows + (y,)
-    multiply_slice(x_bufs, w_bufs, landed, partial_ptr, first_expert, split, tokens, E_PAD)
+    multiply_slice(x_bufs, w_bufs, landed, partial_ptr, first_expert, 0, tokens, split, tokens, E_PAD)
 
     # Others wait for the partial logits; what is stored here is for the next kernel.
     if first_expert == 0:
