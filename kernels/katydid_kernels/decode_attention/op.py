@@ -80,7 +80,9 @@ def decode_attention(
         return out, lse
     if overlap and plan is None:
         raise ValueError("overlap needs a plan that is older than the preceding kernel, got none")
-    torch.ops.katydid.decode_attention(
+    # The op's dispatch takes longer than the launch, most of all with written tensors from outside inference mode.
+    attend = torch.ops.katydid.decode_attention if torch.compiler.is_compiling() else _attend
+    attend(
         q,
         k_pages,
         v_pages,
@@ -95,22 +97,15 @@ def decode_attention(
         k_scale,
         v_scale,
         plan,
-        scratch and scratch.partial,
-        scratch and scratch.stats,
-        scratch and scratch.counters,
+        None if scratch is None else scratch.partial,
+        None if scratch is None else scratch.stats,
+        None if scratch is None else scratch.counters,
         overlap,
     )
     return out, lse
 
 
-@torch.library.custom_op(
-    "katydid::decode_attention",
-    mutates_args=("out", "lse", "partial", "stats", "counters"),
-    schema="(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor context_lens, Tensor(a!) out, "
-    "Tensor(b!) lse, float scale, float? soft_cap, int? window, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, "
-    "Tensor? plan, Tensor(c!)? partial, Tensor(d!)? stats, Tensor(e!)? counters, bool overlap) -> ()",
-)
-def _decode_attention(
+def _attend(
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
@@ -162,6 +157,15 @@ def _decode_attention(
         launch_hopper(problem, plan, scratch, overlap=overlap)
     else:
         launch_split(problem, plan, scratch)
+
+
+_decode_attention = torch.library.custom_op(
+    "katydid::decode_attention",
+    mutates_args=("out", "lse", "partial", "stats", "counters"),
+    schema="(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor context_lens, Tensor(a!) out, "
+    "Tensor(b!) lse, float scale, float? soft_cap, int? window, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, "
+    "Tensor? plan, Tensor(c!)? partial, Tensor(d!)? stats, Tensor(e!)? counters, bool overlap) -> ()",
+)(_attend)
 
 
 @_decode_attention.register_fake

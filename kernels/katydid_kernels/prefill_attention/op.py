@@ -67,7 +67,9 @@ def prefill_attention(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
     if tokens == 0:
         return out, lse
-    torch.ops.katydid.prefill_attention(
+    # The op's dispatch takes longer than the launch, most of all with written tensors from outside inference mode.
+    attend = torch.ops.katydid.prefill_attention if torch.compiler.is_compiling() else _attend
+    attend(
         q,
         k_pages,
         v_pages,
@@ -87,14 +89,7 @@ def prefill_attention(
     return out, lse
 
 
-@torch.library.custom_op(
-    "katydid::prefill_attention",
-    mutates_args=("out", "lse"),
-    schema="(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor context_lens, Tensor cu_q_lens, "
-    "Tensor(a!) out, Tensor(b!) lse, float scale, float? soft_cap, int? window, Tensor? q_scale, Tensor? k_scale, "
-    "Tensor? v_scale, Tensor? plan) -> ()",
-)
-def _prefill_attention(
+def _attend(
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
@@ -134,6 +129,15 @@ def _prefill_attention(
     )
     out.copy_(result)
     lse.copy_(log_sum)
+
+
+_prefill_attention = torch.library.custom_op(
+    "katydid::prefill_attention",
+    mutates_args=("out", "lse"),
+    schema="(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor context_lens, Tensor cu_q_lens, "
+    "Tensor(a!) out, Tensor(b!) lse, float scale, float? soft_cap, int? window, Tensor? q_scale, Tensor? k_scale, "
+    "Tensor? v_scale, Tensor? plan) -> ()",
+)(_attend)
 
 
 @_prefill_attention.register_fake
