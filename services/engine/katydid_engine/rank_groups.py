@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -64,6 +65,13 @@ def join_groups(plan: ParallelPlan, rank: int, *, timeout_s: float) -> RankGroup
     experts: Collectives = SingleRank()
     if plan.ep > 1:
         experts = tensor if plan.ep == plan.tp else group_of(stages)
+    link: TorchLink | None = None
+    if plan.pp > 1:
+        for tp, dp in itertools.product(range(plan.tp), range(plan.dp)):
+            pipeline = [number(tp, dp, stage) for stage in range(plan.pp)]
+            group = dist.new_group(pipeline, timeout=timeout)
+            if rank in pipeline:
+                link = TorchLink(pipeline, group)
     moves = plan.redundant_experts > 0
     sets = stages if plan.ep == plan.tp * plan.dp else lines
     return RankGroups(
@@ -71,9 +79,5 @@ def join_groups(plan: ParallelPlan, rank: int, *, timeout_s: float) -> RankGroup
         experts,
         group_of(stages, "gloo") if plan.shares_experts or moves else SingleRank(),
         group_of(sets) if moves else SingleRank(),
-        Stage(
-            place.pp,
-            plan.pp,
-            TorchLink([number(place.tp, place.dp, stage) for stage in range(plan.pp)]) if plan.pp > 1 else None,
-        ),
+        Stage(place.pp, plan.pp, link),
     )

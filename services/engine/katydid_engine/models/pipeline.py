@@ -38,21 +38,23 @@ class TorchLink:
 
     Args:
         ranks: the world rank of each stage that has this rank's place in its TP group.
+        group: of these ranks; its timeout says how long one waits for another.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
         self._ranks = tuple(ranks)
+        self._group = group
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, x: Tensor, stage: int) -> None:
         x = x.contiguous()
-        work = dist.isend(x, self._ranks[stage])
+        work = dist.isend(x, self._ranks[stage], group=self._group)
         assert work is not None
         self._sent.append((work, x))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, stage: int) -> Tensor:
         x = torch.empty(tuple(shape), dtype=dtype, device=device)
-        dist.recv(x, self._ranks[stage])
+        dist.recv(x, self._ranks[stage], group=self._group)
         return x
 
     def flush(self) -> None:
