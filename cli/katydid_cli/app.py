@@ -203,6 +203,9 @@ def evaluate(
         bool, typer.Option(help="Run the engine's model in this process, without a service.")
     ] = False,
     output: Annotated[Path | None, typer.Option(help="Write all figures to this JSON file.")] = None,
+    report: Annotated[
+        bool, typer.Option("--report", help="Put the table into quantization-report.html of the folders that have one.")
+    ] = False,
     cache_dir: CacheDir = default_cache_dir(),
 ) -> None:
     """Measure a model's quality in one or many engine configurations, side by side."""
@@ -219,6 +222,7 @@ def evaluate(
         extent=extent,
         in_process=in_process,
         output=output,
+        report=report,
     )
     raise typer.Exit(run_evaluation(options))
 

@@ -14,6 +14,7 @@ from katydid_cli.evaluation.engine_scorer import EngineScorer
 from katydid_cli.evaluation.figures import Figure
 from katydid_cli.evaluation.held_out import load_held_out
 from katydid_cli.evaluation.report import Result, as_json, as_table
+from katydid_cli.evaluation.report_page import PAGE, add_to_page
 from katydid_cli.evaluation.scorer import EvaluationError, Scorer
 from katydid_cli.evaluation.suite import EXTENTS, TASKS, check_tasks, needed, run_suite
 from katydid_cli.evaluation.text import ModelText
@@ -44,6 +45,7 @@ class EvaluationOptions:
     extent: str = "quick"
     in_process: bool = False
     output: Path | None = None
+    report: bool = False
 
 
 def parse_configuration(words: str) -> Configuration:
@@ -78,10 +80,14 @@ def evaluate(options: EvaluationOptions, say: Callable[[str], None] = print) -> 
         raise EvaluationError(f"configurations {', '.join(names)} repeat a name", field="configuration")
     if options.output is not None:
         check_writable_file("--output", options.output)
-    for folder in {options.model, *(c.model for c in options.configurations if c.model is not None)}:
+    folders = sorted({options.model, *(c.model for c in options.configurations if c.model is not None)})
+    for folder in folders:
         ModelText(folder)
     for kind in needed(options.tasks):
         load_held_out(options.data, kind)
+    pages = [folder for folder in folders if (folder / PAGE).is_file()] if options.report else []
+    if options.report and not pages:
+        raise EvaluationError(f"--report: no model folder has a {PAGE}", field="report", allowed="folders of a recipe")
     results = []
     for configuration in options.configurations:
         say(f"== {configuration.name} {shlex.join(configuration.options)}".rstrip())
@@ -89,6 +95,8 @@ def evaluate(options: EvaluationOptions, say: Callable[[str], None] = print) -> 
         if options.output is not None:  # after each one: a later configuration may fail
             options.output.write_text(as_json(str(options.model), results), encoding="utf-8")
     say(as_table(results))
+    for folder in pages:
+        add_to_page(folder, results)
     return 0
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from katydid_cli.evaluation import command
 from katydid_cli.evaluation.command import Configuration, EvaluationOptions, evaluate, parse_configuration
 from katydid_cli.evaluation.figures import Figure
 from katydid_cli.evaluation.report import Result, as_json, as_table
+from katydid_cli.evaluation.report_page import PAGE
 from katydid_cli.evaluation.scorer import Continuation, EvaluationError, VocabularyMismatchError
 from katydid_cli.evaluation.text import ModelText
 
@@ -64,6 +66,31 @@ def test_evaluate_writes_the_table_and_the_json(monkeypatch: pytest.MonkeyPatch,
         *("mtp.depth1.acceptance", "mtp.depth2.acceptance", "mtp.depth3.acceptance", "mtp.tokens_per_step"),
     ]
     assert "| mtp.depth1.acceptance" in said[-1]
+
+
+def test_the_table_goes_into_the_page_of_a_quantised_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, data: Path
+) -> None:
+    monkeypatch.setattr(command, "_in_process", lambda model, options: PaperScorer())
+    copy = tmp_path / "copy"
+    shutil.copytree(HY3_TINY, copy, ignore=shutil.ignore_patterns("*.safetensors"))
+    options = EvaluationOptions(
+        HY3_TINY,
+        data,
+        (Configuration("bf16"), Configuration("<w4a8>", (), copy)),
+        ("bits",),
+        in_process=True,
+        report=True,
+    )
+    with pytest.raises(EvaluationError, match="no model folder has a quantization-report"):
+        evaluate(options)
+    (copy / PAGE).write_text("<h1>Quantisation report</h1>\n")
+    for _ in range(2):
+        evaluate(options, lambda _: None)
+    page = (copy / PAGE).read_text()
+    assert page.startswith("<h1>Quantisation report</h1>")
+    assert page.count('<section id="evaluation">') == page.count("<td>code.bits_per_byte</td>") == 1
+    assert "<th>&lt;w4a8&gt;</th>" in page
 
 
 def test_wrong_questions_are_refused_before_an_engine_starts(tmp_path: Path) -> None:
