@@ -24,7 +24,8 @@ from katydid_kernels.gemm.expert_tiles import (
 )
 from katydid_kernels.gemm.experts_blocks import finish_block
 from katydid_kernels.gemm.experts_order import count, down_share, nth_item, wait_for_count
-from katydid_kernels.gemm.experts_pairs import multiply_pairs, paired_column, stream_pairs
+from katydid_kernels.gemm.experts_pairs import even_column, multiply_pairs, stream_pairs
+from katydid_kernels.gemm.experts_sum import piece_layout, routes_of, sum_choices
 from katydid_kernels.gemm.own_plan import make_own_plan
 from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_for_last
 
@@ -209,8 +210,8 @@ def _consume(
             acc *= scale
         store_columns(acc, y_ptr, H, row, end, col, y_layout)
 
-    if SUM:
-        _combine(WHO, result, H, TOP_K, WGS, PAIRED)
+    if SUM > 0:
+        _combine(WHO, result, H, TOP_K, WGS, PAIRED, SUM)
     gl.thread_barrier()
     if gl.atomic_add(sync_ptr + 1, 1, sem="acq_rel") == gl.num_programs(0) * WGS - 1:
         lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -222,50 +223,43 @@ def _consume(
 
 
 @gluon.jit
-def _chosen(item, result, PIECES: gl.constexpr, TOP_K: gl.constexpr):
-    """Slots and weights of the token of a piece, in every thread."""
-    _, slots_ptr, weights_ptr, _, _, _, tokens = result
-    PADDED: gl.constexpr = _power_of_two(TOP_K)
-    lane = gl.arange(0, PADDED, gl.BlockedLayout([PADDED], [32], [4], [0]))
-    there = (lane < TOP_K) & (item < tokens * PIECES)
-    place = item // PIECES * TOP_K + lane
-    return (
-        gl.load(slots_ptr + place, mask=there, other=-1),
-        gl.load(weights_ptr + place, mask=there, other=0.0),
-        lane,
-    )
-
-
-@gluon.jit
 def _combine(
-    WHO: gl.constexpr, result, H: gl.constexpr, TOP_K: gl.constexpr, WGS: gl.constexpr, PAIRED: gl.constexpr
+    WHO: gl.constexpr, result, H: gl.constexpr, TOP_K: gl.constexpr, WGS: gl.constexpr, PAIRED: gl.constexpr,
+    SUM: gl.constexpr,
 ):  # fmt: skip
-    """The weighted sum of `combine.combine` once all of y is there, in pieces of a row over all warpgroups of the GPU.
-    Where a piece's rows are is loaded one piece ahead, for the first one while waiting."""
-    y_ptr, _, _, shared_ptr, out_ptr, sync_ptr, tokens = result
-    PIECE: gl.constexpr = 512 if H % 512 == 0 else 128
-    PIECES: gl.constexpr = H // PIECE
-    line: gl.constexpr = gl.BlockedLayout([PIECE // 128], [32], [4], [0])
-    column = gl.arange(0, PIECE, line)
+    """The weighted sum of `combine.combine` once all of y is there, in pieces of SUM tokens' rows over all warpgroups
+    of the GPU. Where a piece's rows are is loaded one piece ahead, for the first one while waiting."""
+    y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, sync_ptr, tokens = result
+    PIECE: gl.constexpr = 256 if H % (512 if PAIRED else 256) == 0 else 128
+    # Of rows in pairs a piece is one of the even columns and one of the odd ones.
+    PIECES: gl.constexpr = H // (2 * PIECE if PAIRED else PIECE)
+    TOKENS: gl.constexpr = SUM * (256 // PIECE)
+    PADDED: gl.constexpr = _power_of_two(TOP_K)
+    column = gl.arange(0, PIECE, gl.SliceLayout(0, piece_layout(PIECE)))
+    items = gl.cdiv(tokens, TOKENS) * PIECES
+    step = gl.num_programs(0) * WGS
     first = gl.program_id(0) * WGS + WHO
-    slots, weights, lane = _chosen(first, result, PIECES, TOP_K)
+    slots, weights = routes_of(first // PIECES, slots_ptr, weights_ptr, tokens, PIECE, TOKENS, TOP_K, PADDED)
     count(sync_ptr)
-    wait_for_count(sync_ptr, gl.num_programs(0) * WGS)
-    for item in range(first, tokens * PIECES, gl.num_programs(0) * WGS):
-        token = item // PIECES
-        col = item % PIECES * PIECE + column
-        place = paired_column(col) if PAIRED else col
-        total = gl.zeros([PIECE], gl.float32, line)
-        for j in gl.static_range(TOP_K):
-            slot = gl.sum(gl.where(lane == j, slots, 0), 0)
-            weight = gl.sum(gl.where(lane == j, weights, 0.0), 0)
-            # A row nobody wrote may hold NaN: it is left out, not multiplied by zero.
-            part = gl.load(y_ptr + gl.maximum(slot, 0).to(gl.int64) * H + place)
-            total += gl.where(slot >= 0, weight * part.to(gl.float32), 0.0)
-        slots, weights, lane = _chosen(item + gl.num_programs(0) * WGS, result, PIECES, TOP_K)
+    wait_for_count(sync_ptr, step)
+    for item in range(first, items, step):
+        if PAIRED:
+            place = item % PIECES * (2 * PIECE) + even_column(column)
+            even = sum_choices(y_ptr, H, place, slots, weights, PIECE, TOP_K)
+            odd = sum_choices(y_ptr, H, place + 64, slots, weights, PIECE, TOP_K)
+            total = gl.join(even, odd).reshape([TOKENS, 2 * PIECE])
+        else:
+            total = sum_choices(y_ptr, H, item % PIECES * PIECE + column, slots, weights, PIECE, TOP_K)
+        slots, weights = routes_of(
+            (item + step) // PIECES, slots_ptr, weights_ptr, tokens, PIECE, TOKENS, TOP_K, PADDED
+        )
+        token = item // PIECES * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, total.type.layout))
+        col = item % PIECES * total.shape[1] + gl.arange(0, total.shape[1], gl.SliceLayout(0, total.type.layout))
+        target = token.to(gl.int64)[:, None] * H + col[None, :]
+        there = (token < tokens)[:, None] & (col < H)[None, :]
         if shared_ptr is not None:
-            total += gl.load(shared_ptr + token.to(gl.int64) * H + col).to(gl.float32)
-        gl.store(out_ptr + token.to(gl.int64) * H + col, total.to(out_ptr.dtype.element_ty))
+            total += gl.load(shared_ptr + target, mask=there, other=0.0).to(gl.float32)
+        gl.store(out_ptr + target, total.to(out_ptr.dtype.element_ty), mask=there)
 
 
 @gluon.jit
@@ -297,7 +291,8 @@ def experts_decode_kernel(
     ``[1, ROWS / 8, 8, BLOCK_K]`` of w2 seen as ``[E, H / 8, 8, WIDTH]``. h: ``[pairs, WIDTH]``, rows padded with zeros
     to a multiple of BLOCK_K, and its boxes ``[TOKENS, BLOCK_K]``; y: ``[pairs, H]``; ready: zeros, an int32 a tile;
     sync: two zeros. Rows, slots and tiles are a `RoutePlan`'s. Scales in fp32: up ``[E, 2]``, down ``[E]``, inverse
-    ``[1]`` (what h is multiplied by), token ``[T]`` or None. WGS is 2. Without SUM the kernel ends with y. GUESS: bytes
+    ``[1]`` (what h is multiplied by), token ``[T]`` or None. WGS is 2. SUM: tokens whose rows are
+    summed at a time, 4 or 8; with 0 the kernel ends with y. GUESS: bytes
     of each row of the first tile to fetch before the plan is known, where it is likely that all experts are hit.
 
     own_plan: scratch of `OWN_PLAN_INTS` a CTA to make the plan of ids here, for ``first_expert + [0, number)``, or None

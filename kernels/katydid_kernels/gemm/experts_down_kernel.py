@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from katydid_kernels.gemm.experts_order import count, wait_for_count
+from katydid_kernels.gemm.experts_sum import piece_layout, routes_of, sum_choices
 from katydid_kernels.gemm.ring import advance, before, launch_next, make_barriers, wait_for_last
 from katydid_kernels.gemm.wide_epilogue import halves
 
@@ -191,20 +192,6 @@ def _consume(
 
 
 @gluon.jit
-def _routes(group, slots_ptr, weights_ptr, tokens, layout: gl.constexpr, TOKENS: gl.constexpr, TOP_K: gl.constexpr):
-    """Slots and weights of a group of tokens, all choices of a token in every thread that sums it."""
-    token = group * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
-    choice = gl.arange(0, layout.size_per_thread[1], gl.SliceLayout(0, layout))
-    there = (token < tokens)[:, None] & (choice < TOP_K)[None, :]
-    place = token[:, None] * TOP_K + choice[None, :]
-    return (
-        gl.load(slots_ptr + place, mask=there, other=-1),
-        gl.load(weights_ptr + place, mask=there, other=0.0),
-        choice,
-    )
-
-
-@gluon.jit
 def _sum(
     y, result, counters, sync_ptr, tiles, H: gl.constexpr, TOP_K: gl.constexpr, PADDED: gl.constexpr,
     BLOCK_N: gl.constexpr, TILES_N: gl.constexpr, RING: gl.constexpr, WGS: gl.constexpr,
@@ -217,32 +204,23 @@ def _sum(
     BLOCKS: gl.constexpr = H // COLS
     PIECE: gl.constexpr = 256 if COLS % 256 == 0 else 128
     PIECES: gl.constexpr = COLS // PIECE
-    # A warp's lanes side by side over a piece, 16 bytes each; a thread sums for two tokens.
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // PIECE, PIECE // 8], [4, 1], [1, 0])
-    routes: gl.constexpr = gl.BlockedLayout([1, PADDED], [256 // PIECE, PIECE // 8], [4, 1], [1, 0])
-    TOKENS: gl.constexpr = 2 * 4 * (256 // PIECE)
+    TOKENS: gl.constexpr = 8 * (256 // PIECE)
+    layout: gl.constexpr = piece_layout(PIECE)
     groups = gl.cdiv(tokens, TOKENS)
     line = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
     column = gl.arange(0, PIECE, gl.SliceLayout(0, layout))
     for block in range(BLOCKS):
-        slots, weights, choice = _routes(
-            gl.program_id(0) // PIECES, slots_ptr, weights_ptr, tokens, routes, TOKENS, TOP_K
+        slots, weights = routes_of(
+            gl.program_id(0) // PIECES, slots_ptr, weights_ptr, tokens, PIECE, TOKENS, TOP_K, PADDED
         )
         _wait_at_leisure(made_ptr + block, tiles * (TILES_N * WGS))
+        rows_ptr = y_ptr + (block % RING * pairs).to(gl.int64) * COLS
         for item in range(gl.program_id(0), groups * PIECES, gl.num_programs(0)):
             col = item % PIECES * PIECE + column
             token = item // PIECES * TOKENS + line
-            total = gl.zeros([TOKENS, PIECE], gl.float32, layout)
-            for j in gl.static_range(TOP_K):
-                chosen = (choice == j)[None, :]
-                slot = gl.convert_layout(gl.sum(gl.where(chosen, slots, 0), 1), gl.SliceLayout(1, layout))
-                weight = gl.convert_layout(gl.sum(gl.where(chosen, weights, 0.0), 1), gl.SliceLayout(1, layout))
-                row = (block % RING * pairs + gl.maximum(slot, 0)).to(gl.int64)
-                # A row nobody wrote may hold NaN: it is left out, not multiplied by zero.
-                part = gl.load(y_ptr + row[:, None] * COLS + col[None, :], cache_modifier=".cg")
-                total += gl.where((slot >= 0)[:, None], weight[:, None] * part.to(gl.float32), 0.0)
-            slots, weights, choice = _routes(
-                (item + gl.num_programs(0)) // PIECES, slots_ptr, weights_ptr, tokens, routes, TOKENS, TOP_K
+            total = sum_choices(rows_ptr, COLS, col, slots, weights, PIECE, TOP_K)
+            slots, weights = routes_of(
+                (item + gl.num_programs(0)) // PIECES, slots_ptr, weights_ptr, tokens, PIECE, TOKENS, TOP_K, PADDED
             )
             target = token.to(gl.int64)[:, None] * H + (block * COLS + col)[None, :]
             there = (token < tokens)[:, None] & (col < COLS)[None, :]

@@ -14,13 +14,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from katydid_kernels.gemm.expert_tiles import accumulator_layout
 from katydid_kernels.gemm.ring import advance
 
-__all__ = ["multiply_pairs", "paired_column", "stream_pairs"]
+__all__ = ["even_column", "multiply_pairs", "stream_pairs"]
 
 
 @gluon.jit
-def paired_column(col):
-    """Where column `col` of a row stands."""
-    return col // 128 * 128 + col % 2 * 64 + col % 128 // 2
+def even_column(i):
+    """Where the i-th even column of a row stands; the odd one after it stands 64 further."""
+    return i // 64 * 128 + i % 64
 
 
 @gluon.jit

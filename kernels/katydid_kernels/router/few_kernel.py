@@ -181,8 +181,8 @@ def few_tokens_kernel(
     DEPTH`` blocks of K.
 
     x: bf16 ``[tokens, K]``, a row every `x_pitch` times 16 bytes; w_desc: boxes ``[DEPTH, EXPERTS, 64]`` of the terms
-    seen as ``[K / 64, TERMS * E_PAD, 64]``: TOKENS, at least those of a group, or EXPERTS is 64. partial: int32 ``[SPLITS,
-    tokens, E_PAD]``, all EMPTY between calls.
+    seen as ``[K / 64, TERMS * E_PAD, 64]``: TOKENS, at least those of a group, or EXPERTS is 64. partial: int32
+    ``[SPLITS, tokens, E_PAD]``, all EMPTY between calls.
     """
     DEPTH: gl.constexpr = w_desc.block_type.shape[0]
     EXPERTS: gl.constexpr = w_desc.block_type.shape[1]
