@@ -64,6 +64,8 @@ class Preparer:
         sampling = resolve_sampling(asked, self._text.defaults, limits, encoded.tokens)
         salt = self._hashes.salt(caller.tenant)
         options = request.options
+        if caller.session and not options.prompt_cache_key:
+            options = replace(options, prompt_cache_key=caller.session)
         submission = Submission(
             request_id=request_id,
             prompt_ids=encoded.ids,

@@ -209,13 +209,15 @@ class GenerationRequest:
 class Caller:
     """Who asks, and since when: `received_ns` is `time.time_ns()` when the request's first byte was read.
 
-    `timeout_s` is what the caller's own deadline leaves, None without one; `tenant` is "" without API keys.
+    `timeout_s` is what the caller's own deadline leaves, None without one; `tenant` is "" without API keys; `session`,
+    of the header x-session-id, groups requests whose body names no conversation.
     """
 
     received_ns: int
     tenant: str = ""
     trace: TraceContext | None = None
     timeout_s: float | None = None
+    session: str = ""
 
 
 @dataclass(frozen=True, slots=True)

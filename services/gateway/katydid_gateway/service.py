@@ -114,7 +114,8 @@ class InferenceServicer(InferenceServiceServicer):
             raise PayloadTooLargeError(
                 f"the message has {size} bytes", field="message", allowed=f"at most {self._max_message_bytes} bytes"
             )
-        caller = Caller(received_ns, tenant, TraceContext.from_headers(metadata), context.time_remaining())
+        trace, session = TraceContext.from_headers(metadata), known.get("x-session-id", "")
+        caller = Caller(received_ns, tenant, trace, context.time_remaining(), session)
         return caller, known.get("x-request-id") or f"req-{uuid.uuid4().hex}"
 
 

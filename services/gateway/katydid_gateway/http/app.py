@@ -68,7 +68,8 @@ class _Post:
             tenant = await self._door.tenant(_authorization(exchange.headers), self._needed)
             with self._door.place(tenant):
                 raw = await exchange.body(self._max_body_bytes)
-                caller = Caller(received_ns, tenant, TraceContext.from_headers(exchange.headers.raw))
+                session = exchange.headers.get("x-session-id", "")
+                caller = Caller(received_ns, tenant, TraceContext.from_headers(exchange.headers.raw), session=session)
                 await self._work.handle(exchange, raw, caller)
         except RequestAbortedError as error:
             # A slow client gets the reason if it comes back in time; of one that left nobody is there to tell.

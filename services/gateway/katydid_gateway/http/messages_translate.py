@@ -6,6 +6,7 @@ import json
 
 from katydid_runtime.errors import InvalidRequestError
 
+from katydid_gateway.http.conversation_id import conversation_id
 from katydid_gateway.http.messages_schema import (
     AssistantMessage,
     CountTokensBody,
@@ -45,7 +46,9 @@ def messages_request(body: MessagesBody, request_id: str) -> GenerationRequest:
         format=_format(body),
     )
     options = RequestOptions(
-        priority=body.priority or 0, prompt_cache_key=body.prompt_cache_key or "", request_id=request_id
+        priority=body.priority or 0,
+        prompt_cache_key=conversation_id(body.prompt_cache_key, body.metadata),
+        request_id=request_id,
     )
     return GenerationRequest(conversation(body), body.model, sampling, options)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import msgspec
 from katydid_runtime.errors import InvalidRequestError, UnsupportedError
 
+from katydid_gateway.http.conversation_id import conversation_id
 from katydid_gateway.http.failures import decode_body
 from katydid_gateway.http.responses_schema import (
     FunctionCallItem,
@@ -68,7 +69,9 @@ def responses_request(body: ResponsesBody, request_id: str) -> GenerationRequest
         format=_format(body),
     )
     options = RequestOptions(
-        priority=body.priority or 0, prompt_cache_key=body.prompt_cache_key or "", request_id=request_id
+        priority=body.priority or 0,
+        prompt_cache_key=conversation_id(body.prompt_cache_key, body.metadata),
+        request_id=request_id,
     )
     conversation = Conversation(
         messages=tuple(_messages(body)),

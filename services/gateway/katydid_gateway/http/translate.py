@@ -8,6 +8,7 @@ from typing import Any
 from katydid_runtime.block_hash import pack_ids
 from katydid_runtime.errors import InvalidRequestError
 
+from katydid_gateway.http.conversation_id import conversation_id
 from katydid_gateway.http.output_formats import output_format
 from katydid_gateway.http.schema import (
     ChatCompletionBody,
@@ -204,7 +205,7 @@ def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
 def _options(body: ChatCompletionBody | CompletionBody, request_id: str) -> RequestOptions:
     return RequestOptions(
         priority=body.priority or 0,
-        prompt_cache_key=body.prompt_cache_key or "",
+        prompt_cache_key=conversation_id(body.prompt_cache_key, body.metadata),
         bypass_cache=bool(body.bypass_cache),
         allow_sparse_prefill=bool(body.allow_sparse_prefill),
         request_id=request_id,
