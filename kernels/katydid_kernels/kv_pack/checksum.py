@@ -54,7 +54,7 @@ def linear_checksum(data: bytes | bytearray | memoryview, *, first_byte: int = 0
         raise ValueError(f"data must be whole 32-bit words of an object, got {len(words)} bytes at byte {first_byte}")
     values = np.frombuffer(words, dtype="<u4")
     make = _whole_object if first_byte == 0 else multipliers
-    return int((values * make(first_byte // 4, len(values))).sum(dtype=np.uint64))
+    return int(np.dot(values, make(first_byte // 4, len(values))))
 
 
 def published_checksum(total: int) -> int:

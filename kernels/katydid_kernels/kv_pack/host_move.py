@@ -19,7 +19,7 @@ from katydid_kernels.kv_pack.checksum import multipliers
 
 __all__ = ["HostMove"]
 
-_PIECE_WORDS = 64 * 1024
+_PIECE_WORDS = 128 * 1024
 
 
 class HostMove:
@@ -68,7 +68,7 @@ class HostMove:
         words, factors, total = self._scratch.reshape(-1).view("<u4"), self._factors(), 0
         for first in range(0, len(words), _PIECE_WORDS):
             piece = slice(first, first + _PIECE_WORDS)
-            total += int((words[piece] * factors[piece]).sum(dtype=np.uint64))
+            total += int(np.dot(words[piece], factors[piece]))
         return (total + 2**63) % 2**64 - 2**63
 
 
