@@ -42,7 +42,7 @@ class Rank:
     """`blocks` pages of Hy3 in fp8, and as many slots in an arena."""
 
     def __init__(self, blocks: int) -> None:
-        device = torch.device("cuda")
+        device = torch.device("cuda", 0)
         shape = {"num_layers": LAYERS, "num_pages": blocks, "num_kv_heads": HEADS, "head_dim": HEAD_DIM}
         self.cache = KvCache.allocate(**shape, dtype=torch.float8_e4m3fn, device=device)
         for pages in (*self.cache.k_pages, *self.cache.v_pages):

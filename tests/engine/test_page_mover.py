@@ -31,7 +31,7 @@ class Rank:
     """A rank's pages, an arena, and who moves between them."""
 
     def __init__(self) -> None:
-        device = torch.device("cuda")
+        device = torch.device("cuda", 0)
         self.cache = KvCache.allocate(
             num_layers=LAYERS,
             num_pages=PAGES,
