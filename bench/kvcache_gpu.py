@@ -93,7 +93,7 @@ def beside(rank: Rank, **fields: object) -> tuple[float, float]:
     memory = torch.ones(1 << 29, dtype=torch.float32, device="cuda")
 
     def read(before: Callable[[], object]) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = _timed(), _timed()
         torch.cuda.synchronize()
         before()
         start.record()
@@ -101,7 +101,7 @@ def beside(rank: Rank, **fields: object) -> tuple[float, float]:
             memory.sum()
         end.record()
         torch.cuda.synchronize()
-        return 6 * memory.nbytes / start.elapsed_time(end) / 1e6
+        return float(6 * memory.nbytes / start.elapsed_time(end) / 1e6)
 
     read(lambda: None)
     alone = read(lambda: None)
@@ -111,9 +111,13 @@ def beside(rank: Rank, **fields: object) -> tuple[float, float]:
     return alone, loaded
 
 
+def _timed() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 def first_layer(rank: Rank) -> tuple[float, float]:
     """Milliseconds until layer 0 can be read, and the last one."""
-    begun, first, last = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    begun, first, last = (_timed() for _ in range(3))
     torch.cuda.synchronize()
     begun.record()
     plan = rank.start(unpacks=rank.transfers(), runs=("one",), waits=True)
