@@ -16,6 +16,7 @@ from tests.engine.test_engine_kvcache import attached, blocks_held, corrupt_bloc
 
 MODEL = Path(__file__).parents[2] / "models" / "hy3-tiny"
 PROMPT, CACHED = 8010, 8000
+OPTIONS = ("--max-batch-tokens", "4096", "--max-sequences", "4", "--cuda-graphs", "off", "--mtp", "0")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -48,7 +49,7 @@ def test_a_prompt_comes_back_from_the_services_memory(tmp_path: Path, monkeypatc
     caching = ("--kvcache-address", address, "--kvcache-fetch", "always", "--kv-pages", "600")
     try:
         assert cache.address
-        with engine(MODEL, tmp_path, "--device", "cuda", "--max-batch-tokens", "4096", *caching) as served:
+        with engine(MODEL, tmp_path, "--device", "cuda", *OPTIONS, *caching) as served:
             assert served.address
 
             async def fetched(client: SessionClient, salt: int, wanted: list[int]) -> float:
