@@ -1,4 +1,5 @@
-"""The whole fp8 MoE layer of Hy3 on one TP8 rank: residual, norm, router, routed and shared experts, a row a size."""
+"""The whole fp8 MoE layer of Hy3 on one TP8 rank as the engine runs it, a row a size: residual, norm, quantisation and
+router, then routed experts and the shared one, which is the last of them and to which every token goes."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 import torch
 from gemm_timing import BF16, COPY_TB_PER_S, E4M3, FP8_TFLOPS, Row, compiling, measuring, median_us, preparing, row
-from katydid_kernels import RouterWeight, add_rms_norm_route, fused_moe, linear_fp8, swiglu_quantize
+from katydid_kernels import RouterWeight, add_rms_norm_route, fused_moe
 from katydid_kernels.gemm.checking import expert_operands
 from torch import Tensor
 
@@ -18,29 +19,22 @@ SIZES = (1, 16, 64, 256, 1024, 4096, 16384)
 
 
 class _Layer:
-    """One layer's weights; h, x and the shared expert's h have constant scales, as the checkpoint gives them."""
+    """One layer's weights; x and h have constant scales, as the checkpoint gives them."""
 
     def __init__(self) -> None:
-        _, self.w13, self.w2, *_, self.scales = expert_operands((EXPERTS, WIDTH, 2, TOP_K, 0), HIDDEN, E4M3)
-        self.shared_13 = torch.randn(2 * WIDTH, HIDDEN, device="cuda").to(E4M3)
-        self.shared_2 = torch.randn(HIDDEN, WIDTH, device="cuda").to(E4M3)
+        _, self.w13, self.w2, *_, self.scales = expert_operands((EXPERTS + 1, WIDTH, 2, TOP_K, 0), HIDDEN, E4M3)
         self.norm = torch.rand(HIDDEN, device="cuda") + 0.5
         self.router = RouterWeight.prepare(torch.randn(EXPERTS, HIDDEN, device="cuda") / 64)
         self.bias = torch.rand(EXPERTS, device="cuda") / 16
-        self.one = torch.full((1,), 0.05, device="cuda")
+        self.scale = torch.full((1,), 0.05, device="cuda")
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         routed = add_rms_norm_route(
             x, residual, self.norm, 1e-5, self.router, top_k=TOP_K, scoring="sigmoid", selection_bias=self.bias,
-            scale=2.0, fp8=True, fp8_scale=self.one,
+            scale=2.0, shared=True, fp8=True, fp8_scale=self.scale,
         )  # fmt: skip
         assert routed.q is not None
-        gate_up = linear_fp8(routed.q, self.shared_13, self.one, self.one)
-        h, _ = swiglu_quantize(gate_up, scale=self.one)
-        shared = linear_fp8(h, self.shared_2, self.one, self.one)
-        out = fused_moe(
-            routed.q, self.w13, self.w2, routed.weights, routed.ids, shared_output=shared, scales=self.scales
-        )
+        out = fused_moe(routed.q, self.w13, self.w2, routed.weights, routed.ids, scales=self.scales)
         return out, routed.total, routed.ids
 
 
@@ -70,8 +64,10 @@ def _row(layers: list[_Layer], x: Tensor, residual: Tensor) -> Row:
     calls = [partial(each, *rows) for rows in zip(x, residual, strict=True) for each in layers]
     us = median_us(calls, 15)
     hit = sum(len(call()[2].unique()) for call in calls) / len(calls)
-    matrices = (hit + 1) * 3 * WIDTH * HIDDEN
+    matrices = hit * 3 * WIDTH * HIDDEN
     # Router weights in fp32; x, residual and output in bf16, and the sum that goes on.
     rest = EXPERTS * HIDDEN * 4 + 4 * 2 * tokens * HIDDEN
     floor = max((matrices + rest) / COPY_TB_PER_S * 1e-6, 6e-6 * tokens * (TOP_K + 1) * WIDTH * HIDDEN / FP8_TFLOPS)
-    return row(f"whole fp8 MoE layer, TP8, {tokens} tokens, {hit:.0f} experts hit", us, "us", floor, None, None, None)
+    return row(
+        f"whole fp8 MoE layer, TP8, {tokens} tokens, {hit - 1:.0f} experts hit", us, "us", floor, None, None, None
+    )

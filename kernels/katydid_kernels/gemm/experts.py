@@ -37,6 +37,7 @@ from katydid_kernels.gemm.tuning import (
     decode_tile,
     down_tile,
     few_tokens_tile,
+    summed_at_once,
     summed_down,
     up_tile,
 )
@@ -256,17 +257,12 @@ def _launch_decode(
         scales.up, scales.inverse_h, scales.down, scales.token, workspace.h_unquantised, workspace.h_scales,
         workspace.parts, ids, workspace.own_plan if own_plan else None, first_expert, len(w2), x.shape[0],
         H=w2.shape[1], WIDTH=w2.shape[2], TOP_K=ids.shape[1], TOKENS=tile.tokens, STAGES=tile.stages,
-        WGS=tile.warpgroups, PROMOTE=tile.promote, SUM=_summed_at_once(len(ids)) if summed else 0,
+        WGS=tile.warpgroups, PROMOTE=tile.promote, SUM=summed_at_once(len(ids)) if summed else 0,
         BLOCKS=scales.of_blocks, PAIRED=paired,
         GUESS=GUESSED_BYTES if ids.numel() >= 4 * len(w2) else 0,
         X_LAYOUT=_rows_layout(tile.tokens, x.dtype),
         num_warps=4, maxnreg=128, launch_pdl=True,
     )  # fmt: skip
-
-
-def _summed_at_once(tokens: int) -> int:
-    """Tokens of a piece of the sum: more have more loads in flight, fewer give every warpgroup of the GPU a piece."""
-    return 4 if tokens <= 64 else 8
 
 
 def _launch_down_sum(

@@ -19,6 +19,7 @@ __all__ = [
     "down_tile",
     "few_tokens_tile",
     "narrow_tile",
+    "summed_at_once",
     "summed_down",
     "up_tile",
     "wide_tile",
@@ -164,6 +165,11 @@ def summed_down(hidden: int, intermediate: int) -> SummedDown | None:
         return None
     cols = 256 if hidden % 256 == 0 else 128
     return SummedDown(cols, hidden // cols)
+
+
+def summed_at_once(tokens: int) -> int:
+    """Tokens of a piece of the sum inside a kernel: more have more loads in flight, fewer give every warpgroup one."""
+    return 4 if tokens <= 64 else 8
 
 
 # Up to here every pair is a tile of its own: making a plan would take longer than reading an expert twice.

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from katydid_kernels.gemm.expert_tiles import store_columns
+from katydid_kernels.gemm.experts_sum import piece_layout, routes_of, sum_choices
 from katydid_kernels.w4a8.decode_order import rows_of
 from katydid_kernels.w4a8.packed_tiles import accumulator_layout, multiply_packed
 
@@ -71,23 +72,25 @@ def sum_token(
 
 @gluon.jit
 def combine_rows(
-    WHO: gl.constexpr, result, H: gl.constexpr, TOP_K: gl.constexpr, WGS: gl.constexpr, PIECE: gl.constexpr
-):
-    """The weighted sum of `gemm.combine`, in pieces of a row over all warpgroups of the GPU."""
+    WHO: gl.constexpr, result, H: gl.constexpr, TOP_K: gl.constexpr, PADDED: gl.constexpr, WGS: gl.constexpr,
+    SUM: gl.constexpr,
+):  # fmt: skip
+    """The weighted sum of `gemm.combine`, in pieces of SUM tokens' rows over all warpgroups of the GPU."""
     y_ptr, slots_ptr, weights_ptr, shared_ptr, out_ptr, tokens = result
+    PIECE: gl.constexpr = 256 if H % 256 == 0 else 128
     PIECES: gl.constexpr = H // PIECE
-    line: gl.constexpr = gl.BlockedLayout([PIECE // 128], [32], [4], [0])
-    lane = gl.arange(0, PIECE, line)
-    for item in range(gl.program_id(0) * WGS + WHO, tokens * PIECES, gl.num_programs(0) * WGS):
-        token = item // PIECES
-        col = item % PIECES * PIECE + lane
-        total = gl.zeros([PIECE], gl.float32, line)
-        for j in gl.static_range(TOP_K):
-            slot = gl.load(slots_ptr + token * TOP_K + j)
-            weight = gl.load(weights_ptr + token * TOP_K + j)
-            # A row nobody wrote may hold NaN: it is left out, not multiplied by zero.
-            part = gl.load(y_ptr + gl.maximum(slot, 0).to(gl.int64) * H + col)
-            total += gl.where(slot >= 0, weight * part.to(gl.float32), 0.0)
+    TOKENS: gl.constexpr = SUM * (256 // PIECE)
+    layout: gl.constexpr = piece_layout(PIECE)
+    line = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
+    column = gl.arange(0, PIECE, gl.SliceLayout(0, layout))
+    items = gl.cdiv(tokens, TOKENS) * PIECES
+    for item in range(gl.program_id(0) * WGS + WHO, items, gl.num_programs(0) * WGS):
+        col = item % PIECES * PIECE + column
+        token = item // PIECES * TOKENS + line
+        slots, weights = routes_of(item // PIECES, slots_ptr, weights_ptr, tokens, PIECE, TOKENS, TOP_K, PADDED)
+        total = sum_choices(y_ptr, H, col, slots, weights, PIECE, TOP_K)
+        target = token.to(gl.int64)[:, None] * H + col[None, :]
+        there = (token < tokens)[:, None] & (col < H)[None, :]
         if shared_ptr is not None:
-            total += gl.load(shared_ptr + token.to(gl.int64) * H + col).to(gl.float32)
-        gl.store(out_ptr + token.to(gl.int64) * H + col, total.to(out_ptr.dtype.element_ty))
+            total += gl.load(shared_ptr + target, mask=there, other=0.0).to(gl.float32)
+        gl.store(out_ptr + target, total.to(out_ptr.dtype.element_ty), mask=there)

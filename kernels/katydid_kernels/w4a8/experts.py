@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
 from torch import Tensor
 
 from katydid_kernels.gemm.combine import combine
 from katydid_kernels.gemm.launch import sm_count
 from katydid_kernels.gemm.own_plan import OWN_PLAN_INTS, OWN_PLAN_PAIRS
 from katydid_kernels.gemm.plan import RoutePlan, plan_routes
+from katydid_kernels.gemm.tuning import summed_at_once
 from katydid_kernels.w4a8.experts_decode_kernel import experts_decode_w4a8_kernel
 from katydid_kernels.w4a8.launch import launch_grouped, rows_layout, weight_descriptors
 from katydid_kernels.w4a8.packing import Int4Weight
@@ -123,15 +125,8 @@ def _launch_decode(
         x, x.stride(0), *weight_descriptors(w13), *weight_descriptors(w2), workspace.h, workspace.h.stride(0),
         workspace.y, weights, shared, out, ids, first_expert, len(w2.codes), *sorted_pairs,
         own_plan, workspace.partial, workspace.counters, workspace.sync, x_scale, h_scale, x.shape[0],
-        H=w2.rows, WIDTH=w2.cols, TOP_K=ids.shape[1], PIECE=_piece(len(x), w2.rows), TOKENS=tile.tokens,
+        H=w2.rows, WIDTH=w2.cols, TOP_K=ids.shape[1], PADDED=triton.next_power_of_2(ids.shape[1]),
+        SUM=summed_at_once(len(x)), TOKENS=tile.tokens,
         STAGES=tile.stages, LAG=tile.lag, SCALE_A_TOKEN=x_scale.numel() > 1, X_LAYOUT=rows_layout(tile.tokens),
         num_warps=4, maxnreg=128, launch_pdl=True,
     )  # fmt: skip
-
-
-def _piece(tokens: int, hidden: int) -> int:
-    """Columns a warpgroup sums at a time: as few as give every warpgroup of the GPU one piece."""
-    piece = 128
-    while piece < 1024 and tokens * hidden > 264 * piece and hidden % (2 * piece) == 0:
-        piece *= 2
-    return piece

@@ -141,7 +141,7 @@ def _produce_rows(
 @gluon.jit
 def _consume(
     WHO: gl.constexpr, plan, hidden, result, scales, strips13, partials, sync_ptr, ring, meeting, shape, interval,
-    H: gl.constexpr, TOP_K: gl.constexpr, RUN: gl.constexpr, PIECE: gl.constexpr,
+    H: gl.constexpr, TOP_K: gl.constexpr, PADDED: gl.constexpr, RUN: gl.constexpr, SUM: gl.constexpr,
     STAGES: gl.constexpr, WGS: gl.constexpr, SCALE_A_TOKEN: gl.constexpr,
 ):  # fmt: skip
     h_ptr, h_stride = hidden
@@ -189,7 +189,7 @@ def _consume(
     if RUN == 1:
         count(sync_ptr + 1)
         wait_for(sync_ptr + 1, gl.num_programs(0) * WGS)
-        combine_rows(WHO, result, H, TOP_K, WGS, PIECE)
+        combine_rows(WHO, result, H, TOP_K, PADDED, WGS, SUM)
         gl.thread_barrier()
         if gl.atomic_add(sync_ptr + 2, 1, sem="acq_rel") == gl.num_programs(0) * WGS - 1:
             for i in gl.static_range(3):
@@ -201,7 +201,8 @@ def experts_decode_w4a8_kernel(
     x_ptr, x_stride, codes13_desc, scales13_desc, codes2_desc, scales2_desc, h_ptr, h_stride, y_ptr, weights_ptr,
     shared_ptr, out_ptr, ids_ptr, first_expert, experts, rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr,
     own_plan_ptr, partial_ptr, counters_ptr, sync_ptr, x_scale_ptr, h_scale_ptr, tokens,
-    H: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr, PIECE: gl.constexpr, TOKENS: gl.constexpr,
+    H: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr, PADDED: gl.constexpr, SUM: gl.constexpr,
+    TOKENS: gl.constexpr,
     STAGES: gl.constexpr, LAG: gl.constexpr, SCALE_A_TOKEN: gl.constexpr, X_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``, e the expert of pair (t, j).
@@ -210,8 +211,9 @@ def experts_decode_w4a8_kernel(
     with zeros to a multiple of 256; y: bf16 ``[pairs, H]``; partial: fp32 ``[2 * CTAs, 2, 64, TOKENS]``; counters:
     int32 zeros, one a gate-up strip of every tile; sync: three zeros. Rows, slots and tiles are a `RoutePlan`'s, or
     None where few pairs share an expert: then every pair is a tile. own_plan: scratch of `OWN_PLAN_INTS` a CTA to make
-    the plan here instead, or None. LAG: stages of token rows on their way, less than STAGES. x_scale: fp32 ``[T]``
-    where SCALE_A_TOKEN, else one.
+    the plan here instead, or None. LAG: stages of token rows on their way, less than STAGES. PADDED:
+    TOP_K rounded up to a power of two; SUM: tokens whose rows are summed at a time, 4 or 8. x_scale: fp32 ``[T]`` where
+    SCALE_A_TOKEN, else one.
     """
     WGS: gl.constexpr = 2
     x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, TOKENS, 128], X_LAYOUT)
@@ -251,9 +253,9 @@ def experts_decode_w4a8_kernel(
     gl.warp_specialize(
         [
             (_consume, (0, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, meeting, shape,
-                        interval, H, TOP_K, RUN, PIECE, STAGES, WGS, SCALE_A_TOKEN)),
+                        interval, H, TOP_K, PADDED, RUN, SUM, STAGES, WGS, SCALE_A_TOKEN)),
             (_consume, (1, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, meeting, shape,
-                        interval, H, TOP_K, RUN, PIECE, STAGES, WGS, SCALE_A_TOKEN)),
+                        interval, H, TOP_K, PADDED, RUN, SUM, STAGES, WGS, SCALE_A_TOKEN)),
             (_produce_rows, ((x_ptr, x_stride, H), hidden, WIDTH // 32, H // 64, plan, sync_ptr, ring, shape, interval,
                              TOP_K, RUN, STAGES, LAG)),
             (_produce_weights, (w13, w2, plan, ring, shape, interval, RUN, STAGES, WGS)),
