@@ -60,7 +60,7 @@ class Rank:
         )
 
     def peers(self, plan: ParallelPlan, groups: RankGroups, hidden: int, tokens: int) -> PeerReducer | None:
-        if self.dry or plan.tp == 1 or (plan.sp and not plan.fp8_transfers):
+        if self.dry or plan.tp == 1:
             return None
         sizes = {"few_tokens": 1, "tokens": tokens} if plan.sp else {"few_tokens": 128, "tokens": plan.tp}
         size = PeerReducer.nbytes(plan.tp, hidden, **sizes)

@@ -127,7 +127,7 @@ class TorchCollectives:
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         parts = x.new_empty((self.size, *x.shape))
         with _ranks_answer():
-            _all_gather(parts, x.contiguous(), group=self.group)
+            _all_gather(parts.flatten(0, 1), x.contiguous(), group=self.group)
         return parts.movedim(0, dim).flatten(dim, dim + 1)
 
     def all_to_all(

@@ -278,8 +278,6 @@ def _peers(config: WorkerConfig, groups: RankGroups, device: torch.device) -> Pe
     plan = config.plan
     if device.type != "cuda" or plan.tp & (plan.tp - 1) or plan.tp == 1 or plan.pp > 1:
         return None
-    if plan.sp and not plan.fp8_transfers:
-        return None
     assert isinstance(groups.tensor, TorchCollectives)
     assert groups.tensor.group is not None
     hidden = read_model_config(Path(config.folder)).hidden_size

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from katydid_engine.forward_batch import ForwardBatch
-from katydid_engine.layers.activations import Activations
+from katydid_engine.layers.activations import Activations, Fp8Input
 from katydid_engine.layers.attention import Attention
 from katydid_engine.layers.dispatched_moe import DispatchedMoe
 from katydid_engine.layers.exchange import BlockOutput, Exchange
@@ -23,8 +24,19 @@ __all__ = ["DecoderLayer", "FeedForward"]
 class FeedForward(Protocol):
     """This rank's share of a feed-forward block; what it returns first is its summand ``[T, hidden]``."""
 
-    def __call__(self, x: Activations) -> Tensor:
-        """Of normed rows."""
+    @property
+    def input(self) -> Fp8Input | None:
+        """What the block wants of rows that ``of_gathered`` gets; it takes plain ones, too."""
+        ...
+
+    def of_gathered(self, rows: Activations, own: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        """Of normed rows.
+
+        Args:
+            rows: of all tokens.
+            own: plain, of the tokens that this rank keeps.
+            gather: what each rank has of its own tokens -> the same of all.
+        """
         ...
 
     def after_norm(self, norm: RmsNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,7 +60,6 @@ class DecoderLayer:
         self._post_norm = RmsNorm(weights.scope("post_attention_layernorm"), config.hidden_size, config.rms_norm_eps)
         self.feed_forward = feed_forward
         self._exchange = exchange
-        self._early_input = self._attention.input if exchange.quantises_first else None
 
     def steps(
         self,
@@ -65,24 +76,27 @@ class DecoderLayer:
             x: output of the block before, ``[rows, hidden]`` (rows: T, or this rank's share with sequence parallelism).
             residual: None in the first layer, where ``x`` is the embedding.
         """
-        entered: Activations
+        exchange, tokens = self._exchange, batch.num_tokens
         if residual is None:
             assert isinstance(x, Tensor)
-            entered, residual = self._input_norm(x), x
+            rows, residual = exchange.enter_for(self._attention.input, self._input_norm(x), tokens), x
         else:
-            entered, residual = self._exchange.add_for(self._input_norm, self._early_input, x, residual)
-        entered = self._exchange.enter_for(self._attention.input, entered, batch.num_tokens)
-        attended = self._exchange.leave_in_parts(self._attention(entered, table, batch, k_pages, v_pages))
+            entered, residual = exchange.through(self._input_norm, self._attention.input, x, residual, tokens)
+            rows = entered.rows
+        attended = self._attention(rows, table, batch, k_pages, v_pages)
         block = self.feed_forward
         if isinstance(block, DispatchedMoe):
-            kept = self._exchange.num_kept(batch.num_tokens)
-            return (yield from block.steps(self._post_norm, attended, residual, kept))
-        if self._exchange.sequence_parallel:
-            normed, residual = self._post_norm.add(attended, residual)
-            out = block(self._exchange.enter_for(None, normed, batch.num_tokens))
+            kept = exchange.num_kept(tokens)
+            return (yield from block.steps(self._post_norm, exchange.leave_in_parts(attended), residual, kept))
+        if exchange.sequence_parallel:
+            entered, residual = exchange.through(
+                self._post_norm, block.input, exchange.leave_open(attended), residual, tokens, keep=True
+            )
+            assert entered.own is not None
+            out = block.of_gathered(entered.rows, entered.own, lambda own: exchange.enter(own, tokens))
         else:
-            out, residual = block.after_norm(self._post_norm, attended, residual)
-        return self._exchange.leave_open(out), residual
+            out, residual = block.after_norm(self._post_norm, exchange.leave_in_parts(attended), residual)
+        return exchange.leave_open([out]), residual
 
     def attend_sparsely(self) -> None:
         """From now on prompts that a batch plans sparsely are computed so in this layer."""

@@ -20,7 +20,7 @@ from katydid_engine.layers.activations import Activations, Fp8Input
 from katydid_engine.layers.norm import RmsNorm
 from katydid_engine.layers.row_bytes import RowFormat
 
-__all__ = ["BlockOutput", "Exchange", "Summand"]
+__all__ = ["BlockOutput", "Entered", "Exchange", "Summand"]
 
 _PARTS = 2
 
@@ -33,6 +33,19 @@ class Summand:
 
 
 BlockOutput = Tensor | Summand
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """Normed rows in front of a block.
+
+    Attributes:
+        rows: of all tokens, in the form that the block wants, or plain.
+        own: plain, of the tokens that this rank keeps; None where nobody asked for them.
+    """
+
+    rows: Activations
+    own: Tensor | None
 
 
 class Exchange:
@@ -85,14 +98,35 @@ class Exchange:
         under_way = [self._send(part) for part in parts]
         return _joined([self._sum(way, rows.wait(), dtype) for way, rows, dtype in under_way])
 
-    def leave_open(self, x: Tensor) -> BlockOutput:
-        """As ``leave`` for a block whose output goes to ``add_for`` next, which may then make the sum."""
-        return self.leave(x)
+    def leave_open(self, parts: Iterable[Tensor]) -> BlockOutput:
+        """As ``leave_in_parts`` for a block whose output goes to ``through`` next, which may then make the sum."""
+        return self.leave_in_parts(parts)
+
+    def through(
+        self,
+        norm: RmsNorm,
+        consumer: Fp8Input | None,
+        x: BlockOutput,
+        residual: Tensor,
+        num_tokens: int,
+        *,
+        keep: bool = False,
+    ) -> tuple[Entered, Tensor]:
+        """From one block to the next: ``norm(x + residual)``, and that sum.
+
+        Args:
+            consumer: how the next block wants its rows.
+            keep: its plain rows are wanted, too.
+        """
+        early = consumer if self.quantises_first and not keep else None
+        normed, total = self.add_for(norm, early, x, residual)
+        entered = self.enter_for(consumer, normed, num_tokens)
+        return Entered(entered, normed if isinstance(normed, Tensor) else None), total
 
     def add_for(
         self, norm: RmsNorm, consumer: Fp8Input | None, x: BlockOutput, residual: Tensor
     ) -> tuple[Activations, Tensor]:
-        """``norm(x + residual)`` in the form that its consumer wants, and that sum."""
+        """``norm(x + residual)`` in the form that its consumer wants, and that sum; of rows that this rank keeps."""
         assert isinstance(x, Tensor)
         return norm.add_for(consumer, x, residual)
 

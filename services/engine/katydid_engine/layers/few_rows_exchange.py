@@ -27,12 +27,12 @@ class FewRowPeers(Protocol):
     @property
     def few_tokens(self) -> int: ...
 
-    def sum_few(self, x: Tensor) -> Tensor:
+    def sum_few(self, x: Tensor, *, overlap: bool = False) -> Tensor:
         """Every rank's bf16 ``[T, hidden]`` -> their sum."""
         ...
 
     def all_reduce_few(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, fp8: bool = False
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, fp8: bool = False, overlap: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Of the sum of every rank's x and the residual: its norm, the norm's scales with ``fp8``, and the sum."""
         ...
@@ -47,9 +47,12 @@ class FewRowsExchange(Exchange):
 
     def leave_in_parts(self, parts: Iterable[Tensor]) -> Tensor:
         (x,) = parts
-        return self._peers.sum_few(x.contiguous()) if self._takes(x) else super().leave_in_parts([x])
+        if not self._takes(x):
+            return super().leave_in_parts([x])
+        return self._peers.sum_few(x.contiguous(), overlap=True)
 
-    def leave_open(self, x: Tensor) -> BlockOutput:
+    def leave_open(self, parts: Iterable[Tensor]) -> BlockOutput:
+        (x,) = parts
         return Summand(x) if self._takes(x) else self.leave(x)
 
     def add_for(
@@ -59,7 +62,7 @@ class FewRowsExchange(Exchange):
             return super().add_for(norm, consumer, x, residual)
         whole_rows = consumer is not None and consumer.scale is None and consumer.group is None
         y, scale, total = self._peers.all_reduce_few(
-            x.rows.contiguous(), residual, norm.weight, norm.eps, fp8=whole_rows
+            x.rows.contiguous(), residual, norm.weight, norm.eps, fp8=whole_rows, overlap=True
         )
         if scale is not None:
             return QuantizedRows(y, scale), total

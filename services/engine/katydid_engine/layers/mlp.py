@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from katydid_kernels import swiglu, swiglu_quantize
 from torch import Tensor
 
@@ -29,6 +31,9 @@ class DenseMlp:
         if wanted is None:
             return self._down(swiglu(gate_up))
         return self._down(QuantizedRows(*swiglu_quantize(gate_up, scale=wanted.scale, group=wanted.group)))
+
+    def of_gathered(self, rows: Activations, own: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:  # noqa: ARG002
+        return self(rows)
 
     def after_norm(self, norm: RmsNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         rows, total = norm.add_for(self._gate_up.input, x, residual)

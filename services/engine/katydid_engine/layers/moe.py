@@ -8,9 +8,12 @@ rows of its own, ``dispatched_moe`` sends them to their experts instead.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
-from katydid_engine.layers.activations import Activations
+from katydid_engine.layers.activations import Activations, Fp8Input
 from katydid_engine.layers.expert_loading import load_experts
 from katydid_engine.layers.expert_share import ExpertShare
 from katydid_engine.layers.mlp import DenseMlp
@@ -39,10 +42,23 @@ class SparseMoe:
         self._experts = load_experts(weights, moe, hidden_size, gain, share, among)
         self._shared = shared_expert(weights, moe, hidden_size, names) if among is None else None
 
-    def __call__(self, x: Activations) -> Tensor:
-        """``[T, hidden] -> [T, hidden]``."""
-        assert isinstance(x, Tensor)
-        return self._run(self._routing.of(x, self._experts.input))
+    @property
+    def input(self) -> Fp8Input | None:
+        """Of the experts, and of the shared expert where both want the same."""
+        return self._experts.input if self._shared is None or self._one_input else None
+
+    def of_gathered(self, rows: Activations, own: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        """Each rank routes the rows it keeps, as they are before anything rounds them for the way."""
+        routed = self._routing.of(own, None)
+        told = gather(torch.cat((routed.ids, routed.weights.view(torch.int32)), dim=1))
+        ids, weights = (part.contiguous() for part in told.chunk(2, dim=1))
+        shared = None
+        if self._shared is not None:
+            shared = self._shared(rows)
+        wanted = self._experts.input
+        return self._experts(
+            rows if wanted is None else wanted.quantize(rows), weights.view(torch.float32), ids, shared
+        )
 
     def after_norm(self, norm: RmsNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         routed, total = self._routing.after_norm(norm, x, residual, self._experts.input)
@@ -51,14 +67,15 @@ class SparseMoe:
     def _run(self, routed: Routed) -> Tensor:
         shared = None
         if self._shared is not None:
-            # They serve both, unless each has a constant scale of its own.
-            same = self._shared.input == self._experts.input and self._has_no_constant_scale
-            shared = self._shared(routed.rows if same else routed.x)
+            shared = self._shared(routed.rows if self._one_input else routed.x)
         return self._experts(routed.rows, routed.weights, routed.ids, shared)
 
     @property
-    def _has_no_constant_scale(self) -> bool:
-        return self._experts.input is None or self._experts.input.scale is None
+    def _one_input(self) -> bool:
+        """Rows serve both, unless each has a constant scale of its own."""
+        assert self._shared is not None
+        wanted = self._experts.input
+        return self._shared.input == wanted and (wanted is None or wanted.scale is None)
 
 
 def shared_expert(weights: Weights, moe: MoeConfig, hidden_size: int, names: MoeNames) -> DenseMlp | None:

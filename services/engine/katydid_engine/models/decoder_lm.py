@@ -62,6 +62,16 @@ class RankContext:
     micro_batches: int = 1
     peers: RankPeers | None = None
 
+    @property
+    def dispatches(self) -> bool:
+        """Whether rows are sent to the ranks of their experts, each to those that it needs. Where that is most of them
+        rows go to all ranks of the TP group instead, in the exchange that there is anyway."""
+        moe, plan = self.config.moe, self.plan
+        if moe is None or not plan.dispatches:
+            return False
+        gathers = plan.ep == plan.tp and plan.ep <= moe.top_k and not plan.redundant_experts
+        return not gathers or moe.shared_intermediate_size % plan.tp > 0
+
     def expert_share(self, num_experts: int) -> ExpertShare:
         if self.plan.ep == 1:
             return ExpertShare.of_columns(num_experts, self.collectives.rank, self.collectives.size)
@@ -161,7 +171,7 @@ class DecoderLM:
         if self._stage.count > 1:
             return self._pipelined(parts, kv_cache)
         works = [self._embed_and_pass(part, kv_cache) for part in parts]
-        if self._context.plan.dispatches:
+        if self._context.dispatches:
             # As many works on every rank, however many sequences each has.
             works += [self._nothing() for _ in range(self._context.micro_batches - len(parts))]
         return torch.cat(interleave(works)) if len(works) > 1 else finish(works[0])
@@ -252,8 +262,8 @@ class DecoderLM:
 def _exchange(context: RankContext) -> Exchange:
     plan = context.plan
     if context.peers is not None:
-        if plan.sp and plan.fp8_transfers:
-            return PeerExchange(context.collectives, context.peers)
+        if plan.sp:
+            return PeerExchange(context.collectives, context.peers, fp8=plan.fp8_transfers)
         if not plan.sp and context.stage.count == 1:
             return FewRowsExchange(context.collectives, context.peers)
     return Exchange(context.collectives, sequence_parallel=plan.sp, fp8=plan.sp and plan.fp8_transfers)

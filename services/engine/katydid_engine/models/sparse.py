@@ -18,7 +18,7 @@ def sparse_feed_forward(context: RankContext, weights: Weights, names: MoeNames)
     gain = weights.tensor("post_attention_layernorm.weight", (config.hidden_size,))
     share = context.expert_share(config.moe.num_experts)
     scope = weights.scope("mlp")
-    if not plan.dispatches:
+    if not context.dispatches:
         return SparseMoe(scope, config.moe, config.hidden_size, names, gain, share)
     return DispatchedMoe(
         scope,
