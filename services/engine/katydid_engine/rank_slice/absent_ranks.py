@@ -66,11 +66,11 @@ class AbsentRanks:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """``x`` as it is; a ring sends 2 (n - 1) / n of it."""
-        self._count("all_reduce", 2 * x.nbytes * (self.size - 1) / self.size)
+        self.count("all_reduce", 2 * x.nbytes * (self.size - 1) / self.size)
         return x
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        self._count("all_gather", x.nbytes * (self.size - 1))
+        self.count("all_gather", x.nbytes * (self.size - 1))
         if self.size == 1:
             return x
         key = ("gather", dim, x.dtype, *x.shape)
@@ -93,7 +93,7 @@ class AbsentRanks:
         """Rows for each rank come back as rows from each."""
         each = [len(x) // self.size] * self.size if send is None else list(send)
         row = x.nbytes / max(1, len(x))
-        self._count("all_to_all", row * (sum(each) - each[self.rank]))
+        self.count("all_to_all", row * (sum(each) - each[self.rank]))
         if out is not None:
             return Settled(out.copy_(x))
         messages = self.messages
@@ -121,7 +121,8 @@ class AbsentRanks:
             self._arrived[key] = made
         return made[: len(x)]
 
-    def _count(self, name: str, sent_bytes: float) -> None:
+    def count(self, name: str, sent_bytes: float) -> None:
+        """A call by which this rank sends others so much."""
         traffic = self.traffic.setdefault(name, Traffic())
         traffic.calls += 1
         traffic.sent_bytes += sent_bytes

@@ -13,6 +13,7 @@ from katydid_engine.model_config import ModelConfig
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.quantization import Scheme
+from katydid_engine.rank_slice.absent_peers import AbsentPeers
 from katydid_engine.rank_slice.absent_ranks import AbsentRanks, ExpertMessages
 from katydid_engine.rank_slice.skewed_routing import SkewedRouting
 from katydid_engine.rank_slice.synthetic_weights import DEVIATION, SyntheticWeights
@@ -35,6 +36,7 @@ class SliceOptions:
         skewed: whether experts are chosen as unevenly as hy3-tiny's; otherwise evenly.
         mtp: whether the model's draft layers are built.
         micro_batches: parts of a batch where ranks wait for each other.
+        most_tokens: of a step, where peers' memory is made for them.
 
     Raises:
         SettingsError: a rank that the plan does not have, pipeline stages, or a dtype that there is not.
@@ -49,6 +51,7 @@ class SliceOptions:
     skewed: bool = False
     mtp: bool = False
     micro_batches: int = 1
+    most_tokens: int = 32_768
 
     def __post_init__(self) -> None:
         for field, value, allowed in (("dtype", self.dtype, DTYPES), ("kv", self.kv, _KV)):
@@ -103,6 +106,10 @@ def build_slice(options: SliceOptions) -> RankSlice:
     experts = tensor
     if plan.ep > 1 and plan.dp > 1:
         experts = AbsentRanks(options.rank, plan.ep) if plan.shares_experts else tensor
+    peers = None
+    if plan.sp and options.device.type == "cuda" and not plan.tp & (plan.tp - 1) and config.hidden_size % 16 == 0:
+        most = -(-options.most_tokens // plan.tp) * plan.tp
+        peers = AbsentPeers(tensor, config.hidden_size, most, options.device)
     model = build_model(
         config,
         weights,
@@ -112,6 +119,7 @@ def build_slice(options: SliceOptions) -> RankSlice:
         collectives=tensor,
         experts=experts if plan.ep > 1 else None,
         micro_batches=options.micro_batches,
+        peers=peers,
         kv_cache_dtype=_KV[options.kv],
     )
     if model.dispatched:

@@ -43,6 +43,7 @@ class SliceBench:
         chunk: tokens of a prompt that a step computes.
         batches, contexts: of each decode step, one context a batch.
         graphs: whether decode steps are captured; on a GPU alone.
+        agreement: share of drafts that count as right in captured steps.
     """
 
     prompts: Sequence[int]
@@ -54,6 +55,7 @@ class SliceBench:
     repeats: int
     phases: bool
     graphs: bool
+    agreement: float
 
     @property
     def tokens(self) -> int:
@@ -87,6 +89,7 @@ def add_slice_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", default="1,16,64", help="sequences of decode steps; empty for none")
     parser.add_argument("--context", default="8K,4K,4K", help="tokens behind them: one for all, or one a batch")
     parser.add_argument("--drafts", type=int, default=0, help="tokens that the draft layer adds to a decode step")
+    parser.add_argument("--agreement", type=float, default=0.7, help="share of drafts that count as right")
     parser.add_argument("--repeats", type=int, default=20, help="decode steps that are timed; prompts: a tenth")
     parser.add_argument("--no-phases", action="store_true", help="do not profile where the time goes")
     parser.add_argument("--no-graphs", action="store_true", help="decode op by op")
@@ -105,7 +108,8 @@ def run_slice(arguments: argparse.Namespace) -> dict[str, Any]:
             value=arguments.context,
         )
     started = time.perf_counter()
-    rank_slice = slice_of(arguments, drafts=arguments.drafts)
+    chunk = parse_lengths("chunk", arguments.chunk)[0]
+    rank_slice = slice_of(arguments, drafts=arguments.drafts, most_tokens=chunk)
     on_gpu = rank_slice.model.device.type == "cuda"
     try:
         sparse = SparsePrefill(budget=arguments.sparse_budget, min_tokens=1)
@@ -115,12 +119,13 @@ def run_slice(arguments: argparse.Namespace) -> dict[str, Any]:
         parse_lengths("prefill", arguments.prefill),
         parse_lengths("sparse_prefill", arguments.sparse_prefill),
         sparse,
-        parse_lengths("chunk", arguments.chunk)[0],
+        chunk,
         batches,
         contexts,
         arguments.repeats,
         phases=on_gpu and not arguments.no_phases,
         graphs=on_gpu and not arguments.no_graphs,
+        agreement=arguments.agreement,
     )
     rank_slice.model.use_sparse_prefill(bench.sparse)
     _check_positions(rank_slice, bench)
@@ -138,7 +143,7 @@ def run_slice(arguments: argparse.Namespace) -> dict[str, Any]:
     return record
 
 
-def slice_of(arguments: argparse.Namespace, *, drafts: int = 0) -> RankSlice:
+def slice_of(arguments: argparse.Namespace, *, drafts: int = 0, most_tokens: int) -> RankSlice:
     """Raises SettingsError for what cannot be built, ModelFolderError for a folder that is no model."""
     name = arguments.device
     if name == "auto":
@@ -156,6 +161,7 @@ def slice_of(arguments: argparse.Namespace, *, drafts: int = 0) -> RankSlice:
             skewed=arguments.routing == "skewed",
             mtp=drafts > 0,
             micro_batches=arguments.micro_batches,
+            most_tokens=most_tokens,
         )
     )
 
@@ -185,7 +191,8 @@ def _figures(steps: SliceSteps, bench: SliceBench) -> Iterator[Figure]:
     steps.fix_exchange(max(bench.batches))
     traffic = [step_traffic(steps, batch, context, links) for batch, context in cases]
     if bench.graphs:
-        steps.capture(max(bench.batches), max(bench.contexts) + _MORE_TOKENS)
+        agreement = bench.agreement if steps.drafts else None
+        steps.capture(max(bench.batches), max(bench.contexts) + _MORE_TOKENS, agreement=agreement)
     for (batch, context), sent in zip(cases, traffic, strict=True):
         yield measure_step(steps, batch, context, sent, repeats=bench.repeats, phases=bench.phases)
 

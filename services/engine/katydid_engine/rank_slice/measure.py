@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from katydid_engine.sparse_prefill import SparsePrefill
 __all__ = ["Figure", "measure_prompt", "measure_step", "memory_figures", "step_traffic"]
 
 _PROFILED_STEPS = 4
+_SKIPPED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Figure:
         seconds: median of what was repeated.
         floor: of the same work, seconds, and by phase.
         phases: on a GPU, of one prompt or of a step.
+        gained: tokens that a decode step brought, of all sequences.
         traffic: by collective: calls, bytes that this rank sends, and the seconds that links would take for them.
     """
 
@@ -40,6 +42,7 @@ class Figure:
     floor_phases: dict[str, float]
     phases: PhaseTimes | None
     traffic: dict[str, dict[str, float]]
+    gained: float | None = None
 
     @property
     def links_s(self) -> float:
@@ -58,6 +61,8 @@ class Figure:
             "traffic": self.traffic,
             "links_modelled_s": self.links_s,
         }
+        if self.gained is not None:
+            row["tokens_per_s"] = self.gained / self.seconds
         if self.phases is not None:
             row["phases"] = self.phases.seconds
             row["launches"] = self.phases.launches
@@ -128,17 +133,21 @@ def measure_step(
 ) -> Figure:
     """A decode step of ``batch`` sequences that have ``context`` tokens behind them."""
     Decoding(steps, batch, context).time(2, 2)
-    seconds = Decoding(steps, batch, context).time(repeats, skip=5)
+    decoding = Decoding(steps, batch, context)
+    decoding.run(_SKIPPED)
+    before = decoding.tokens
+    seconds = decoding.time(repeats, skip=0)
+    gained = (decoding.tokens - before) / (repeats + 1)
     options = steps.slice.options
     work = step_work(
         options.config,
         options.plan,
         dtype=options.dtype,
         kv=options.kv,
-        tokens=batch,
-        pairs=batch * context,
+        tokens=batch * (1 + steps.drafts),
+        pairs=batch * (1 + steps.drafts) * context,
         context_tokens=batch * context,
-        sampled=batch,
+        sampled=batch * (1 + steps.drafts),
     )
     found = None
     if phases:
@@ -146,7 +155,8 @@ def measure_step(
         decoding.run(2)
         found = _phases(lambda: decoding.run(_PROFILED_STEPS), _PROFILED_STEPS)
         decoding.end()
-    return _figure(steps.slice, f"decode of {batch} at {context}", seconds, work, traffic, found)
+    what = f"decode of {batch} at {context}" + (f", {steps.drafts} drafts" if steps.drafts else "")
+    return replace(_figure(steps.slice, what, seconds, work, traffic, found), gained=gained)
 
 
 def memory_figures(rank_slice: RankSlice) -> list[dict[str, Any]]:

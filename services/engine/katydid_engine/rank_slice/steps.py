@@ -45,9 +45,10 @@ class SliceSteps:
         for block in self.slice.model.dispatched:
             block.exchange.capacity = rows * (1 + self.drafts)
 
-    def capture(self, rows: int, tokens: int) -> None:
-        """Decode steps of up to ``rows`` sequences of up to ``tokens`` tokens are graphs from now on."""
-        self.runner.prepare_decodes(rows, tokens, (self.drafts,), capture=True)
+    def capture(self, rows: int, tokens: int, *, agreement: float | None = None) -> None:
+        """Decode steps of up to ``rows`` sequences of up to ``tokens`` tokens are graphs from now on; ``agreement`` is
+        the share of drafts that count as right, for these weights predict nothing."""
+        self.runner.prepare_decodes(rows, tokens, (self.drafts,), capture=True, agreement=agreement)
 
     def prefill(self, tokens: int, chunk: int, *, sparse: bool = False) -> float:
         """Seconds from an empty sequence to the token that follows its prompt, computed ``chunk`` tokens at a time."""
@@ -128,6 +129,11 @@ class Decoding:
     def run(self, steps: int) -> None:
         for _ in range(steps):
             self.step()
+
+    @property
+    def tokens(self) -> int:
+        """Of all sequences, as far as the host knows."""
+        return sum(self._known)
 
     def time(self, steps: int, skip: int) -> list[float]:
         """Seconds of each of ``steps`` after the first ``skip``; the sequences end then."""

@@ -80,7 +80,7 @@ def run_workload(arguments: argparse.Namespace) -> dict[str, Any]:
     record: dict[str, Any] = {"rows": []}
     steps = None
     if arguments.step_times is None or arguments.real_s or arguments.streams:
-        rank_slice = slice_of(arguments)
+        rank_slice = slice_of(arguments, most_tokens=arguments.max_batch_tokens)
         steps = SliceSteps(rank_slice, arguments.pages * BLOCK_TOKENS)
         steps.fix_exchange(64)
         record |= origin(rank_slice)
