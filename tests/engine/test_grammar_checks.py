@@ -36,7 +36,10 @@ def test_verdicts(tmp_path: Path) -> None:
     async def scenario() -> None:
         checks = GrammarChecks(limits(folder))
         try:
+            await checks.warm()
+            warmed = checks._process
             await checks.check(GOOD)
+            assert checks._process is warmed is not None
             for _ in range(2):
                 with pytest.raises(InvalidRequestError, match="not closed") as caught:
                     await checks.check(Grammar(GrammarKind.REGEX, "(a"))

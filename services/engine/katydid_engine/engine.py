@@ -285,10 +285,6 @@ async def _started(settings: EngineSettings, telemetry: Telemetry, metrics: Engi
         cache = _open_cache(settings)
         if cache is not None:
             stack.push_async_callback(cache.close)
-        workers = await asyncio.gather(*(start(rank) for rank in range(settings.dp_ranks)))
-        if cache is not None:
-            keep_buffers_mapped()
-            await cache.attach(model.identity, model.layout, arena=True)
         checks = GrammarChecks(
             GrammarLimits(
                 str(settings.model),
@@ -299,6 +295,13 @@ async def _started(settings: EngineSettings, telemetry: Telemetry, metrics: Engi
             )
         )
         stack.callback(checks.close)
+        if settings.warm_grammars and _grammar_kinds(settings):
+            # Beside the load of the model, which takes longer.
+            stack.callback(asyncio.create_task(checks.warm()).cancel)
+        workers = await asyncio.gather(*(start(rank) for rank in range(settings.dp_ranks)))
+        if cache is not None:
+            keep_buffers_mapped()
+            await cache.attach(model.identity, model.layout, arena=True)
         yield Engine(settings, telemetry, metrics, model, workers, cache, checks)
 
 

@@ -65,7 +65,8 @@ class _Live:
 
 class Face:
     """``send`` passes a message to a rank's worker group; ``ask_cache`` a worker's wish, with its place in the trace,
-    to the cache connector; ``check_grammar`` returns for a grammar that can be used and raises KatydidError else."""
+    to the cache connector; ``check_grammar`` returns for a grammar, and its tenant, that can be used and raises
+    KatydidError else."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class Face:
         *,
         send: Callable[[int, ToWorker], None],
         ask_cache: Callable[[int, KvAsk, CacheSpans], None],
-        check_grammar: Callable[[Grammar], Awaitable[None]],
+        check_grammar: Callable[[Grammar, bytes], Awaitable[None]],
         blocks: BlockWatch,
         metrics: EngineMetrics,
         telemetry: Telemetry,
@@ -283,7 +284,7 @@ class Face:
     async def _submit_checked(self, live: _Live, request: Request, grammar: Grammar) -> None:
         started = time.monotonic()
         try:
-            await self._check_grammar(grammar)
+            await self._check_grammar(grammar, request.tenant)
         except Exception as error:
             # Whatever went wrong, the request ends.
             reason = error if isinstance(error, KatydidError) else internal_error(error, "the check of a grammar")

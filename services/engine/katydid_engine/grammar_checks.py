@@ -1,7 +1,7 @@
 """Tries every grammar before its request is queued: in a process of its own, so that none can harm an engine.
 
-The process compiles one grammar at a time under limits of time and memory; one that runs into a limit takes the process
-along, and the next check starts another. Verdicts are kept by the grammar's digest.
+The process compiles one grammar at a time, of each tenant in turn, under limits of time and memory; one that runs into
+a limit takes the process along, and the next check starts another. Verdicts are kept by the grammar's digest.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import resource
 import socket
 import subprocess
 import sys
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
-from katydid_runtime.errors import InvalidRequestError, UnavailableError
+from katydid_runtime.errors import InvalidRequestError, KatydidError, UnavailableError
 
 from katydid_engine.channel import BlockingChannel, ChannelClosed, FaceChannel
-from katydid_engine.grammar import Grammar, GrammarError
+from katydid_engine.grammar import Grammar, GrammarError, GrammarKind
+from katydid_engine.turns import Turns
 
 __all__ = ["GrammarChecks", "GrammarLimits"]
 
@@ -50,22 +52,32 @@ class GrammarLimits:
 
 
 class GrammarChecks:
-    """The face's end. The process is started by the first check."""
+    """The face's end. The process is started by the first check, or by `warm`."""
 
     def __init__(self, limits: GrammarLimits) -> None:
         self._limits = limits
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
-        self._turn = asyncio.Lock()
+        self._turns = Turns()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: FaceChannel | None = None
 
-    async def check(self, grammar: Grammar) -> None:
+    async def warm(self) -> None:
+        """Starts the process, so that the first request with a grammar need not wait for it and its library."""
+        started = time.monotonic()
+        try:
+            await self.check(Grammar(GrammarKind.REGEX, "a"))
+        except KatydidError as error:
+            logger.warning("the process that checks grammars is not ready: %s", error.message)
+        else:
+            logger.info("grammars can be checked", extra={"seconds": round(time.monotonic() - started, 1)})
+
+    async def check(self, grammar: Grammar, tenant: bytes = b"") -> None:
         """Raises InvalidRequestError for a grammar that does not compile within the limits, UnavailableError when the
         process does not start."""
         verdict = self._known(grammar)
         if verdict is None:
             # What is known already does not wait for others' grammars.
-            async with self._turn:
+            async with self._turns.one(tenant):
                 verdict = self._known(grammar)
                 if verdict is None:
                     verdict = self._verdicts[grammar.digest] = await self._try(grammar)

@@ -99,6 +99,9 @@ class EngineSettings(DialingSettings):
         gt=0,
         description="time between a request's tokens that others' prompts leave it; by default 50 on a GPU, else any",
     )
+    warm_grammars: bool = Field(
+        True, description="start what checks grammars with the engine, or with the first request that has one"
+    )
     grammar_timeout_s: float = Field(
         5.0, gt=0, description="time a request's grammar may take to compile, or it is refused"
     )
