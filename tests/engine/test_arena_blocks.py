@@ -27,11 +27,23 @@ from katydid_cache.arena_slots import SLOT
 from katydid_engine.arena_reads import ArenaReads
 from katydid_engine.arena_writes import ArenaWrites
 from katydid_engine.engine_metrics import EngineMetrics
+from katydid_engine.faults import FaultDelays
+from katydid_engine.kv_connector import KvConnector
 from katydid_engine.kv_traffic import KvTraffic
-from katydid_engine.messages import KvGiveUp, KvGranted, KvReserve, KvStore, ToWorker
+from katydid_engine.messages import (
+    KvArrived,
+    KvCancel,
+    KvGiveUp,
+    KvGranted,
+    KvLookup,
+    KvReadSlotsFree,
+    KvReserve,
+    KvStore,
+    ToWorker,
+)
 from katydid_engine.plan import Transfer
 from katydid_engine.slot_memory import SlotMemory
-from katydid_engine.staging import ARENA_PAGE_BYTES, arena_place, arena_slot
+from katydid_engine.staging import ARENA_PAGE_BYTES, Staging, StagingShape, arena_place, arena_slot
 from katydid_kernels import linear_checksum, published_checksum
 from xxhash import xxh3_128_digest
 
@@ -59,6 +71,7 @@ class SharedMemory:
         self.on_disk: set[int] = set()
         self.summed: set[int] = set()
         self.reported: list[bytes] = []
+        self.released: list[int] = []
         self.broken = False
 
     @property
@@ -73,6 +86,12 @@ class SharedMemory:
             return ArenaMapping(descriptor, 10 * SLOT_BYTES)
         finally:
             os.close(descriptor)
+
+    async def lookup(self, hashes: bytes, *, before: bytes, trace: object) -> LookupResult:
+        return self.found(len(hashes) // 32)
+
+    async def release(self, lease: int) -> None:
+        self.released.append(lease)
 
     def restart(self) -> None:
         self.arena = self._map()
@@ -312,6 +331,27 @@ def test_what_lies_ready_is_told_at_once_and_its_memory_kept() -> None:
         await reads.all_unpacked(1)
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(descriptor)
+
+    run(scenario)
+
+
+def test_a_fetch_that_is_cancelled_keeps_its_lease_until_workers_are_done() -> None:
+    async def scenario() -> None:
+        memory, sent = SharedMemory(), list[ToWorker]()
+        memory.summed = set(range(4))
+        staging = Staging.create(StagingShape(BLOCK, 2, 4))
+        connector = KvConnector(memory, staging, sent.append, EngineMetrics(), FaultDelays())  # type: ignore[arg-type]
+        connector.ask(KvLookup(1, 1, hashes(range(4)), b"", b"", b""))
+        while not any(isinstance(message, KvArrived) for message in sent):
+            await asyncio.sleep(0.001)
+        (slots,) = (message.slots for message in sent if isinstance(message, KvArrived))
+        connector.ask(KvCancel(1))
+        await asyncio.sleep(0.01)
+        assert len(slots) == 4
+        assert memory.released == []
+        connector.ask(KvReadSlotsFree(slots))
+        while not memory.released:
+            await asyncio.sleep(0.001)
 
     run(scenario)
 
