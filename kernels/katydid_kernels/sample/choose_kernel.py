@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from katydid_kernels.sample.row_values import adjusted_logits, gumbel_at, largest, order_key
+from katydid_kernels.sample.groups import column_maxima, kth_bound, list_groups, mass_bound
+from katydid_kernels.sample.row_values import adjusted_logits, gumbel_at, largest, noisy_bound, order_key
 
-__all__ = ["CANDIDATES", "choose_kernel", "collect", "kth_bound", "list_groups", "listed_tile", "ranked"]
+__all__ = ["CANDIDATES", "choose_kernel", "collect", "listed_tile", "ranked"]
 
 CANDIDATES = 512
 LOWEST = tl.constexpr(-2147483648)
@@ -25,53 +26,18 @@ BANNED = tl.constexpr(-2139095041)
 
 
 @triton.jit
-def kth_bound(key, count):
-    """A key that at least ``count`` of the keys reach, not many more than that or than 128: that is bound enough."""
-    bound = LOWEST
-    reached = tl.sum((key >= 0).to(tl.int32), 0)
-    if reached >= count:
-        bound = 0
-    else:
-        reached = key.shape[0]
-    step = 1 << 30
-    while (step > 32768) & (reached > tl.maximum(count, 128)):
-        there = tl.sum((key >= bound + step).to(tl.int32), 0)
-        if there >= count:
-            bound += step
-            reached = there
-        step = step >> 1
-    return bound
-
-
-@triton.jit
-def _mass_bound(key, mass, wanted):
-    """A key whose followers have at least the mass wanted, or the lowest."""
-    bound = tl.where(tl.sum(tl.where(key >= 0, mass, 0.0), 0) >= wanted, 0, LOWEST)
-    step = 1 << 30
-    for _ in range(15):
-        higher = bound + step
-        bound = tl.where(tl.sum(tl.where(key >= higher, mass, 0.0), 0) >= wanted, higher, bound)
-        step = step >> 1
-    return bound
-
-
-@triton.jit
-def list_groups(key, bound, list_ptr, GROUPS: tl.constexpr):
-    """Writes the groups whose maximum reaches the bound; returns how many."""
-    chosen = (key >= bound).to(tl.int32)
-    place = tl.cumsum(chosen, 0) - 1
-    tl.store(list_ptr + place, tl.arange(0, GROUPS), mask=chosen != 0)
-    tl.debug_barrier()
-    return tl.sum(chosen, 0)
+def _listed_fours(list_ptr, first, count):
+    """The fours of tokens of 128 listed groups, ``[128, 4]``, and which of them are listed."""
+    index = first + tl.arange(0, 128)
+    group = tl.load(list_ptr + index, mask=index < count, other=0)
+    fours = (group // 256 * 1024 + group % 256)[:, None] + tl.arange(0, 4)[None, :] * 256
+    return fours, (index < count)[:, None] & (fours >= 0)
 
 
 @triton.jit
 def listed_tile(row, list_ptr, first, count, vocab, source, PENDING: tl.constexpr):
     """Logits and tokens, ``[2048]``, of 128 listed groups; -inf behind the last of ``count``."""
-    index = first + tl.arange(0, 128)
-    group = tl.load(list_ptr + index, mask=index < count, other=0)
-    fours = (group // 256 * 1024 + group % 256)[:, None] + tl.arange(0, 4)[None, :] * 256
-    valid = (index < count)[:, None] & (fours >= 0)
+    fours, valid = _listed_fours(list_ptr, first, count)
     x, token = adjusted_logits(row, fours, valid, vocab, 0, vocab, source, PENDING)
     return tl.reshape(x, (2048,)), tl.reshape(token, (2048,))
 
@@ -201,14 +167,20 @@ def _of_many(
         best = float("-inf")
         best_x = float("-inf")
         for first in range(0, listed, 128):
-            x, token = listed_tile(row, list_ptr, first, listed, vocab, source, PENDING)
+            fours, valid = _listed_fours(list_ptr, first, listed)
+            x, token = adjusted_logits(row, fours, valid, vocab, 0, vocab, source, PENDING)
             alive = (x > limit) | ((x == limit) & (token < limit_token))
             alive &= order_key(x) >= bound
-            if tl.max(alive.to(tl.int32), 0) > 0:
-                scaled = x * inverse_temperature
-                tile_best, tile_token = _winner(scaled + gumbel_at(seed, position, token), token, alive)
+            # Only a tile that may hold the winner is worth exact noise.
+            about = tl.where(alive, noisy_bound(x * inverse_temperature, fours, seed, position), float("-inf"))
+            may_win = tl.max(tl.reshape(about, (2048,)), 0)
+            if (may_win > float("-inf")) & (may_win >= best - 1e-3 - tl.abs(best) * 1e-6):
+                flat_x = tl.reshape(x, (2048,))
+                flat_token = tl.reshape(token, (2048,))
+                score = flat_x * inverse_temperature + gumbel_at(seed, position, flat_token)
+                tile_best, tile_token = _winner(score, flat_token, tl.reshape(alive, (2048,)))
                 better = (tile_best > best) | ((tile_best == best) & (tile_token < winner))
-                tile_x = tl.max(tl.where(token == tile_token, x, float("-inf")), 0)
+                tile_x = tl.max(tl.where(flat_token == tile_token, flat_x, float("-inf")), 0)
                 winner = tl.where(better, tile_token, winner)
                 best_x = tl.where(better, tile_x, best_x)
                 best = tl.where(better, tile_best, best)
@@ -238,7 +210,6 @@ def choose_kernel(
     """FOLLOWS: launched while `scan_kernel` runs."""
     if FOLLOWS:
         gdc_launch_dependents()
-    GROUPS: tl.constexpr = BLOCK_TILES * 256
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     top_k = tl.load(top_k_ptr + row)
@@ -261,10 +232,9 @@ def choose_kernel(
     ids_ptr += row * CANDIDATES
     if FOLLOWS:
         gdc_wait()
-    group = tl.arange(0, GROUPS)
-    group_max = tl.load(group_max_ptr + row * TILES * 256 + group, mask=group < TILES * 256, other=float("-inf"))
-    key = order_key(group_max)
-    maximum = tl.reduce(group_max, 0, largest)
+    maxima_ptr = group_max_ptr + row * TILES * 256
+    column_max = column_maxima(maxima_ptr, TILES)
+    maximum = tl.reduce(column_max, 0, largest)
     if sound_ptr is not None:
         tl.store(sound_ptr + row, (maximum > float("-inf")) & (maximum < float("inf")))
     token_out = 0
@@ -280,16 +250,16 @@ def choose_kernel(
             if min_p > 0:
                 bound = tl.maximum(bound, order_key(maximum + temperature * (tl.log(min_p) - 1e-3) - rounding))
             if top_k > 0:
-                bound = tl.maximum(bound, kth_bound(key, top_k))
+                bound = tl.maximum(bound, kth_bound(maxima_ptr, column_max, top_k, TILES))
             elif top_p < 1:
                 tile = tl.arange(0, BLOCK_TILES)
                 sums = tile_sums_ptr + (row * TILES + tile) * 2
                 tile_max = tl.load(sums, mask=tile < TILES, other=float("-inf"))
                 tile_sum = tl.load(sums + 1, mask=tile < TILES, other=0.0)
                 total = tl.sum(tile_sum * tl.exp2((tile_max - maximum) * exponent), 0)
-                mass = tl.exp2((group_max - maximum) * exponent)
-                bound = tl.maximum(bound, _mass_bound(key, mass, top_p * total * 1.00001))
-        listed = list_groups(key, bound, list_ptr, GROUPS)
+                wanted = top_p * total * 1.00001
+                bound = tl.maximum(bound, mass_bound(maxima_ptr, column_max, maximum, exponent, wanted, TILES))
+        listed = list_groups(maxima_ptr, bound, list_ptr, TILES)
         scaled_max = maximum * inverse_temperature
 
         if greedy | free:

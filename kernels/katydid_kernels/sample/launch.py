@@ -82,7 +82,7 @@ def launch_sample(
     choose_kernel[(rows,)](
         *source, *parameters, group_max, tile_sums, *candidates, out, sound, vocab, TILES=tiles,
         BLOCK_TILES=triton.next_power_of_2(tiles), CANDIDATES=CANDIDATES, PENDING=pending, FOLLOWS=chain,
-        num_warps=16, enable_fp_fusion=False, **({"launch_pdl": True} if chain else {}),
+        num_warps=8, enable_fp_fusion=False, **({"launch_pdl": True} if chain else {}),
     )  # fmt: skip
     return out
 

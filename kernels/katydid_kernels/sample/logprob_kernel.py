@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from katydid_kernels.sample.choose_kernel import collect, kth_bound, list_groups, listed_tile, ranked
-from katydid_kernels.sample.row_values import order_key
+from katydid_kernels.sample.choose_kernel import collect, listed_tile, ranked
+from katydid_kernels.sample.groups import column_maxima, kth_bound, list_groups
 
 __all__ = ["logprob_kernel"]
 
@@ -17,7 +17,6 @@ def logprob_kernel(
     FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """FOLLOWS: launched while `scan_kernel` runs."""
-    GROUPS: tl.constexpr = BLOCK_TILES * 256
     row = tl.program_id(0).to(tl.int64)
     chosen = tl.load(logits_ptr + row * logits_stride + tl.load(token_ids_ptr + row)).to(tl.float32)
     source = (logits_ptr, logits_stride, None, None, None, None, None, 0, None, None, None, None, None, 0)
@@ -35,11 +34,9 @@ def logprob_kernel(
     logarithm = maximum + tl.log(total)
     tl.store(chosen_ptr + row, chosen - logarithm)
     if num_top > 0:
-        group = tl.arange(0, GROUPS)
-        group_max = tl.load(group_max_ptr + row * TILES * 256 + group, mask=group < TILES * 256, other=float("-inf"))
-        key = order_key(group_max)
-        bound = kth_bound(key, num_top)
-        listed = list_groups(key, bound, list_ptr, GROUPS)
+        maxima_ptr = group_max_ptr + row * TILES * 256
+        bound = kth_bound(maxima_ptr, column_maxima(maxima_ptr, TILES), num_top, TILES)
+        listed = list_groups(maxima_ptr, bound, list_ptr, TILES)
         found = 0
         first = 0
         while (first < listed) & (found <= CANDIDATES):

@@ -14,16 +14,17 @@ __all__ = ["adjusted_logits", "gumbel_at", "largest", "noisy_bound", "order_key"
 
 @triton.jit
 def adjusted_logits(row, fours, valid, vocab, first, last, source, PENDING: tl.constexpr, EARLY: tl.constexpr = False):
-    """fp32 ``[A, B, 4]`` of the tokens ``4 * fours + (0 .. 3)``, and these; -inf where not valid or past the last.
+    """fp32 ``[A, B, 4]`` of the tokens ``first + 4 * fours + (0 .. 3)``, and these; -inf where not valid or past the
+    last of the vocabulary.
 
-    ``source`` are the kernels' arguments from the logits to the mask, in their order. All tokens lie in
-    ``first .. last - 1``: bias of others is passed over. EARLY: the kernel that makes the logits may still run.
+    ``source`` are the kernels' arguments from the logits to the mask, in their order. ``first`` is a multiple of 32 and
+    all tokens lie before ``last``: bias of others is passed over. EARLY: the kernel that makes the logits still runs.
     """
     (
         logits_ptr, logits_stride, slots_ptr, repetition_ptr, presence_ptr, frequency_ptr, seen_ptr, seen_stride,
         pending_ptr, bias_starts_ptr, bias_ids_ptr, bias_values_ptr, allowed_ptr, allowed_stride,
     ) = source  # fmt: skip
-    # What says where to read comes first, then all that is read of the vocabulary, so that it is under way at once.
+    # Nothing is used before all that does not depend on it is under way: a program waits for memory twice.
     if seen_ptr is not None:
         slot = tl.load(slots_ptr + row)
         repetition = tl.load(repetition_ptr + row)
@@ -32,18 +33,24 @@ def adjusted_logits(row, fours, valid, vocab, first, last, source, PENDING: tl.c
     if bias_starts_ptr is not None:
         bias_begin = tl.load(bias_starts_ptr + row)
         bias_end = tl.load(bias_starts_ptr + row + 1)
-        place = bias_begin + tl.arange(0, 32)
-        biased_ids = tl.load(bias_ids_ptr + place, mask=place < bias_end, other=-1)
     if EARLY:
         gdc_wait()
-    token = fours[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]
-    inside = valid[:, :, None] & (token < vocab)
-    x = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
-    if seen_ptr is not None:
-        entries = seen_ptr + slot.to(tl.int64) * seen_stride
-        entry = tl.load(entries + token, mask=inside & (slot >= 0), other=0)
+    # Offsets from the first token are constants but for the thread's own: addresses cost nothing.
+    local = fours[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    inside = valid[:, :, None] & (local < vocab - first)
+    x = tl.load(logits_ptr + row * logits_stride + first + local, mask=inside, other=float("-inf")).to(tl.float32)
     if allowed_ptr is not None:
-        word = tl.load(allowed_ptr + row * allowed_stride + fours // 8, mask=valid & (fours * 4 < vocab), other=0)
+        words = allowed_ptr + row * allowed_stride + first // 32
+        word = tl.load(words + fours // 8, mask=valid & (fours * 4 < vocab - first), other=0)
+    if seen_ptr is not None:
+        # Or the assembler would put the counts, which wait for the slot, before the logits.
+        tl.debug_barrier()
+        entries = seen_ptr + slot.to(tl.int64) * seen_stride + first
+        entry = tl.load(entries + local, mask=inside & (slot >= 0), other=0)
+    if bias_starts_ptr is not None:
+        place = bias_begin + tl.arange(0, 32)
+        biased_ids = tl.load(bias_ids_ptr + place, mask=place < bias_end, other=-1)
+    token = first + local
     # Two conditions: the first is settled as the kernel is compiled.
     if seen_ptr is not None:  # noqa: SIM102
         if slot >= 0:

@@ -35,7 +35,7 @@ def scan_kernel(
     first_tile = tl.program_id(0) * SPAN
     row = tl.program_id(1).to(tl.int64)
     group = tl.arange(0, 256)
-    fours = first_tile * 1024 + tl.arange(0, 4 * SPAN)[:, None] * 256 + group[None, :]
+    fours = tl.arange(0, 4 * SPAN)[:, None] * 256 + group[None, :]
     source = (
         logits_ptr, logits_stride, slots_ptr, repetition_ptr, presence_ptr, frequency_ptr, seen_ptr, seen_stride,
         pending_ptr, bias_starts_ptr, bias_ids_ptr, bias_values_ptr, allowed_ptr, allowed_stride,
@@ -53,8 +53,9 @@ def scan_kernel(
     x, _ = adjusted_logits(row, fours, fours >= 0, vocab, first, first + SPAN * 4096, source, PENDING, EARLY)
     if temperature_ptr is not None:  # noqa: SIM102 - settled as the kernel is compiled
         if free:
+            seed = tl.load(seeds_ptr + row).to(tl.uint64)
             scaled = x * tl.div_rn(1.0, temperature)
-            x = noisy_bound(scaled, fours, tl.load(seeds_ptr + row).to(tl.uint64), tl.load(positions_ptr + row))
+            x = noisy_bound(scaled, first // 4 + fours, seed, tl.load(positions_ptr + row))
     best = tl.reduce(tl.reshape(tl.reduce(x, 2, largest), (SPAN, 4, 256)), 1, largest)
     tile = first_tile + tl.arange(0, SPAN)
     place = row * tiles + tile
