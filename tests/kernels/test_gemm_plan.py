@@ -58,6 +58,12 @@ def test_tiles_hardly_filled_come_last() -> None:
     assert torch.equal(filled, filled.sort(descending=True, stable=True).values)
 
 
+def test_an_expert_that_every_token_goes_to() -> None:
+    tokens = SINGLE_LAUNCH_PAIRS // 4 + 3
+    shared = torch.full((tokens, 1), 24, dtype=torch.int32, device=DEVICE)
+    check(torch.cat((routes(tokens, 4, 24), shared), dim=1), 25, 64)
+
+
 def test_experts_of_other_ranks_are_skipped() -> None:
     check(routes(41, 8, 64), 16, 16, first_expert=24)
 

@@ -104,9 +104,12 @@ def _local_expert(ids_ptr, pair, pairs, first_expert, experts):
 
 
 @triton.jit
-def _lay_out(counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr, TILE: tl.constexpr, LATE: tl.constexpr):
-    """Experts one after the other: the first row of each, and the tiles its rows are cut into. An expert's last tile
-    comes late if it has up to LATE rows."""
+def _lay_out(
+    counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr,
+    TILE: tl.constexpr, LATE: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Experts one after the other: the first row of each, and the tiles its rows are cut into, AT_ONCE of them at a
+    time. An expert's last tile comes late if it has up to LATE rows."""
     end = tl.cumsum(counts, 0)
     start = end - counts
     tl.store(starts_ptr + bins, start, mask=bins < experts)
@@ -116,11 +119,13 @@ def _lay_out(counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr, TILE:
     first_tile = tl.cumsum(soon, 0) - soon
     late_tile = tl.sum(soon, 0) + tl.cumsum(late, 0) - late
     tl.store(tile_count_ptr, tl.sum(tiles, 0))
-    for i in range(tl.max(tiles, 0)):
-        entry = tiles_ptr + tl.where(i < soon, first_tile + i, late_tile) * 4
-        tl.store(entry, bins, mask=i < tiles)
-        tl.store(entry + 1, start + i * TILE, mask=i < tiles)
-        tl.store(entry + 2, end, mask=i < tiles)
+    for first in range(0, tl.max(tiles, 0), AT_ONCE):
+        i = first + tl.arange(0, AT_ONCE)[None, :]
+        entry = tiles_ptr + tl.where(i < soon[:, None], first_tile[:, None] + i, late_tile[:, None]) * 4
+        there = i < tiles[:, None]
+        tl.store(entry, bins[:, None] + 0 * i, mask=there)
+        tl.store(entry + 1, start[:, None] + i * TILE, mask=there)
+        tl.store(entry + 2, end[:, None] + 0 * i, mask=there)
 
 
 @triton.jit
@@ -141,7 +146,7 @@ def _place_few_kernel(
     tl.debug_barrier()
     counts = tl.atomic_xchg(scratch_ptr + bins, 0, mask=bins < experts, sem="relaxed")
     counts = tl.where(bins < experts, counts, 0)
-    _lay_out(counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr, TILE, 0)
+    _lay_out(counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr, TILE, 0, 1)
     tl.debug_barrier()
     slot = tl.load(starts_ptr + expert, mask=valid, other=0) + rank
     tl.store(rows_ptr + slot, pair // top_k, mask=valid)
@@ -168,7 +173,7 @@ def _place_many_kernel(
         counts = tl.atomic_xchg(scratch_ptr + bins, 0, mask=bins < experts, sem="relaxed")
         counts = tl.where(bins < experts, counts, 0)
         tl.store(arrivals_ptr, 0)
-        _lay_out(counts, experts, bins, scratch_ptr + experts, tiles_ptr, tile_count_ptr, TILE, LATE)
+        _lay_out(counts, experts, bins, scratch_ptr + experts, tiles_ptr, tile_count_ptr, TILE, LATE, 8)
 
 
 @triton.jit
