@@ -53,7 +53,7 @@ def int32(*values: int) -> Tensor:
 
 def logits_of(rows: int) -> Tensor:
     """As a model's: most tokens far below a few; a third of the rows is undecided among hundreds. All but 200 tokens
-    have 1 % of the mass together, 4 % in those rows."""
+    have less than 2 % of the mass together."""
     logits = torch.randn(rows, VOCAB, device="cuda")
     likely = torch.randint(0, VOCAB, (rows, 200), device="cuda")
     steps = torch.linspace(14, 6, 200, device="cuda").expand(rows, -1).clone()
