@@ -3,7 +3,7 @@
 Of all codes under given scales, those are wanted whose product with the calibration rows x is nearest to the weight's:
 min |(W - Q) X|^2 = min tr (W - Q) H (W - Q)^T with H = X X^T. Column by column, each rounding error is spread over the
 columns that are not rounded yet, in the proportion that H says (Frantar et al., "GPTQ", 2022, equations 2 and 3, with
-the Cholesky form of its section 3.3). Columns with the largest rows go first (act-order); groups keep their
+the triangular form of its section 3.3). Columns with the largest rows go first (act-order); groups keep their
 consecutive columns and the scales that were chosen before, so that any reader of the format understands the result.
 """
 
@@ -88,8 +88,8 @@ def follow_drift(weight: Tensor, hessian: Tensor, drift: Tensor, *, damping: flo
         drift: fp32 ``[B, K, K]``.
     """
     hessian, _ = _prepared(hessian, damping, act_order=False)
-    moved = torch.cholesky_solve((weight @ drift).mT, torch.linalg.cholesky(hessian))
-    return weight + moved.mT
+    factor = _inverse_factor(hessian)
+    return weight + weight @ drift @ factor.mT @ factor
 
 
 def output_error(weight: Tensor, hessian: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
@@ -120,10 +120,15 @@ def _prepared(hessian: Tensor, damping: float, act_order: bool) -> tuple[Tensor,
 
 
 def _inverse_factor(hessian: Tensor) -> Tensor:
-    """Upper triangular U with ``U^T U = H^-1``: row k of it says how the error of column k is spread."""
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
-    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
-    return factor
+    """Upper triangular U with ``U^T U = H^-1``: row k of it says how the error of column k is spread.
+
+    Of H with rows and columns reversed, the Cholesky factor reversed is an upper triangular R with ``R R^T = H``, and U
+    is its inverse: one factorisation where ``cholesky(inverse(H))`` takes three.
+    """
+    # One at a time: solvers of batches are made for small matrices.
+    lower = torch.stack([torch.linalg.cholesky(one) for one in hessian.flip(1, 2)])
+    identity = torch.eye(hessian.shape[-1], dtype=hessian.dtype, device=hessian.device)
+    return torch.stack([torch.linalg.solve_triangular(one, identity, upper=True) for one in lower.flip(1, 2)])
 
 
 def _sum_groups(x: Tensor) -> Tensor:
