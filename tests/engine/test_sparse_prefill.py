@@ -69,8 +69,8 @@ def test_chunks_end_between_blocks(start: int, chunk: int, expected: int) -> Non
 
 
 def test_the_option_as_text() -> None:
-    options = SparsePrefill.parse("stem:budget=0.3,dense_layers=1,min_tokens=1000")
-    assert options == SparsePrefill(budget=0.3, dense_layers=1, min_tokens=1000)
+    options = SparsePrefill.parse("stem:budget=0.3,dense_layers=1,min_tokens=1000,tail_blocks=4")
+    assert options == SparsePrefill(budget=0.3, dense_layers=1, min_tokens=1000, tail_blocks=4)
     assert SparsePrefill.parse("stem:") == SparsePrefill()
     assert SparsePrefill.parse(str(options)) == options
     assert str(options) != str(SparsePrefill())
@@ -86,6 +86,7 @@ def test_the_option_as_text() -> None:
         ("stem:decay=1,decay=1", "'decay=1': allowed are"),
         ("stem:rule=best", "rule is best: allowed is share, paper, released"),
         ("stem:min_tokens=0", "min_tokens is 0: allowed is a number of tokens above 0"),
+        ("stem:tail_blocks=-1", "tail_blocks is -1: allowed is a number of blocks of 128 tokens"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, message: str) -> None:

@@ -47,7 +47,9 @@ def stem_select(
     if not q.is_cuda:
         return stem_select_reference(q, k_pages, v_pages, block_table, plan, **scales)  # type: ignore[arg-type]
     dtype = q.dtype if q.dtype.itemsize > 1 else torch.bfloat16
-    return launch_select(q, k_pages, v_pages, block_table, plan, dtype, overlap=overlap, **scales)  # type: ignore[arg-type]
+    early = torch.cuda.get_device_capability(q.device)[0] >= 9
+    rows = (q, k_pages, v_pages, block_table, plan, dtype)
+    return launch_select(*rows, overlap=overlap and early, chain=early, **scales)  # type: ignore[arg-type]
 
 
 def launch_select(

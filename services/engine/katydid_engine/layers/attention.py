@@ -140,7 +140,7 @@ class Attention:
                 "v_scale": self._v_scale,
             }
             rows = (q[split_tokens:], k_pages, v_pages, batch.block_table[split:], batch.context_lens[split:])
-            blocks = stem_select(*rows, plan.sparse, **scales)
+            blocks = stem_select(*rows, plan.sparse, **scales, overlap=True)
             block_sparse_prefill(*rows, plan.sparse, blocks, **scales, out=out[split_tokens:])
         elif split < batch.num_seqs:
             prefill_attention(
