@@ -259,7 +259,7 @@ def _launch_decode(
         H=w2.shape[1], WIDTH=w2.shape[2], TOP_K=ids.shape[1], TOKENS=tile.tokens, STAGES=tile.stages,
         WGS=tile.warpgroups, PROMOTE=tile.promote, SUM=summed_at_once(len(ids)) if summed else 0,
         BLOCKS=scales.of_blocks, PAIRED=paired,
-        GUESS=GUESSED_BYTES if ids.numel() >= 4 * len(w2) else 0,
+        GUESS=min(GUESSED_BYTES, w2.shape[1] * w2.element_size()) if own_plan or ids.numel() >= 4 * len(w2) else 0,
         X_LAYOUT=_rows_layout(tile.tokens, x.dtype),
         num_warps=4, maxnreg=128, launch_pdl=True,
     )  # fmt: skip

@@ -263,14 +263,15 @@ def _combine(
 
 
 @gluon.jit
-def _guess_weights(w13_ptr, up_n, H: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, BYTES: gl.constexpr):
-    """Ask L2 for the beginning of this CTA's first gate-up tile, as it is if every expert has one tile: memory would
-    stand still until the plan is made, and a wrong guess is somebody else's weights."""
+def _ask_for_weights(
+    w13_ptr, expert, tile_n, H: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, BYTES: gl.constexpr
+):  # fmt: skip
+    """Ask L2 for the beginning of one of an expert's gate-up tiles: memory would stand still until the plan is made.
+    What this CTA does not want itself is somebody else's."""
     lane = gl.arange(0, 2 * ROWS, gl.BlockedLayout([1], [32], [4], [0]))
-    item = gl.program_id(0)
-    row = item // up_n * (2 * WIDTH) + lane // ROWS * WIDTH + item % up_n * ROWS + lane % ROWS
+    row = expert.to(gl.int64) * (2 * WIDTH) + lane // ROWS * WIDTH + tile_n * ROWS + lane % ROWS
     gl.inline_asm_elementwise(
-        f"cp.async.bulk.prefetch.L2.global [$1], {BYTES}; // $0", "=r,l", [w13_ptr + row.to(gl.int64) * H],
+        f"cp.async.bulk.prefetch.L2.global [$1], {BYTES}; // $0", "=r,l", [w13_ptr + row * H],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -293,7 +294,7 @@ def experts_decode_kernel(
     sync: two zeros. Rows, slots and tiles are a `RoutePlan`'s. Scales in fp32: up ``[E, 2]``, down ``[E]``, inverse
     ``[1]`` (what h is multiplied by), token ``[T]`` or None. WGS is 2. SUM: tokens whose rows are
     summed at a time, 4 or 8; with 0 the kernel ends with y. GUESS: bytes
-    of each row of the first tile to fetch before the plan is known, where it is likely that all experts are hit.
+    of each row of a tile to ask for before the plan is known.
 
     own_plan: scratch of `OWN_PLAN_INTS` a CTA to make the plan of ids here, for ``first_expert + [0, number)``, or None
     to take the one given.
@@ -319,11 +320,16 @@ def experts_decode_kernel(
     if BLOCKS:
         scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     launch_next()
-    if GUESS > 0:
-        _guess_weights(w13_ptr, up_n, H, WIDTH, GROUPS * 8 * WGS, GUESS)
+    guess = gl.program_id(0) // up_n
+    # If all experts are hit, the first tiles are theirs one after the other.
+    if GUESS > 0 and own_plan_ptr is None and guess < number:
+        _ask_for_weights(w13_ptr, guess, gl.program_id(0) % up_n, H, WIDTH, GROUPS * 8 * WGS, GUESS)
     # Launched while the plan is still being made: everything it wrote is read after this.
     wait_for_last()
     if own_plan_ptr is not None:
+        guess = gl.load(ids_ptr + gl.minimum(guess, tokens * TOP_K - 1)) - first_expert
+        if GUESS > 0 and guess >= 0 and guess < number:
+            _ask_for_weights(w13_ptr, guess, gl.program_id(0) % up_n, H, WIDTH, GROUPS * 8 * WGS, GUESS)
         rows_ptr, slots_ptr, tiles_ptr, tiles = make_own_plan(
             ids_ptr, tokens * TOP_K, first_expert, number, own_plan_ptr, TOP_K, TOKENS
         )
