@@ -29,10 +29,10 @@ def passes_of(group: ThreadGroup, wanted: list[int]) -> tuple[list[tuple[int, bo
     """(kind, own) of every pass, and whether a pass followed each round."""
     seen: list[tuple[int, bool]] = []
     closing = Closing()
-    lockstep = Lockstep(group, lambda kind: seen.append((kind, False)), closing)
+    lockstep = Lockstep(group, lambda kind, most: seen.append((kind, False)), closing)
     for index, kind in enumerate(wanted):
         closing.left = len(wanted) - index
-        lockstep.enter(kind)
+        lockstep.enter(kind, 1)
         seen.append((kind, True))
     closing.left = 0
     while not closing.closed:
@@ -60,10 +60,10 @@ def test_draft_passes_wait_for_the_target() -> None:
 
 def test_patience() -> None:
     def work(group: ThreadGroup) -> list[float]:
-        lockstep = Lockstep(group, lambda _: None)
+        lockstep = Lockstep(group, lambda kind, most: None)
         before = lockstep.patience_s
         if group.rank:
-            lockstep.enter(0)
+            lockstep.enter(0, 1)
         else:
             lockstep.idle()
         after = lockstep.patience_s
@@ -73,3 +73,15 @@ def test_patience() -> None:
     idle, computing = on_ranks(2, work)
     assert idle == [0.02, 0.0, 0.001], "at once after a pass, soon after an idle round within a second of one"
     assert computing[1] <= 0.001
+
+
+def test_all_learn_the_most_rows_of_a_pass() -> None:
+    def work(group: ThreadGroup) -> list[int]:
+        taken: list[int] = []
+        lockstep = Lockstep(group, lambda kind, most: taken.append(most))
+        if group.rank == 2:
+            lockstep.idle()
+            return taken
+        return [lockstep.enter(0, 3 + 4 * group.rank)]
+
+    assert on_ranks(3, work) == [[7]] * 3

@@ -6,6 +6,8 @@ takes part with nothing.
     a pass      of the target model, or of a draft layer. When ranks want different ones the lowest is first; the others
                 take part in it, and ask again for theirs
 
+With its turn each rank learns how many rows the others have, so that all choose the same form of exchange.
+
 Other ranks of a TP group join exactly the rounds that their first rank joins: a plan tells them of a pass, an empty
 record of an idle round. So no rank ever waits for one that does not come, and one that is lost ends the wait by the
 group's timeout.
@@ -46,28 +48,35 @@ class Lockstep:
 
     Args:
         group: all ranks that pass together, on the CPU.
-        take_part: what this rank owes the others in a pass of a kind for which it has no tokens.
+        take_part: what this rank owes the others in a pass for which it has no tokens: of its kind, and the most rows
+            that a rank has in it.
         between: None where nothing goes on between passes.
     """
 
-    def __init__(self, group: Collectives, take_part: Callable[[int], None], between: Between | None = None) -> None:
+    def __init__(
+        self, group: Collectives, take_part: Callable[[int, int], None], between: Between | None = None
+    ) -> None:
         self._group = group
         self._take_part = take_part
         self._between = between
         self._passed_at = -_ACTIVE_S
         self._passed = False
 
-    def enter(self, kind: int) -> None:
-        """Returns when it is the turn of a pass of ``kind``, 0 for the target's, 1 + depth for a draft layer's."""
-        while (turn := self._round(kind)) != kind:
-            self._take_part(turn)
+    def enter(self, kind: int, rows: int) -> int:
+        """Returns when it is the turn of a pass of ``kind``, 0 for the target's, 1 + depth for a draft layer's: the
+        most rows that a rank has in it."""
+        while True:
+            turn, most = self._round(kind, rows)
+            if turn == kind:
+                return most
+            self._take_part(turn, most)
 
     def idle(self) -> None:
         """Joins a round with nothing to compute."""
-        turn = self._round(_NOTHING)
+        turn, most = self._round(_NOTHING, 0)
         self._passed = turn != _NOTHING
         if self._passed:
-            self._take_part(turn)
+            self._take_part(turn, most)
 
     @property
     def patience_s(self) -> float:
@@ -76,14 +85,15 @@ class Lockstep:
             return 0.0
         return _WARM_PATIENCE_S if time.monotonic() - self._passed_at < _ACTIVE_S else _IDLE_PATIENCE_S
 
-    def _round(self, wanted: int) -> int:
-        """The kind of the pass that comes now; -1 when nobody has anything to compute."""
+    def _round(self, wanted: int, rows: int) -> tuple[int, int]:
+        """The kind of the pass that comes now, -1 when nobody has anything to compute, and the most rows in it."""
         progress = 0 if self._between is None else self._between.progress()
-        told = self._group.all_gather(torch.tensor([[wanted, progress]]), 0)
-        kinds = [kind for kind in told[:, 0].tolist() if kind != _NOTHING]
+        told = self._group.all_gather(torch.tensor([[wanted, progress, rows]]), 0).tolist()
+        kinds = [kind for kind, _, _ in told if kind != _NOTHING]
         if self._between is not None:
-            self._between.agreed(told[:, 1].tolist(), passing=bool(kinds))
+            self._between.agreed([progress for _, progress, _ in told], passing=bool(kinds))
         if not kinds:
-            return _NOTHING
+            return _NOTHING, 0
         self._passed_at = time.monotonic()
-        return int(min(kinds))
+        turn = min(kinds)
+        return turn, max(rows for kind, _, rows in told if kind == turn)

@@ -36,6 +36,9 @@ class RankPeers(RowPeers, FewRowPeers, Protocol):
     """The memory of a TP group's GPUs."""
 
 
+# With more rows on a rank, sending room that stays empty takes longer than to tell and read how many go where.
+_FIXED_ROWS = 256
+
 FeedForwardBuilder = Callable[["RankContext", Weights, int], FeedForward | DispatchedMoe]
 """Builds the feed-forward block of layer ``index`` from that layer's scope: where architectures differ."""
 
@@ -85,7 +88,8 @@ class DecoderLM:
         config: of the whole model, not of this rank's share.
         device: of weights, pages and batches.
         dtype: of hidden states.
-        before_pass: called at the beginning of every ``forward`` with 0, and of every ``draft`` with 1 + depth.
+        before_pass: None, or called at the beginning of every ``forward`` with 0, and of every ``draft`` with 1 + depth,
+            and with the rows of this rank; returns the most that any rank has which computes with this one.
     """
 
     def __init__(self, context: RankContext, weights: Weights, feed_forward: FeedForwardBuilder) -> None:
@@ -93,7 +97,7 @@ class DecoderLM:
         self.config = config
         self.device = weights.device
         self.dtype = weights.dtype
-        self.before_pass: Callable[[int], None] = lambda _: None
+        self.before_pass: Callable[[int, int], int] | None = None
         self._context = context
         self._stage = context.stage
         self._exchange = _exchange(context)
@@ -166,7 +170,7 @@ class DecoderLM:
 
         On a pipeline's later stages what is returned is not the model's.
         """
-        self.before_pass(0)
+        self._agree(0, batch)
         parts = batch.split(self._context.micro_batches)
         if self._stage.count > 1:
             return self._pipelined(parts, kv_cache)
@@ -177,15 +181,27 @@ class DecoderLM:
         return torch.cat(interleave(works)) if len(works) > 1 else finish(works[0])
 
     @torch.inference_mode()
-    def take_part(self, kind: int = 0) -> None:  # noqa: ARG002 - this model has one kind
+    def take_part(self, kind: int = 0, most: int | None = None) -> None:  # noqa: ARG002 - this model has one kind
         """What this rank owes the others in a pass for which it has no tokens itself, of the kind that ``before_pass``
-        names."""
+        names, in which no rank has more than ``most`` rows."""
+        if most is not None:
+            self._exchange_rows(most)
         interleave([self._nothing() for _ in range(self._context.micro_batches)])
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits ``[rows, vocab]`` of hidden rows ``[rows, hidden]`` (pick the rows that are sampled first)."""
         return self._head(hidden)
+
+    def _agree(self, kind: int, batch: ForwardBatch) -> None:
+        """Before a pass, with the ranks that compute together: whose turn it is, and the form of their exchange."""
+        if self.before_pass is not None:
+            tokens, plan = batch.num_tokens, self._context.plan
+            self._exchange_rows(self.before_pass(kind, -(-tokens // plan.tp) if plan.sp else tokens))
+
+    def _exchange_rows(self, most: int) -> None:
+        for block in self.dispatched:
+            block.exchange.capacity = most if most <= _FIXED_ROWS else None
 
     def _every_layer(self) -> list[DecoderLayer]:
         return self._layers

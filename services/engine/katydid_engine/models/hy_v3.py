@@ -80,7 +80,7 @@ class HyV3(DecoderLM):
         Returns:
             ``[T, hidden]`` after the draft layer's norm: ``logits`` of it predict the token after ``next_token_ids``.
         """
-        self.before_pass(1 + depth)
+        self._agree(1 + depth, batch)
         batch = self._planner.planned(batch)
         pages = len(self._layers) + depth
         k_pages, v_pages = kv_cache.layer(pages)
@@ -89,10 +89,12 @@ class HyV3(DecoderLM):
         return self._mtp_layers[depth](embedded, hidden, self._table, batch, k_pages, v_pages)
 
     @torch.inference_mode()
-    def take_part(self, kind: int = 0) -> None:
+    def take_part(self, kind: int = 0, most: int | None = None) -> None:
         if kind == 0:
-            super().take_part()
+            super().take_part(0, most)
         else:
+            if most is not None:
+                self._exchange_rows(most)
             finish(self._mtp_layers[kind - 1].take_part())
 
     def _every_layer(self) -> list[DecoderLayer]:
