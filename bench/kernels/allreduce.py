@@ -83,7 +83,7 @@ def emulated(ranks: int = 8) -> list[Row]:
     rows, sizes = [], {"few_tokens": 32, "tokens": 1024, "ctas": 16}
     weight = torch.rand(HIDDEN, device="cuda") + 0.5
     memories = emulated_peers(ranks, PeerReducer.nbytes(ranks, HIDDEN, **sizes), "cuda")
-    reducers = [PeerReducer(memory, HIDDEN, patience=1 << 15, **sizes) for memory in memories]
+    reducers = [PeerReducer(memory, HIDDEN, patience=1 << 20, **sizes) for memory in memories]
     for tokens in (1, 8, 16):
         inputs = [randn(tokens, HIDDEN) for _ in range(ranks)]
         residual = randn(tokens, HIDDEN)

@@ -88,7 +88,7 @@ class DecoderLM:
         config: of the whole model, not of this rank's share.
         device: of weights, pages and batches.
         dtype: of hidden states.
-        before_pass: None, or called at the beginning of every ``forward`` with 0, and of every ``draft`` with 1 + depth,
+        before_pass: None, or called at the beginning of every ``forward`` with 0, of every ``draft`` with 1 + depth,
             and with the rows of this rank; returns the most that any rank has which computes with this one.
     """
 
