@@ -25,14 +25,15 @@ class SliceSteps:
 
     Args:
         drafts: made and verified in every decode step; the slice must have a draft layer then.
+        ahead: whether a step is launched before the one before it is over; by default on the first rank of a TP group.
     """
 
-    def __init__(self, rank_slice: RankSlice, tokens: int, *, drafts: int = 0) -> None:
+    def __init__(self, rank_slice: RankSlice, tokens: int, *, drafts: int = 0, ahead: bool | None = None) -> None:
         self.slice = rank_slice
         self.drafts = drafts
         self.pages = pages_for(tokens)
         # Only the first rank of a TP group samples; the others would go on from tokens that nobody told them.
-        self.ahead = rank_slice.tensor.rank == 0
+        self.ahead = rank_slice.tensor.rank == 0 if ahead is None else ahead
         self.runner = Runner(
             rank_slice.model, self.pages, collectives=rank_slice.tensor, drafts=drafts > 0, ahead=self.ahead
         )
