@@ -34,7 +34,8 @@ __all__ = ["ArenaCopies"]
 _GROUP_BLOCKS = 8
 # Enough to keep the copying thread busy; and to fill the service's disk queue where blocks are to reach the disk.
 _GROUPS_IN_FLIGHT = {Durability.MEMORY: 2, Durability.DISK: 16}
-_PIECE_BYTES = 1024 * 1024
+# A quarter of a second-level cache: what was copied is still there when it is hashed, and so is what the loop needs.
+_PIECE_BYTES = 256 * 1024
 # More leases than anyone holds at a time: what is forgotten beyond is read by stream.
 _LEASES = 256
 
