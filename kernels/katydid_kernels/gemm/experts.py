@@ -280,10 +280,8 @@ def _launch_down_sum(
     tokens, top_k = weights.shape
     pairs, block_k, plan = weights.numel(), _K_BYTES // w2.element_size(), workspace.plan
     y = workspace.y.view(-1)[: blocks.ring * pairs * blocks.cols].view(blocks.ring * pairs, blocks.cols)
-    # Stages, and registers at launch, of a consumer and of the summing warpgroup: what compiles without spilling.
+    # Stages, and registers at launch, of a consumer and of the summing warpgroup.
     stages, maxnreg, consumer, summing = (4, 96, 96, 168) if rows == 192 else (5, 128, 144, 168)
-    if rows == 192 and w2.dtype == torch.bfloat16:
-        consumer, summing = 112, 120
     experts_down_kernel[(sm_count(w2.device),)](
         descriptor(workspace.h, [64, block_k]), descriptor(w2.view(-1, width), [128, block_k]),
         descriptor(y, [64, 64]), y, plan.tiles, plan.tile_count, scales.down, plan.slots, weights, shared, out,
