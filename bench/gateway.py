@@ -336,10 +336,12 @@ def main() -> int:
         print(f"{row['figure']:<45}{row['value']:>12,.2f} {row['unit']:<4} {met} {row['peers'] or ''}")
     head = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(head, capture_output=True, text=True, cwd=ROOT, check=False)
+    before = json.loads(options.output.read_text()) if options.output.is_file() else {"versions": {}}
     report = {
         "gpu": None,
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-        "versions": {name: version(name) for name in ("grpcio", "tokenizers", "uvicorn")},
+        # Those of the other gateways are in their folders' own environments.
+        "versions": before["versions"] | {name: version(name) for name in ("grpcio", "tokenizers", "uvicorn")},
         "commit": commit.stdout.strip(),
         "command": " ".join(["python", "bench/gateway.py", *sys.argv[1:]]),
         "rows": made,

@@ -58,7 +58,8 @@ def agents() -> list[Row]:
 
 def conversations(trace: Path) -> list[Row]:
     """Mooncake's conversation trace over engines that keep 2M tokens, and over engines that keep 512K."""
-    return simulated("conversation trace", read_trace(trace), {"": CHATS, ", 512K tokens of cache": SMALL})
+    sizes = {", 2M tokens of cache": CHATS, ", 512K tokens of cache": SMALL}
+    return simulated("conversation trace", read_trace(trace), sizes)
 
 
 def simulated(name: str, arrivals: list[Arrival], sizes: dict[str, EngineSpeeds]) -> list[Row]:
@@ -74,15 +75,17 @@ def simulated(name: str, arrivals: list[Arrival], sizes: dict[str, EngineSpeeds]
 
         others = {said: share(found[policy]) for policy, said in PEERS.items()}
         own = share(found["katydid"])
-        # Caches that are too small for the traffic are no router's fault: the bar is then the oracle over the same.
-        reached = own if not size else round(found["near-oracle"].mean_ttft_s / found["katydid"].mean_ttft_s, 4)
-        against = "the oracle's mean TTFT over ours" if not size else "mean TTFT of an oracle over the same, over ours"
-        met = reached >= 0.9 and own > max(others.values())
-        rows.append(row(f"simulated {name}{size}: {against}", reached, "x", 0.9, met, others))
+        best_of_all = own > max(others.values())
+        figure = f"simulated {name}{size}: "
+        rows.append(row(f"{figure}the oracle's mean TTFT over ours", own, "x", 0.9, own >= 0.9 and best_of_all, others))
+        # The oracle's caches are infinite; who knows every queue as well, over the caches that there are, shows what a
+        # router could still win.
+        near = round(found["near-oracle"].mean_ttft_s / found["katydid"].mean_ttft_s, 4)
+        rows.append(row(f"{figure}mean TTFT of an oracle over the same caches, over ours", near, "x", 0.9, near >= 0.9))
         hits = {said: round(found[policy].hit_rate, 4) for policy, said in PEERS.items()}
         best = max(hits.values())
         rate = found["katydid"].hit_rate
-        rows.append(row(f"simulated {name}{size}: hit rate", rate, "share", best, rate >= best, hits))
+        rows.append(row(f"{figure}hit rate", rate, "share", best, rate >= best, hits))
         for policy, outcome in found.items():
             print(f"{name}{size}: {policy}: {outcome.mean_ttft_s:.3f} s, {outcome.hit_rate:.1%}", flush=True)
     return rows
