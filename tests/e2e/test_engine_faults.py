@@ -17,6 +17,7 @@ from tests.e2e.load import Answer, Ask, Load, Outcome
 pytestmark = pytest.mark.e2e
 
 VICTIM = "engine-a"
+TOKENS = 120
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 EXPECTED_ERRORS = (
@@ -31,7 +32,11 @@ class Running:
 
     def __init__(self, load: Load, count: int = 48) -> None:
         self.asks = [
-            Ask(f"request {number} " * 4, 200, sampling={"ignore_eos": True, "seed": number, "temperature": number % 2})
+            Ask(
+                f"request {number} " * 4,
+                TOKENS,
+                sampling={"ignore_eos": True, "seed": number, "temperature": number % 2},
+            )
             for number in range(count)
         ]
         self.begun: Counter[int] = Counter()
@@ -52,9 +57,9 @@ class Running:
 
 async def check(running: Running, outcomes: list[Outcome], load: Load, resumed: int) -> None:
     """Every outcome is the whole right answer, and some were begun on the lost engine."""
-    assert all(isinstance(outcome, Answer) and outcome.output_tokens == 200 for outcome in outcomes), outcomes
+    assert all(isinstance(outcome, Answer) and outcome.output_tokens == TOKENS for outcome in outcomes), outcomes
     # Those that were under way when the engine was lost, and others.
-    sample = range(0, len(outcomes), max(1, len(outcomes) // 16))
+    sample = range(0, len(outcomes), max(1, len(outcomes) // 8))
     alone = await load.one_at_a_time([running.asks[number] for number in sample])
     assert [outcomes[number] for number in sample] == alone
     assert 0 < resumed <= 16, "no more than the engine had places for"

@@ -84,7 +84,7 @@ def kill_repeatedly(folder: Path, kills: int, seed: int) -> tuple[int, int]:
 
 
 def test_stored_blocks_survive_kill_9(tmp_path: Path) -> None:
-    kills = 16
+    kills = 8
     stored, cut_off = kill_repeatedly(tmp_path, kills=kills, seed=7)
     # Otherwise the kills came too late or too early to prove anything.
     assert stored > (kills + 1) * BATCH

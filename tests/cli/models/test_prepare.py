@@ -243,7 +243,10 @@ def test_real_model_answers(tmp_path: Path) -> None:
         "from pathlib import Path; from katydid_cli.models import prepare, verify\n"
         f"prepare({NAME!r}, Path(sys.argv[1])); print(verify({NAME!r}, Path(sys.argv[1])).answer)"
     )
-    run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    # Two threads on cores that others use wait for each other.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "The capital of France is Paris."
     folder = tmp_path / NAME
