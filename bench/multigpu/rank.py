@@ -23,10 +23,13 @@ from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.planning.known_models import KNOWN_MODELS
 from katydid_engine.rank_groups import RankGroups, join_groups
+from katydid_engine.rank_slice.steps import Decoding
 from katydid_engine.weights import RandomSource
 from katydid_kernels.peer_reduce import PeerReducer, symmetric_peers
+from serving import build_share, cut_hy3, steps_of
 
 CHUNK = 8192
+AGREEMENT = 0.85
 TINY = Path(__file__).parents[2] / "models" / "hy3-tiny"
 Rows = list[dict[str, Any]]
 
@@ -201,6 +204,49 @@ class Rank:
             step()
         times = self.seconds(lambda: [graph.replay() for _ in range(10)], 3)
         return float(np.median(times)) / 10
+
+    def serve(
+        self,
+        plan: ParallelPlan,
+        groups: RankGroups,
+        lengths: list[int],
+        batches: list[int],
+        context: int,
+        *,
+        drafts: int = 0,
+        peers: bool = True,
+    ) -> None:
+        config = cut_hy3(self.layers, mtp=drafts > 0, dry=self.dry)
+        memory = self.peers(plan, groups, config.hidden_size, CHUNK) if peers else None
+        share = build_share(config, plan, groups, self.device, memory)
+        name = f"{plan}" + ("" if peers else " over NCCL") + (f", {drafts} drafts" if drafts else "")
+        own = {batch: max(1, batch // plan.dp) for batch in batches}
+        tokens = max([*lengths, *(rows * (context + 256) for rows in own.values())])
+        steps = steps_of(share, tokens, drafts)
+        for length in lengths if plan.dp == 1 else []:
+            took = sorted(self.together(lambda: steps.prefill(length, CHUNK)) for _ in range(4))[1]  # noqa: B023
+            self.note(f"serve {length}, {name}: TTFT, {self.layers} layers", 1e3 * took, "ms")
+        for batch in batches:
+            rows = own[batch]
+            if not self.dry and (plan.dp > 1 or batch == batches[0]):
+                steps.fix_exchange(rows)
+                steps.capture(
+                    rows if plan.dp > 1 else max(batches), context + 256, agreement=AGREEMENT if drafts else None
+                )
+            took = self.largest(float(np.median(Decoding(steps, rows, context).time(30, 6))))
+            self.note(f"serve {batch} x {context}, {name}: a step, {self.layers} layers", 1e3 * took, "ms")
+        if memory is not None:
+            memory.check()
+
+    def together(self, call: Callable[[], float]) -> float:
+        """Seconds that every rank's call takes, begun together; the slowest rank's."""
+        self.meet()
+        return self.largest(call())
+
+    def largest(self, seconds: float) -> float:
+        most = torch.tensor(seconds, device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return float(most)
 
     def rebalance(self, plan: ParallelPlan, groups: RankGroups, batch: int, context: int) -> None:
         model = self.build(plan, groups, batch)

@@ -8,6 +8,7 @@ Parts (``--parts`` for some of them):
     correct    every plan's greedy tokens and logits against one rank's, hy3-tiny
     prefill    TTFT of TP, TP+SP and TP+SP+EP, layers of Hy3 at full width
     decode     a step of TP and of DP+EP, by batch, eager and in a CUDA graph
+    serve      prompts, and decode steps as graphs with sampling and drafts, through the engine's runner
     rebalance  step times of DP+EP while redundant experts move, and while they do not
 
 A job that fails or makes no progress is told in a row of its own, and the ranks start anew with the next. Reductions
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("correct", "prefill", "decode", "rebalance")
+PARTS = ("correct", "prefill", "decode", "serve", "rebalance")
 Job = dict[str, Any]
 Rows = list[dict[str, Any]]
 
@@ -51,6 +52,18 @@ def jobs(gpus: int, parts: list[str], lengths: list[int], batches: list[int], *,
             {"part": "decode", "plan": plan, "batches": batches, "context": context, "peers": peers}
             for plan, peers in ways
             if peers or not dry
+        ]
+    if "serve" in parts:
+        common = {"part": "serve", "lengths": lengths, "batches": batches, "context": 64 if dry else 4096}
+        made += [
+            {**common, "plan": f"tp{gpus}"},
+            {**common, "plan": f"tp{gpus},sp,ep{gpus},fp8", "batches": []},
+            {**common, "plan": f"tp{gpus},sp,fp8", "batches": []},
+            {**common, "plan": f"tp{gpus},sp,ep{gpus}", "batches": []},
+            {**common, "plan": dp},
+            {**common, "plan": f"tp{gpus}", "lengths": [], "drafts": 2},
+            {**common, "plan": dp, "drafts": 2},
+            {**common, "plan": f"tp{gpus}", "peers": False},
         ]
     if "rebalance" in parts:
         made.append({"part": "rebalance", "plan": f"{dp}+{gpus}", "batch": 2 if dry else 64, "context": 64})
