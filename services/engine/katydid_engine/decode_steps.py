@@ -18,6 +18,7 @@ from katydid_kernels import Sampled, advance, sample, verify_draft
 from katydid_kernels.gemm.dense import runs_gluon
 from torch import Tensor
 
+from katydid_engine.collectives import Collectives
 from katydid_engine.decode_buffers import Bucket, BucketTensors, DecodeBuffers
 from katydid_engine.drafting import DraftModel, further_drafts
 from katydid_engine.kv_cache import KvCache
@@ -98,6 +99,7 @@ class DecodeSteps:
         self,
         model: DecoderLM,
         kv_cache: KvCache,
+        collectives: Collectives,
         pieces: Pieces,
         *,
         rows: int,
@@ -107,6 +109,7 @@ class DecodeSteps:
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
+        self._collectives = collectives
         self._pieces = pieces
         self._agreement = agreement
         self._overlap = runs_gluon(model.device)
@@ -168,6 +171,9 @@ class DecodeSteps:
         logits = self._model.logits(hidden)
         sound = self.buffers.sound[: bucket.tokens]
         tokens = sample(logits, tensors.sampling, sound=sound, overlap=self._overlap).view(rows, width)
+        if self._collectives.size > 1:
+            # Other ranks go on from the same tokens.
+            tokens = self._collectives.all_reduce(tokens if self._collectives.rank == 0 else torch.zeros_like(tokens))
         drafts = inputs.token_ids.view(rows, width)[:, 1:]
         if self._agreement is not None and bucket.drafts:
             agreed = torch.rand_like(drafts, dtype=torch.float32) < self._agreement

@@ -40,6 +40,7 @@ from katydid_engine.slot_memory import SlotMemory
 from katydid_engine.sparse_prefill import SparsePrefill
 from katydid_engine.staging import Staging
 from katydid_engine.step_loop import StepLoop
+from katydid_engine.step_outcome import Launched
 from katydid_engine.step_thread import OwnThread
 from katydid_engine.token_budget import TokenBudget
 from katydid_engine.warm_up import WarmUp
@@ -230,13 +231,18 @@ def _follow(config: WorkerConfig, channel: BlockingChannel, runner: Runner, lock
     assert config.ring is not None
     index = config.member - 1
     reader = PlanReader(config.ring.memory, index, len(config.ring.bells), config.ring.bells[index])
+    before: Launched | None = None
     while True:
         body = reader.read(_FOLLOW_POLL_S, also=channel.fileno())
         if body == _IDLE_ROUND:
             assert lockstep is not None
             lockstep.idle()
         elif body is not None:
-            runner.run(pickle.loads(body))
+            # As far ahead of the device as the first member may be, so that no rank waits for this one.
+            launched = runner.launch(pickle.loads(body))
+            if before is not None:
+                before.output()
+            before = launched
         elif any(isinstance(message, Stop) for message in channel.receive(0)):
             return
 

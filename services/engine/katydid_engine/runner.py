@@ -125,7 +125,14 @@ class Runner:
         """
         pages = pages_for(tokens + MAX_Q_LEN)
         self._steps = DecodeSteps(
-            self._model, self._kv_cache, pieces, rows=rows, pages=pages, depths=depths, agreement=agreement
+            self._model,
+            self._kv_cache,
+            self._collectives,
+            pieces,
+            rows=rows,
+            pages=pages,
+            depths=depths,
+            agreement=agreement,
         )
         return self._steps
 

@@ -46,8 +46,10 @@ class SequenceSampler:
 
     @property
     def plain(self) -> bool:
-        """Whether it asks for nothing beyond temperature, filters and a seed."""
-        return not (self.needs_host or self.penalises or self._bias or self.sampling.logprobs is not None)
+        """Whether it asks for nothing beyond temperature, filters and a seed: the same on all ranks."""
+        sampling = self.sampling
+        limited = sampling.grammar is not None or sampling.min_tokens > 0 or sampling.logprobs is not None
+        return not (limited or self.penalises or self._bias)
 
     def limits(self, position: int, drafts: Sequence[int]) -> list[tuple[dict[int, float], Tensor | None]]:
         """Additions to the logits and the grammar's mask, for the token at ``position`` and for the one behind each of
