@@ -114,6 +114,12 @@ def test_equals_go_by_id(fields: dict[str, float]) -> None:
     assert launched(logits, batch) == sample_reference(logits, batch).tolist()
 
 
+def test_top_p_is_of_what_top_k_leaves_whatever_min_p_drops() -> None:
+    batch = batch_of(6, top_k=200, top_p=0.3, min_p=0.3, temperature=2.0)
+    logits = logits_of(6)
+    assert launched(logits, batch) == sample_reference(logits, batch).tolist()
+
+
 def test_banned_rows_and_empty_batches() -> None:
     logits = torch.full((3, 70), -torch.inf, device=DEVICE)
     logits[1, 69] = 0.0

@@ -247,7 +247,8 @@ def choose_kernel(
         elif free:
             bound = order_key(maximum - rounding)
         else:
-            if min_p > 0:
+            # Top-p is a share of what top-k leaves: then all of that is needed, whatever min-p drops.
+            if (min_p > 0) & ((top_k == 0) | (top_p >= 1)):
                 bound = tl.maximum(bound, order_key(maximum + temperature * (tl.log(min_p) - 1e-3) - rounding))
             if top_k > 0:
                 bound = tl.maximum(bound, kth_bound(maxima_ptr, column_max, top_k, TILES))
