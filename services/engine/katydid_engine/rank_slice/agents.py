@@ -22,7 +22,8 @@ class AgentTraffic:
     Attributes:
         sessions_per_s: sessions that begin.
         turns: of a session, mean; at least one.
-        prompt_mean, prompt_most, prompt_spread: of log-normal prompts; the spread is of their logarithms.
+        prompt_mean, prompt_most, prompt_spread: of log-normal prompts; the spread is of their logarithms, and the mean
+            becomes 68K by cutting the longest.
         output_mean, output_most, output_spread: likewise of answers.
         shared_tokens: of a system prompt, at the head of every prompt of a group.
         groups: number of system prompts.
@@ -32,7 +33,7 @@ class AgentTraffic:
 
     sessions_per_s: float
     turns: float = 14.0
-    prompt_mean: int = 74 * 1024
+    prompt_mean: int = 70_800
     prompt_most: int = 192 * 1024
     prompt_spread: float = 0.6
     output_mean: int = 900

@@ -26,7 +26,7 @@ from katydid_engine.rank_slice.steps import SliceSteps
 from katydid_engine.request import pages_for
 from katydid_engine.sparse_prefill import SparsePrefill
 
-__all__ = ["SliceBench", "add_build_arguments", "add_slice_arguments", "origin", "run_slice", "slice_of"]
+__all__ = ["SliceBench", "add_build_arguments", "add_slice_arguments", "options_of", "origin", "run_slice"]
 
 _LINKS = "h200"
 # Room for what a measurement generates behind a context.
@@ -96,39 +96,12 @@ def add_slice_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_slice(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Raises SettingsError for what cannot be built or measured."""
-    batches = parse_lengths("batch", arguments.batch)
-    contexts = parse_lengths("context", arguments.context) if batches else []
-    if len(contexts) == 1:
-        contexts *= len(batches)
-    if len(contexts) != len(batches):
-        raise SettingsError(
-            f"context {arguments.context!r}: expected one length, or one for each of {len(batches)} batches",
-            field="context",
-            value=arguments.context,
-        )
+    """Raises SettingsError for what cannot be built or measured, before anything is."""
+    options = options_of(arguments, drafts=arguments.drafts, most_tokens=_chunk(arguments))
+    bench = _bench(arguments, options)
     started = time.perf_counter()
-    chunk = parse_lengths("chunk", arguments.chunk)[0]
-    rank_slice = slice_of(arguments, drafts=arguments.drafts, most_tokens=chunk)
-    on_gpu = rank_slice.model.device.type == "cuda"
-    try:
-        sparse = SparsePrefill(budget=arguments.sparse_budget, min_tokens=1)
-    except ValueError as error:
-        raise SettingsError(str(error), field="sparse_budget", value=arguments.sparse_budget) from error
-    bench = SliceBench(
-        parse_lengths("prefill", arguments.prefill),
-        parse_lengths("sparse_prefill", arguments.sparse_prefill),
-        sparse,
-        chunk,
-        batches,
-        contexts,
-        arguments.repeats,
-        phases=on_gpu and not arguments.no_phases,
-        graphs=on_gpu and not arguments.no_graphs,
-        agreement=arguments.agreement,
-    )
+    rank_slice = build_slice(options)
     rank_slice.model.use_sparse_prefill(bench.sparse)
-    _check_positions(rank_slice, bench)
     steps = SliceSteps(rank_slice, bench.tokens, drafts=arguments.drafts)
     print(f"built in {time.perf_counter() - started:.1f} s", flush=True)
     record: dict[str, Any] = {**origin(rank_slice), "rows": []}
@@ -143,27 +116,68 @@ def run_slice(arguments: argparse.Namespace) -> dict[str, Any]:
     return record
 
 
-def slice_of(arguments: argparse.Namespace, *, drafts: int = 0, most_tokens: int) -> RankSlice:
+def options_of(arguments: argparse.Namespace, *, drafts: int = 0, most_tokens: int) -> SliceOptions:
     """Raises SettingsError for what cannot be built, ModelFolderError for a folder that is no model."""
     name = arguments.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise SettingsError("device is cuda, but torch sees no GPU", field="device", value=name, allowed="cpu")
-    return build_slice(
-        SliceOptions(
-            _config(arguments.model),
-            ParallelPlan.parse(arguments.plan),
-            torch.device(name),
-            rank=arguments.rank,
-            dtype=arguments.dtype,
-            kv=arguments.kv,
-            skewed=arguments.routing == "skewed",
-            mtp=drafts > 0,
-            micro_batches=arguments.micro_batches,
-            most_tokens=most_tokens,
-        )
+    return SliceOptions(
+        _config(arguments.model),
+        ParallelPlan.parse(arguments.plan),
+        torch.device(name),
+        rank=arguments.rank,
+        dtype=arguments.dtype,
+        kv=arguments.kv,
+        skewed=arguments.routing == "skewed",
+        mtp=drafts > 0,
+        micro_batches=arguments.micro_batches,
+        most_tokens=most_tokens,
     )
+
+
+def _bench(arguments: argparse.Namespace, options: SliceOptions) -> SliceBench:
+    batches = parse_lengths("batch", arguments.batch)
+    contexts = parse_lengths("context", arguments.context) if batches else []
+    if len(contexts) == 1:
+        contexts *= len(batches)
+    if len(contexts) != len(batches):
+        raise SettingsError(
+            f"context {arguments.context!r}: expected one length, or one for each of {len(batches)} batches",
+            field="context",
+            value=arguments.context,
+        )
+    prompts, sparse_prompts = (parse_lengths(name, getattr(arguments, name)) for name in ("prefill", "sparse_prefill"))
+    longest, most = max([*prompts, *sparse_prompts, *contexts], default=0), options.config.max_positions
+    if longest > most:
+        raise SettingsError(
+            f"{longest} tokens: the model has {most} positions", field="prefill", value=longest, allowed=f"<= {most}"
+        )
+    try:
+        sparse = SparsePrefill(budget=arguments.sparse_budget, min_tokens=1)
+    except ValueError as error:
+        raise SettingsError(str(error), field="sparse_budget", value=arguments.sparse_budget) from error
+    on_gpu = options.device.type == "cuda"
+    return SliceBench(
+        prompts,
+        sparse_prompts,
+        sparse,
+        _chunk(arguments),
+        batches,
+        contexts,
+        arguments.repeats,
+        phases=on_gpu and not arguments.no_phases,
+        graphs=on_gpu and not arguments.no_graphs,
+        agreement=arguments.agreement,
+    )
+
+
+def _chunk(arguments: argparse.Namespace) -> int:
+    chunks = parse_lengths("chunk", arguments.chunk)
+    if len(chunks) != 1:
+        raise SettingsError(f"chunk {arguments.chunk!r}: expected one length", field="chunk", value=arguments.chunk)
+    return chunks[0]
 
 
 def origin(rank_slice: RankSlice) -> dict[str, Any]:
@@ -199,15 +213,6 @@ def _figures(steps: SliceSteps, bench: SliceBench) -> Iterator[Figure]:
 
 def _config(model: str) -> ModelConfig:
     return KNOWN_MODELS[model] if model in KNOWN_MODELS else read_model_config(Path(model))
-
-
-def _check_positions(rank_slice: RankSlice, bench: SliceBench) -> None:
-    longest = max([*bench.prompts, *bench.sparse_prompts, *bench.contexts], default=0)
-    most = rank_slice.options.config.max_positions
-    if longest > most:
-        raise SettingsError(
-            f"{longest} tokens: the model has {most} positions", field="prefill", value=longest, allowed=f"<= {most}"
-        )
 
 
 def _write(path: Path | None, record: dict[str, Any]) -> None:

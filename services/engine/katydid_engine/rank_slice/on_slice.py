@@ -14,7 +14,6 @@ from katydid_engine.request import Sampling, pages_for
 
 __all__ = ["OnSlice", "measure_chunk", "measure_steps"]
 
-_REPEATS = 5
 _SKIPPED = 2
 
 
@@ -45,25 +44,26 @@ def measure_steps(
     steps: SliceSteps,
     decodes: Sequence[tuple[int, int]],
     chunks: Sequence[tuple[int, int]],
+    *,
+    repeats: int = 5,
 ) -> MeasuredSteps:
-    """Medians of steps of so many (sequences, tokens behind each) and of (prompt tokens, tokens behind them)."""
+    """Medians of ``repeats`` (of decodes twice as many) steps of so many (sequences, tokens behind each) and of (prompt tokens, tokens behind them)."""
     found = MeasuredSteps({}, {})
     for batch, context in decodes:
-        Decoding(steps, batch, context).time(1, _SKIPPED)
-        found.decodes[batch, context] = statistics.median(Decoding(steps, batch, context).time(2 * _REPEATS, _SKIPPED))
+        found.decodes[batch, context] = statistics.median(Decoding(steps, batch, context).time(2 * repeats, _SKIPPED))
     for tokens, context in chunks:
-        found.chunks[tokens, context] = measure_chunk(steps, tokens, context)
+        found.chunks[tokens, context] = measure_chunk(steps, tokens, context, repeats)
     return found
 
 
-def measure_chunk(steps: SliceSteps, tokens: int, context: int) -> float:
+def measure_chunk(steps: SliceSteps, tokens: int, context: int, repeats: int) -> float:
     """Seconds of a step that computes ``tokens`` of a prompt behind ``context`` that are there; without a sample."""
     sequence = steps.next_sequence()
     ids = array("I", steps.slice.token_ids(tokens))
     pages = array("I", range(pages_for(context + tokens)))
     start = Start(sequence, Sampling(ignore_eos=True), context + tokens + 1, ids)
     seconds = []
-    for index in range(_SKIPPED + _REPEATS):
+    for index in range(_SKIPPED + repeats):
         run = Run(sequence, context, ids, 0, pages)
         steps.synchronize()
         began = time.perf_counter()

@@ -25,7 +25,8 @@ from katydid_engine.planning.known_models import KNOWN_MODELS
 from katydid_engine.planning.measured import measured
 from katydid_engine.planning.phases import Phases
 from katydid_engine.rank_slice.agents import Agents, AgentTraffic, Session, Turn
-from katydid_engine.rank_slice.command import add_build_arguments, origin, slice_of
+from katydid_engine.rank_slice.build import build_slice
+from katydid_engine.rank_slice.command import add_build_arguments, options_of, origin
 from katydid_engine.rank_slice.lengths import parse_lengths
 from katydid_engine.rank_slice.on_slice import OnSlice, measure_steps
 from katydid_engine.rank_slice.replay import Answer, Clock, Executor, Replay, Simulated, WallClock
@@ -80,7 +81,7 @@ def run_workload(arguments: argparse.Namespace) -> dict[str, Any]:
     record: dict[str, Any] = {"rows": []}
     steps = None
     if arguments.step_times is None or arguments.real_s or arguments.streams:
-        rank_slice = slice_of(arguments, most_tokens=arguments.max_batch_tokens)
+        rank_slice = build_slice(options_of(arguments, most_tokens=arguments.max_batch_tokens))
         steps = SliceSteps(rank_slice, arguments.pages * BLOCK_TOKENS)
         steps.fix_exchange(64)
         record |= origin(rank_slice)

@@ -1,0 +1,70 @@
+"""What `katydid bench slice` and `katydid bench workload` say, write and refuse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from katydid_engine.rank_slice.__main__ import main
+from katydid_engine.rank_slice.lengths import parse_lengths
+from katydid_runtime.errors import SettingsError
+
+MODEL = str(Path(__file__).parents[3] / "models" / "hy3-tiny")
+BUILD = ["--model", MODEL, "--plan", "tp2", "--device", "cpu"]
+
+
+def test_slice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "slice.json"
+    words = ["--prefill", "128", "--chunk", "64", "--batch", "1,2", "--context", "64", "--repeats", "2"]
+    assert main(["slice", *BUILD, *words, "--routing", "skewed", "--json", str(path)]) == 0
+    record = json.loads(path.read_text())
+    assert [row["figure"].split(": ")[1] for row in record["rows"]] == [
+        "prefill of 128 tokens in chunks of 64",
+        "decode of 1 at 64",
+        "decode of 2 at 64",
+    ]
+    assert record["routing"] == "skewed"
+    assert all(row["value"] > row["floor"] > 0 for row in record["rows"])
+    assert "not in it: tp all_reduce, 14 calls" in capsys.readouterr().out
+
+
+def test_workload_by_step_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    times = tmp_path / "times.json"
+    decodes = [[n, context, 0.003 + 1e-8 * n * context] for n in (1, 64) for context in (1024, 4096)]
+    chunks = [[n, context, 0.02 + 1e-5 * n + 1e-12 * n * context] for n in (64, 8192) for context in (0, 65536)]
+    times.write_text(json.dumps({"step_times": {"decodes": decodes, "chunks": chunks}}))
+    path = tmp_path / "workload.json"
+    words = ["--step-times", str(times), "--rates", "0.3", "--minutes", "3", "--links", "--json", str(path)]
+    assert main(["workload", "--plan", "tp8", *words]) == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["figure"].startswith("simulated, 0.3 requests a second offered, with the link model")
+    assert 0.9 < row["value"] <= 1
+    assert row["cached_share"] > 0.5
+    assert "of requests" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["slice", *BUILD, "--prefill", "3x"], "prefill: '3x', expected numbers above zero"),
+        (["slice", *BUILD, "--batch", "1,2", "--context", "1,2,3"], "context '1,2,3': expected one length, or one for"),
+        (["slice", *BUILD, "--prefill", "1M"], "1048576 tokens: the model has 16384 positions"),
+        (["slice", *BUILD, "--rank", "2"], "rank=2, expected 0 to 1"),
+        (["slice", *BUILD, "--prefill", "", "--sparse-budget", "2"], "budget is 2.0"),
+        (["slice", "--plan", "tp2x"], "parallel plan 'tp2x'"),
+        (["workload", "--step-times", "/no/such/file"], "step_times: /no/such/file has none"),
+        (["workload", "--step-times", MODEL + "/config.json", "--rates", "0"], "step_times"),
+    ],
+)
+def test_what_is_asked_wrongly(words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert complaint in line
+
+
+def test_lengths() -> None:
+    assert parse_lengths("prefill", "8K, 1M,7") == [8192, 1 << 20, 7]
+    assert parse_lengths("prefill", " ") == []
+    with pytest.raises(SettingsError, match="batch: '0'"):
+        parse_lengths("batch", "1,0")
