@@ -1,8 +1,8 @@
 """A cache service's memory as one rank sees it: mapped, and on a GPU registered with CUDA piece by piece.
 
-To register all of it takes seconds (0.05 s a GiB), and no step may wait for that: a thread does it, and a step that
-comes to a piece first registers that one itself. Without a GPU the thread has the kernel map the pages, which a step
-would wait for otherwise.
+To register all of it takes seconds (0.05 s a GiB), and so does the way back; no step may wait for that. A thread does it,
+and a step that comes to a piece first registers that one itself. Without a GPU the thread has the kernel map the pages,
+which a step would wait for otherwise.
 """
 
 from __future__ import annotations
@@ -59,12 +59,10 @@ class MappedArena:
                     self._register(piece)
 
     def close(self) -> None:
-        """Forget the memory; nothing on the device may still use it."""
-        with self._lock:
-            self._closed = True
-            for memory in self._registered.values():
-                unregister_memory(memory)
-            self._registered.clear()
+        """Forget the memory, in the end; nothing on the device may still use it."""
+        self._closed = True
+        if self._device.type == "cuda":
+            threading.Thread(target=self._forget_all, name="forget-arena", daemon=True).start()
 
     def _prepare_all(self) -> None:
         if self._device.type == "cuda":
@@ -79,6 +77,13 @@ class MappedArena:
             memory = self._flat[piece * _PIECE_BYTES :][:_PIECE_BYTES]
             if madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), _POPULATE_WRITE):
                 return
+
+    def _forget_all(self) -> None:
+        torch.cuda.set_device(self._device)
+        with self._lock:
+            while self._registered:
+                _, memory = self._registered.popitem()
+                unregister_memory(memory)
 
     def _register(self, piece: int) -> None:
         with self._lock:
