@@ -1,8 +1,8 @@
 """A cache service's memory as one rank sees it: mapped, and on a GPU registered with CUDA piece by piece.
 
-To register all of it takes seconds (0.05 s a GiB), and so does the way back; no step may wait for that. A thread does it,
-and a step that comes to a piece first registers that one itself. Without a GPU the thread has the kernel map the pages,
-which a step would wait for otherwise.
+To register all of it takes seconds (0.05 s a GiB), and so does the way back; no step may wait for that. A thread does
+it, and a step that comes to a piece first registers that one itself. Without a GPU the thread has the kernel map the
+pages, which a step would wait for otherwise.
 """
 
 from __future__ import annotations
