@@ -23,6 +23,7 @@ __all__ = ["DTYPES", "RankSlice", "SliceOptions", "build_slice", "fill_pages"]
 DTYPES = {"bf16": Scheme.NONE, "fp8": Scheme.FP8, "w4a8": Scheme.W4A8}
 _KV = {"bf16": "auto", "fp8": "fp8"}
 _FILL = 1 << 24
+_POOL, _HOST_POOL = 1 << 26, 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,8 @@ def build_slice(options: SliceOptions) -> RankSlice:
     bias = None
     if options.skewed and config.moe is not None:
         bias = SkewedRouting(config.moe.top_k, DEVIATION * config.hidden_size**0.5)
-    weights = SyntheticWeights(options.device, dtype, scheme, bias=bias)
+    pool = _POOL if options.device.type == "cuda" else _HOST_POOL
+    weights = SyntheticWeights(options.device, dtype, scheme, pool=pool, bias=bias)
     config = replace(config, quantization=weights.quantization)
     tensor = AbsentRanks(plan.place(options.rank).tp, plan.tp)
     experts = tensor

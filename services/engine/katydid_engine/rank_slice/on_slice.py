@@ -47,7 +47,8 @@ def measure_steps(
     *,
     repeats: int = 5,
 ) -> MeasuredSteps:
-    """Medians of ``repeats`` (of decodes twice as many) steps of so many (sequences, tokens behind each) and of (prompt tokens, tokens behind them)."""
+    """Medians of steps of so many (sequences, tokens behind each), and of (prompt tokens, tokens behind them): of
+    ``repeats``, and of decodes twice as many."""
     found = MeasuredSteps({}, {})
     for batch, context in decodes:
         found.decodes[batch, context] = statistics.median(Decoding(steps, batch, context).time(2 * repeats, _SKIPPED))

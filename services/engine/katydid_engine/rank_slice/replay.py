@@ -135,7 +135,7 @@ class Replay:
         while self._clock() < until_s and (self._due or self._open):
             while self._due and self._due[0][0] <= self._clock():
                 self.ask(heapq.heappop(self._due)[2])
-            if not self._turn():
+            if not self._turn() and (self._due or self._open):
                 # Nothing to compute: until the next request, or for what holds the open ones back.
                 soon = self._clock() + _PATIENCE_S if self._open else until_s
                 self._clock.wait_until(min(soon, until_s, self._due[0][0] if self._due else until_s))

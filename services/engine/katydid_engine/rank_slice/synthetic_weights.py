@@ -40,7 +40,7 @@ class SyntheticWeights:
         dtype: torch.dtype,
         scheme: Scheme,
         *,
-        pool: int = 1 << 26,
+        pool: int,
         bias: Callable[[str, int], Tensor] | None = None,
     ) -> None:
         self.quantization = UNQUANTISED if scheme is Scheme.NONE else StoredQuantization(scheme)
