@@ -24,6 +24,7 @@ from katydid_engine.runner import Runner
 from katydid_engine.scheduler import Scheduler, SchedulerConfig
 from katydid_engine.step_outcome import Launched
 from katydid_runtime.block_hash import ChainKey
+from katydid_runtime.errors import EngineLostError
 
 from tests.tiny_model import write_tiny_model
 
@@ -134,6 +135,17 @@ def test_runs_whose_logits_are_no_numbers_are_named(model: DecoderLM, monkeypatc
     output = runner.run(plan)
     assert output.broken == {1}
     assert list(output.tokens[0]) == [0]
+
+
+def test_what_is_wrong_with_a_step_is_asked_when_it_is_told(model: DecoderLM) -> None:
+    def check() -> None:
+        raise EngineLostError("a rank did not come")
+
+    runner = Runner(model, 4, collectives=SingleRank(), check=check)
+    start = Start(0, Sampling(), 3, array("I", (1, 2, 3)))
+    launched = runner.launch(StepPlan(1, starts=(start,), runs=(Run(0, 0, start.tokens, 0, array("I", (0,))),)))
+    with pytest.raises(EngineLostError, match="did not come"):
+        launched.output()
 
 
 def test_profile(model: DecoderLM, tmp_path: Path) -> None:

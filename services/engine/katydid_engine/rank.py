@@ -107,6 +107,7 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         grammars=grammars if config.member == 0 else None,
         drafts=drafts is not None,
         ahead=ahead,
+        check=None if peers is None else functools.partial(_check_peers, peers),
     )
     warm_up.run(runner)
     lockstep = None
@@ -224,6 +225,14 @@ class _Peers:
     def idle(self) -> None:
         self._publish(_IDLE_ROUND)
         self._lockstep.idle()
+
+
+def _check_peers(peers: PeerReducer) -> None:
+    """Raises EngineLostError when another rank did not write what this one's kernels waited for."""
+    try:
+        peers.check()
+    except RuntimeError as error:
+        raise EngineLostError(f"a rank of the group: {error}") from error
 
 
 def _follow(config: WorkerConfig, channel: BlockingChannel, runner: Runner, lockstep: Lockstep | None) -> None:

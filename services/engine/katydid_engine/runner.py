@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -54,6 +54,7 @@ class Runner:
         grammars: where requests' grammars are compiled; None where no request has one, or on ranks that sample nothing.
         drafts: whether plans may ask for drafts; the model must have a draft layer then.
         ahead: whether plans may continue rows of a step that still runs when they are made.
+        check: asked when the device is done with a step; raises where what came of it is wrong.
     """
 
     def __init__(
@@ -66,8 +67,10 @@ class Runner:
         grammars: CompiledGrammars | None = None,
         drafts: bool = False,
         ahead: bool = False,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self._model = model
+        self._check = check
         self._collectives = collectives
         self._grammars = grammars
         self._kv_cache = model.new_kv_cache(num_pages)
@@ -157,7 +160,9 @@ class Runner:
         self._pages.start(plan)
         rows, prompts = self._compute(plan) if plan.runs else (None, {})
         self._pages.join()
-        launched = Launched(plan, self._model.device, rows=rows, prompt_logprobs=prompts, over=self._pages.over)
+        launched = Launched(
+            plan, self._model.device, rows=rows, prompt_logprobs=prompts, over=self._pages.over, check=self._check
+        )
         if plan.runs:
             self._last = launched
         return launched

@@ -64,6 +64,7 @@ class Launched:
     Args:
         rows: None where nothing is sampled or this rank does not tell.
         prompt_logprobs: of the runs that asked, in parts.
+        check: asked when the device is done with the step.
         over: tells the packs and unpacks that have ended when the step has (`PageMover.over`).
     """
 
@@ -75,6 +76,7 @@ class Launched:
         rows: RowsLeft | None = None,
         prompt_logprobs: dict[int, list[DeviceLogprobs]] | None = None,
         over: Callable[[StepPlan], tuple[tuple[Moved, ...], tuple[Moved, ...]]],
+        check: Callable[[], None] | None = None,
     ) -> None:
         self.plan = plan
         self._rows = rows
@@ -82,6 +84,7 @@ class Launched:
         self._logprobs = {} if rows is None else {row: _on_host(of) for row, of in rows.logprobs.items()}
         self._prompts = {run: list(map(_on_host, parts)) for run, parts in (prompt_logprobs or {}).items()}
         self._over = over
+        self._check = check
         self._arriving = Arriving(device)
         self._output: StepOutput | None = None
 
@@ -93,9 +96,11 @@ class Launched:
         return self._left
 
     def output(self) -> StepOutput:
-        """Waits for the step. Called again it says the same."""
+        """Waits for the step. Called again it says the same. Raises what ``check`` does."""
         if self._output is None:
             self._arriving.wait()
+            if self._check is not None:
+                self._check()
             self._output = self._told()
         return self._output
 
