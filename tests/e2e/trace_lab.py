@@ -1,5 +1,5 @@
-"""Traced services as real processes, and variants of them that are each slow in one phase, so that a test can see which
-phases of a request grow."""
+"""Traced services as real processes, and variants of each that are slow in its phases, so that a test can see which
+phases of a request grow, and by how much."""
 
 from __future__ import annotations
 
@@ -32,22 +32,17 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 
 from tests.e2e.fleet import Process
 
-__all__ = ["DELAY_MS", "SLOW_PHASES", "Collector", "Lab", "Line", "running_lab"]
+__all__ = ["DELAYS_MS", "Collector", "Lab", "Line", "running_lab"]
 
-DELAY_MS = 200
 PATIENCE_S = 60.0
-# Where each phase is made slow: a service's option. `lookup` and `fetch` are slow in the cache service itself.
-_SLOW = {
-    "tokenise": ("gateway", f"tokenise:{DELAY_MS}"),
-    "route": ("gateway", f"route:{DELAY_MS}"),
-    "transport": ("gateway", f"transport:{DELAY_MS}"),
-    "queue": ("engine", f"queue:{DELAY_MS}"),
-    "lookup": ("kvcache", f"lookup:{DELAY_MS}"),
-    "fetch": ("kvcache", f"get:{DELAY_MS}"),
-    "prefill": ("engine", f"prefill:{DELAY_MS}"),
-    "decode": ("engine", f"decode:{DELAY_MS}"),
+# How slow each service is made in which phase, so differently that no phase can be taken for another.
+DELAYS_MS = {
+    "gateway": {"tokenise": 150, "route": 300, "transport": 500},
+    "engine": {"queue": 150, "prefill": 500, "decode": 300},
+    "kvcache": {"lookup": 150, "fetch": 300},
 }
-SLOW_PHASES = tuple(_SLOW)
+# What a service calls the point of a delay where it is not the phase.
+_POINTS = {"fetch": "get"}
 
 
 class Collector(TraceServiceServicer):
@@ -151,7 +146,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Lab:
-    """What is not slow exports to `collector` too; every process writes into `trace_file`."""
+    """`slow` has a line for each service that is slow in it. What is not slow exports to `collector` too; every process
+    writes into `trace_file`."""
 
     plain: Line
     slow: dict[str, Line]
@@ -177,10 +173,11 @@ def running_lab(model: Path, folder: Path) -> Iterator[Lab]:
     started: list[Process] = []
     trace_file = folder / "trace.jsonl"
 
-    def start(service: str, slow: str = "", *options: str) -> Process:
+    def start(service: str, slow: bool, *options: str) -> Process:
         listen, http = (f"{HOST}:{port}" for port in free_ports(2))
         if slow:
-            options += ("--fault-delays", _SLOW[slow][1])
+            delays = (f"{_POINTS.get(phase, phase)}:{delay}" for phase, delay in DELAYS_MS[service].items())
+            options += ("--fault-delays", ",".join(delays))
         else:
             options += ("--otlp-endpoint", collector.endpoint)
         options = ("--listen", listen, "--http-listen", http, "--trace-file", str(trace_file), *options)
@@ -189,17 +186,17 @@ def running_lab(model: Path, folder: Path) -> Iterator[Lab]:
         started.append(process)
         return process
 
-    def kvcache(slow: str = "") -> Process:
+    def kvcache(slow: bool = False) -> Process:
         sizes = ("--disk-bytes", str(64 << 20), "--memory-bytes", str(64 << 20))
         return start("kvcache", slow, "--disk-path", str(folder / f"disk-{slow}"), *sizes)
 
-    def engine(cache: Process, slow: str = "") -> Process:
+    def engine(cache: Process, slow: bool = False) -> Process:
         # However slow a fetch is made, it is made: else the engine would compute what is faster computed.
         fetching = ("--kvcache-address", cache.address, "--kvcache-fetch", "always")
         options = ("--threads", "1", "--kv-pages", "64", *fetching)
         return start("engine", slow, "--model", str(model), *options)
 
-    def gateway(of: Process, cache: Process, slow: str = "") -> Process:
+    def gateway(of: Process, cache: Process, slow: bool = False) -> Process:
         return start(
             *("gateway", slow, "--model", str(model), "--engines", of.address, "--kvcache-address", cache.address)
         )
@@ -209,10 +206,10 @@ def running_lab(model: Path, folder: Path) -> Iterator[Lab]:
         served = engine(cache)
         plain = Line(gateway(served, cache), served, cache)
         slow = {}
-        for phase, (where, _) in _SLOW.items():
-            cache = kvcache(phase) if where == "kvcache" else plain.kvcache
-            served = plain.engine if where == "gateway" else engine(cache, phase if where == "engine" else "")
-            slow[phase] = Line(gateway(served, cache, phase if where == "gateway" else ""), served, cache)
+        for service in DELAYS_MS:
+            cache = kvcache(slow=True) if service == "kvcache" else plain.kvcache
+            served = plain.engine if service == "gateway" else engine(cache, slow=service == "engine")
+            slow[service] = Line(gateway(served, cache, slow=service == "gateway"), served, cache)
         for process in started:
             process.ready()
         for line in (plain, *slow.values()):
