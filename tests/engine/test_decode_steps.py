@@ -108,11 +108,10 @@ def test_drafts_agree_as_often_as_told(model: DecoderLM) -> None:
 def test_steps_of_other_kinds_have_no_bucket(model: DecoderLM) -> None:
     runner = Runner(model, 4, collectives=SingleRank(), drafts=True)
     steps: DecodeSteps = runner.use_decode_steps(Uncaptured(), rows=6, tokens=128, depths=(0, 2))
-    assert steps.bucket(5, 1, 0) == Bucket(6, 1, 0)
-    assert steps.bucket(4, 3, 2) == Bucket(4, 3, 2)
-    assert steps.bucket(7, 1, 0) is None, "more rows than any"
-    assert steps.bucket(4, 2, 1) is None, "a depth that is not used"
-    assert steps.bucket(4, 1, 2) is None, "the first step of a depth"
+    assert steps.bucket(5, 1) == Bucket(6, 1, 0)
+    assert steps.bucket(4, 3) == Bucket(4, 3, 2)
+    assert steps.bucket(7, 1) is None, "more rows than any"
+    assert steps.bucket(4, 2) is None, "a depth that is not used"
     assert [bucket.rows for bucket in steps.buckets] == [6, 4, 2, 1, 6, 4, 2, 1]
 
 

@@ -98,3 +98,8 @@ def test_a_trained_draft_layer_is_right_more_often_than_not() -> None:
     drafted = generate(trained, [greedy, sampled], drafts=2, ahead=True, finished=finished)
     assert drafted == generate(trained, [greedy, sampled])
     assert sum(end.accepted for end in finished) > 12, "of 48 tokens"
+
+
+def test_a_depth_that_changes_changes_no_token(model: DecoderLM, plain: Output) -> None:
+    """Automatic, every depth is tried; the first step of each verifies what another left."""
+    assert generate(model, requests(), drafts=3, automatic=True, ahead=True, buckets=True) == plain

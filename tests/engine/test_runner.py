@@ -45,6 +45,7 @@ def generate(
     chunk: int = 512,
     grammars: CompiledGrammars | None = None,
     drafts: int = 0,
+    automatic: bool = False,
     ahead: bool = False,
     buckets: bool = False,
     finished: list[ChoiceEnd] | None = None,
@@ -57,10 +58,11 @@ def generate(
         max_sequences=min(8, chunk),
         eos_token_ids=frozenset(model.config.eos_token_ids),
     )
-    scheduler = Scheduler(config, pool, time.monotonic, drafts=DraftDepth(drafts))
+    depth = DraftDepth(drafts, automatic=automatic)
+    scheduler = Scheduler(config, pool, time.monotonic, drafts=depth)
     runner = Runner(model, num_pages, collectives=SingleRank(), grammars=grammars, drafts=drafts > 0, ahead=ahead)
     if buckets:
-        runner.prepare_decodes(5, config.max_model_tokens, {0, drafts}, capture=model.device.type == "cuda")
+        runner.prepare_decodes(5, config.max_model_tokens, {0, *depth.depths}, capture=model.device.type == "cuda")
     runner.warm_up()
     output: Output = defaultdict(list)
     for request in requests:
@@ -72,6 +74,7 @@ def generate(
         if len(in_flight) > (ahead and plan is not None):
             done, launched = in_flight.popleft()
             scheduler.commit(done, launched.output())
+            scheduler.took(done, 0.001)
         outcome = scheduler.take_outcome()
         for row in outcome.tokens:
             output[row.handle, row.choice] += row.tokens

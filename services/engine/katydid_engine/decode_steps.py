@@ -139,11 +139,12 @@ class DecodeSteps:
         self._pieces.prepare(("forward", bucket), lambda: self._forward(bucket))
         self._pieces.prepare(("choice", bucket), lambda: self._choice(bucket))
 
-    def bucket(self, rows: int, width: int, drafts: int) -> Bucket | None:
-        """The smallest that such a step fits; None where it is none of those prepared."""
-        if width - 1 not in self._depths or drafts != width - 1 or rows > self._rows[-1]:
+    def bucket(self, rows: int, width: int) -> Bucket | None:
+        """The smallest that such a step fits; None where it is none of those prepared. Its own drafts are as many as
+        the step makes, unless the depth changes: then only ``forward`` is for it."""
+        if width - 1 not in self._depths or rows > self._rows[-1]:
             return None
-        return Bucket(next(size for size in self._rows if size >= rows), width, drafts)
+        return Bucket(next(size for size in self._rows if size >= rows), width, width - 1)
 
     def forward(self, bucket: Bucket) -> Tensor:
         """Computes what the buffers hold: hidden states of the whole bucket, ``[rows * width, hidden]``."""

@@ -238,7 +238,7 @@ class Runner:
         longest = max(run.start for run in plan.runs) + plan.decode_q_len
         if pages_for(longest) > steps.buffers.pages:
             return None
-        return steps.bucket(len(plan.runs), plan.decode_q_len, plan.drafts)
+        return steps.bucket(len(plan.runs), plan.decode_q_len)
 
     @property
     def _left_fits(self) -> bool:
@@ -256,7 +256,7 @@ class Runner:
         rows = self._batches.decode_rows(plan.runs, plan.decode_q_len)
         own = steps.buffers.fill(bucket, rows, sampling, previous, num_drafts)
         hidden = steps.forward(bucket)[: len(plan.runs) * plan.decode_q_len]
-        if not all(sampler.plain for sampler in samplers):
+        if plan.drafts != bucket.drafts or not all(sampler.plain for sampler in samplers):
             return self._choose(plan, own.built, hidden, self._model.logits(hidden), previous, num_drafts)
         left, self._before = steps.choose(bucket, len(plan.runs))
         self._last_rows = {run.sequence: row for row, run in enumerate(plan.runs)}
