@@ -72,3 +72,4 @@ def _register(name: str, what: str) -> None:
 
 
 _register("slice", "Time one rank of a plan alone: prompts and decode steps, by phase, beside their floor.")
+_register("workload", "Replay agents' prompts on one rank of a plan: how many a second meet their targets.")
