@@ -8,12 +8,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from katydid_engine.collectives import ShapeOnly
 from katydid_engine.eplb.rebalancer import Rebalancer
 from katydid_engine.forward_batch import ForwardBatch, TokenRun
 from katydid_engine.loader import build_model, load_model
@@ -237,6 +239,30 @@ class Rank:
             self.note(f"serve {batch} x {context}, {name}: a step, {self.layers} layers", 1e3 * took, "ms")
         if memory is not None:
             memory.check()
+
+    def overlap(self, plan: ParallelPlan, groups: RankGroups, tokens: int) -> None:
+        """How much of the time that rows take to their experts and back is seen, with a pass in one part and in two."""
+        ids = [[7 + (self.rank + 3 * index) % 400 for index in range(tokens // 8)] for _ in range(8)]
+        each = -(-len(ids[0]) // 64)
+        runs = [TokenRun(run, 0, list(range(row * each, (row + 1) * each))) for row, run in enumerate(ids)]
+        took = {}
+        for way, parts in (("alone", 1), ("alone", 2), ("together", 1), ("together", 2)):
+            config, present = cut_hy3(self.layers, dry=self.dry), groups
+            if way == "alone":
+                present = replace(groups, experts=ShapeOnly(groups.experts.rank, groups.experts.size))
+            share = build_share(config, plan, present, self.device, None, micro_batches=parts)
+            cache = share.model.new_kv_cache(8 * each)
+            batch = ForwardBatch.pack(runs, device=self.device)
+            step = partial(share.model.forward, batch, cache)
+            took[way, parts] = self.largest(float(np.median(self.seconds(step, 7))))
+            del share, cache, step
+        sent = took["together", 1] - took["alone", 1]
+        for parts in (1, 2):
+            name = f"overlap, {plan}, {tokens} tokens a rank: {parts} micro-batches, {self.layers} layers"
+            self.note(name, 1e3 * took["together", parts], "ms")
+            self.note(f"{name}, nothing sent", 1e3 * took["alone", parts], "ms")
+        seen = 100 * (took["together", 2] - took["alone", 2]) / sent
+        self.note(f"overlap, {plan}, {tokens} tokens a rank: of the time for sending, seen with two", seen, "%", 15.0)
 
     def together(self, call: Callable[[], float]) -> float:
         """Seconds that every rank's call takes, begun together; the slowest rank's."""

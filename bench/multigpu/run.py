@@ -9,6 +9,7 @@ Parts (``--parts`` for some of them):
     prefill    TTFT of TP, TP+SP and TP+SP+EP, layers of Hy3 at full width
     decode     a step of TP and of DP+EP, by batch, eager and in a CUDA graph
     serve      prompts, and decode steps as graphs with sampling and drafts, through the engine's runner
+    overlap    what rows to experts and back add to a pass of DP+EP in one part, and in two
     rebalance  step times of DP+EP while redundant experts move, and while they do not
 
 A job that fails or makes no progress is told in a row of its own, and the ranks start anew with the next. Reductions
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("correct", "prefill", "decode", "serve", "rebalance")
+PARTS = ("correct", "prefill", "decode", "serve", "overlap", "rebalance")
 Job = dict[str, Any]
 Rows = list[dict[str, Any]]
 
@@ -65,6 +66,8 @@ def jobs(gpus: int, parts: list[str], lengths: list[int], batches: list[int], *,
             {**common, "plan": dp, "drafts": 2},
             {**common, "plan": f"tp{gpus}", "peers": False},
         ]
+    if "overlap" in parts:
+        made += [{"part": "overlap", "plan": dp, "tokens": tokens} for tokens in ([64] if dry else [2048, 8192])]
     if "rebalance" in parts:
         made.append({"part": "rebalance", "plan": f"{dp}+{gpus}", "batch": 2 if dry else 64, "context": 64})
     return made

@@ -49,12 +49,20 @@ def cut_hy3(layers: int, *, mtp: bool = False, dry: bool = False) -> ModelConfig
 
 
 def build_share(
-    config: ModelConfig, plan: ParallelPlan, groups: RankGroups, device: torch.device, peers: RankPeers | None
+    config: ModelConfig,
+    plan: ParallelPlan,
+    groups: RankGroups,
+    device: torch.device,
+    peers: RankPeers | None,
+    *,
+    micro_batches: int = 1,
 ) -> Share:
     """e4m3 weights and pages on a GPU; fp32 on a CPU."""
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    weights = SyntheticWeights(device, dtype, Scheme.FP8 if on_gpu else Scheme.NONE)
+    weights = SyntheticWeights(
+        device, dtype, Scheme.FP8 if on_gpu else Scheme.NONE, pool=1 << 26 if on_gpu else 1 << 20
+    )
     model = build_model(
         replace(config, quantization=weights.quantization),
         weights,
@@ -64,6 +72,7 @@ def build_share(
         collectives=groups.tensor,
         experts=groups.experts,
         peers=peers,
+        micro_batches=micro_batches,
         kv_cache_dtype="fp8" if on_gpu else "auto",
     )
     return Share(model, groups.tensor)
