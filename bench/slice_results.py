@@ -1,0 +1,138 @@
+"""Puts figures of `katydid bench slice` and `katydid bench workload` beside their bars: bench/results/slice.json.
+
+    python bench/slice_results.py FILE...        files of --json; of equal figures the last one's stays
+
+Figures that compare two others (a plan with another, drafts with none, int4 with fp8) are made here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results" / "slice.json"
+VLLM = "vLLM 0.26, fp8 weights and KV, the same slice"
+SGLANG = "SGLang 0.5.16, the same slice"
+TP8 = r"tp8 rank 0, fp8, fp8 KV: "
+
+Row = dict[str, Any]
+
+# Figures by their beginning: largest seconds, peer and what it takes (least and most, seconds).
+BARS: tuple[tuple[str, float | None, str | None, tuple[float, ...] | None], ...] = (
+    (TP8 + r"prefill of 8192 tokens in chunks of \d+$", None, VLLM, (0.19, 0.28)),
+    (TP8 + r"prefill of 32768 tokens in chunks of \d+$", 0.55, VLLM, (0.94, 1.21)),
+    (TP8 + r"prefill of 131072 tokens in chunks of \d+$", 5.0, VLLM, (6.8, 7.0)),
+    (TP8 + r"prefill of 131072 tokens in chunks of \d+, 25% of its blocks$", 2.6, VLLM + " (dense)", (6.8, 7.0)),
+    (TP8 + r"prefill of 196608 tokens in chunks of \d+, 25% of its blocks$", 3.6, None, None),
+    (TP8 + r"decode of 1 at 8192$", 0.0030, VLLM, (0.0061, 0.0087)),
+    (TP8 + r"decode of 16 at 4096$", 0.0072, SGLANG, (0.0112,)),
+    (TP8 + r"decode of 64 at 4096$", 0.0125, SGLANG, (0.0137,)),
+    (r"p99 between tokens of 32 streams", 0.050, None, None),
+)
+# Of the floor that a step must reach at least.
+FLOORS = ((r"dp8,ep8 rank 0, fp8, fp8 KV: decode of (16 at 32768|32 at \d+)$", 0.70),)
+
+
+def barred(row: Row) -> Row:
+    """The row with its bar and peer, if it has any."""
+    out: Row = {"floor": None, "peer": None, "peer_value": None, "bar": None, "met": None} | row
+    for pattern, bar, peer, took in BARS:
+        if re.match(pattern, row["figure"]):
+            out |= {"bar": bar, "peer": peer, "peer_value": took, "met": None if bar is None else row["value"] <= bar}
+    for pattern, share in FLOORS:
+        if re.match(pattern, row["figure"]):
+            out |= {"bar": f"{share:.0%} of the floor", "met": row["of_floor"] >= share}
+    return out
+
+
+def compared(rows: dict[str, Row]) -> list[Row]:
+    """Figures made of two others."""
+    made = []
+    for tokens in (32768, 131072):
+        base = _best(rows, TP8 + rf"prefill of {tokens} tokens in chunks of \d+$")
+        for plan, most in (("tp8,sp,fp8", 0.45), ("tp8,sp,ep8,fp8", 0.40)):
+            found = _best(rows, rf"{plan} rank 0, fp8, fp8 KV: prefill of {tokens} tokens in chunks of \d+$")
+            if base is None or found is None:
+                continue
+            lower = 100 * (1 - found["value"] / base["value"])
+            name = f"prefill of {tokens} tokens, {plan} against tp8"
+            is_bar = tokens == 32768 and plan == "tp8,sp,fp8"
+            made.append(_row(f"{name}: computing is lower by", lower, "%", 24.5 if is_bar else None, lower >= 24.5))
+            whole = found["value"] + found["links_modelled_s"]
+            base_whole = base["value"] + base["links_modelled_s"]
+            with_links = f"{name}: with transfers by the link model, none overlapped"
+            made.append(_row(with_links, whole, "s", most if tokens == 32768 else None, whole <= most, tp8=base_whole))
+            if "phases" in found and "phases" in base:
+                ratio = _row_time(found) / _row_time(base)
+                bar_of = 1 / 6 if is_bar else None
+                made.append(_row(f"{name}: norms and router", ratio, "x", bar_of, ratio <= 1 / 6))
+    for batch, context in ((1, 8192), (16, 4096), (32, 4096), (64, 4096)):
+        plain = rows.get(f"tp8 rank 0, fp8, fp8 KV: decode of {batch} at {context}")
+        if plain is None:
+            continue
+        drafted = rows.get(f"tp8 rank 0, fp8, fp8 KV: decode of {batch} at {context}, 1 drafts")
+        if drafted is not None:
+            gain = drafted["tokens_per_s"] / plain["tokens_per_s"]
+            bar = {1: 1.4, 32: 1.2}.get(batch)
+            name = f"one draft of which 70 % count as right, batch {batch} at {context}: tokens a second over none"
+            made.append(_row(name, gain, "x", bar, bar is None or gain >= bar))
+        int4 = rows.get(f"tp8 rank 0, w4a8, fp8 KV: decode of {batch} at {context}")
+        if int4 is not None:
+            gain = 100 * (plain["value"] / int4["value"] - 1)
+            made.append(_row(f"W4A8 over fp8, batch {batch} at {context}: tokens a second", gain, "%", 28, gain >= 28))
+    return made
+
+
+def _best(rows: dict[str, Row], pattern: str) -> Row | None:
+    found = [row for figure, row in rows.items() if re.match(pattern, figure)]
+    return min(found, key=lambda row: row["value"], default=None)
+
+
+def _row_time(row: Row) -> float:
+    phases: dict[str, float] = row["phases"]
+    return phases["norms"] + phases["router"]
+
+
+def _row(figure: str, value: float, unit: str, bar: float | None, met: bool, **more: Any) -> Row:
+    return {
+        "figure": figure,
+        "value": round(value, 5),
+        "unit": unit,
+        "floor": None,
+        "peer": None,
+        "peer_value": None,
+        "bar": bar,
+        "met": None if bar is None else met,
+        **more,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--commit", default="")
+    options = parser.parse_args()
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, cwd=ROOT)
+    record: dict[str, Any] = {
+        "commit": options.commit or head.stdout.strip(),
+        "command": "python bench/slice_results.py",
+    }
+    rows: dict[str, Row] = {}
+    for path in options.files:
+        told = json.loads(path.read_text())
+        record |= {key: told[key] for key in ("gpu", "versions", "step_times") if key in told}
+        rows |= {row["figure"]: row for row in told["rows"]}
+    record["rows"] = [barred(row) for row in rows.values()] + compared(rows)
+    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+    for row in record["rows"]:
+        if row["bar"] is not None:
+            print(f"{row['figure']}: {row['value']:.5g} {row['unit']} (bar {row['bar']}, met {row['met']})")
+
+
+if __name__ == "__main__":
+    main()
