@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from katydid_engine.quantize.gptq import follow_drift, gptq, nearest, output_error, refit_scales
+from katydid_engine.quantize.gptq import E4M3, follow_drift, gptq, output_error, refit_scales
+from katydid_engine.quantize.recipe import Gptq
+from katydid_engine.quantize.rounding import Fp8Rounding
+from katydid_kernels import dequantize_int4, quantize_int4
 from torch import Tensor
 
 SHAPES = [(3, 5, 16), (2, 7, 130), (1, 33, 256)]
@@ -44,7 +47,7 @@ def plain_gptq(weight: Tensor, hessian: Tensor, scales: Tensor, damping: float, 
 @pytest.mark.parametrize("act_order", [False, True])
 def test_against_float64(shape: tuple[int, int, int], act_order: bool) -> None:
     weight, hessian = correlated(*shape, seed=shape[2])
-    _, scales = nearest(weight, "mse")
+    _, scales = quantize_int4(weight, "mse")
     codes = gptq(weight, hessian, scales, damping=0.02, act_order=act_order)
     for index in range(shape[0]):
         wanted = plain_gptq(weight[index], hessian[index], scales[index].float(), 0.02, act_order)
@@ -56,13 +59,12 @@ def test_against_float64(shape: tuple[int, int, int], act_order: bool) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_step_is_nearer(shape: tuple[int, int, int]) -> None:
     weight, hessian = correlated(*shape, seed=1)
-    plain, scales = nearest(weight, "mse")
+    plain, scales = quantize_int4(weight, "mse")
     codes = gptq(weight, hessian, scales)
     refitted = refit_scales(weight, hessian, codes)
     errors = [
-        output_error(weight, hessian, plain, scales),
-        output_error(weight, hessian, codes, scales),
-        output_error(weight, hessian, codes, refitted),
+        output_error(weight, hessian, dequantize_int4(*pair))
+        for pair in ((plain, scales), (codes, scales), (codes, refitted))
     ]
     assert (errors[1] < 0.9 * errors[0]).all()
     assert (errors[2] <= errors[1] * 1.001).all()
@@ -70,7 +72,7 @@ def test_each_step_is_nearer(shape: tuple[int, int, int]) -> None:
 
 def test_refitted_scales_are_least_squares() -> None:
     weight, hessian = correlated(1, 4, 256, seed=3)
-    codes, _ = nearest(weight, "none")
+    codes, _ = quantize_int4(weight, "none")
     found = refit_scales(weight, hessian, codes, damping=1e-9).double()
     factor = torch.linalg.cholesky(hessian[0].double())
     for row in range(4):
@@ -96,8 +98,25 @@ def test_rows_that_never_come() -> None:
     hessian[0] = 0
     hessian[1, :, 10:20] = 0
     hessian[1, 10:20] = 0
-    plain, scales = nearest(weight, "mse")
+    plain, scales = quantize_int4(weight, "mse")
     codes = gptq(weight, hessian, scales)
     assert torch.equal(codes[0], plain[0])
     assert torch.equal(codes[1, :, 10:20], plain[1, :, 10:20])
     assert refit_scales(weight, hessian, codes).isfinite().all()
+
+
+def test_of_e4m3() -> None:
+    """Nearer than rounding, on the same scales; with nothing known of the rows it is rounding."""
+    weight, hessian = correlated(2, 12, 130, seed=4)
+    rounding = Fp8Rounding([8, 4])
+    plain, found = rounding.nearest(weight), rounding.by_hessian(weight, hessian, Gptq())
+    assert torch.equal(plain.scales, found.scales)
+    assert plain.scales[0, :8].unique().numel() == 1 != plain.scales[0].unique().numel()
+    errors = [output_error(weight, hessian, one.weight) for one in (plain, found)]
+    assert (errors[1] < 0.85 * errors[0]).all()
+    assert torch.equal(rounding.by_hessian(weight, hessian * 0, Gptq()).codes.float(), plain.codes.float())
+    codes = gptq(weight, hessian, plain.scales, grid=E4M3)
+    assert codes.dtype == torch.float8_e4m3fn
+    second = rounding.matrix(found, 1, slice(8, 12))
+    assert second.scale.shape == (1,)
+    assert torch.equal(second.dequantised(), found.weight[1, 8:])

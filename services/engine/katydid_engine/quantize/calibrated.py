@@ -168,7 +168,7 @@ class CalibratedRun:
         if file.index >= self._config.num_layers:
             moved = self._draft_inputs(block, ids, streams)
         result = self._quantise(block, file.prefix, moved)
-        partial.write(file.shard, layer_tensors(file, result.block.tensors, result.int4, result.pages))
+        partial.write(file.shard, layer_tensors(file, result.block.tensors, result.matrices, result.pages))
         if file.index >= self._config.num_layers:
             moved = streams  # what follows the decoder layers starts from their states again
         self._reports.append(layer_report(file.index, result))

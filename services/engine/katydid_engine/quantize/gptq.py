@@ -9,46 +9,67 @@ consecutive columns and the scales that were chosen before, so that any reader o
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
-from katydid_kernels import dequantize_int4, quantize_int4
 from torch import Tensor
 
 from katydid_engine.quantization import GROUP
 
-__all__ = ["follow_drift", "gptq", "nearest", "output_error", "refit_scales"]
+__all__ = ["E4M3", "INT4", "Grid", "follow_drift", "gptq", "output_error", "refit_scales"]
 
 _BLOCK = 128
-_LOWEST, _HIGHEST = -8, 7
 
 
-def gptq(weight: Tensor, hessian: Tensor, scales: Tensor, *, damping: float = 0.01, act_order: bool = True) -> Tensor:
-    """Codes int8 ``[B, N, K]`` in -8..7.
+@dataclass(frozen=True)
+class Grid:
+    """The values that a weight over its scale may take: ``round`` finds the nearest, ``dtype`` holds them."""
+
+    round: Callable[[Tensor], Tensor]
+    dtype: torch.dtype
+
+
+INT4 = Grid(lambda x: x.round().clamp(-8, 7), torch.int8)
+E4M3 = Grid(lambda x: x.clamp(-448, 448).to(torch.float8_e4m3fn).float(), torch.float8_e4m3fn)
+
+
+def gptq(
+    weight: Tensor,
+    hessian: Tensor,
+    scales: Tensor,
+    *,
+    damping: float = 0.01,
+    act_order: bool = True,
+    grid: Grid = INT4,
+) -> Tensor:
+    """Codes ``[B, N, K]`` of the grid.
 
     Args:
         weight: fp32 ``[B, N, K]``.
         hessian: fp32 ``[B, K, K]``, sums of x x^T over the calibration rows; columns that no row touches may be zero.
-        scales: ``[B, N, ceil(K / 128)]`` of groups of 128 columns, of either sign.
+        scales: ``[B, N, ceil(K / 128)]`` of groups of 128 columns, of either sign; or ``[B, N, 1]`` of whole rows.
         damping: what is added to the diagonal, as a share of its mean.
     """
     hessian, order = _prepared(hessian, damping, act_order)
     columns = weight.shape[-1]
     work = weight.gather(2, order[:, None].expand_as(weight))
-    column_scales = scales.float().repeat_interleave(GROUP, -1)[..., :columns]
+    repeats = columns if scales.shape[-1] == 1 else GROUP
+    column_scales = scales.float().repeat_interleave(repeats, -1)[..., :columns]
     column_scales = column_scales.gather(2, order[:, None].expand_as(weight))
     spread = _inverse_factor(hessian)
-    codes = torch.empty_like(work, dtype=torch.int8)
+    codes = torch.empty_like(work)
     for begin in range(0, columns, _BLOCK):
         end = min(begin + _BLOCK, columns)
         block, errors = work[..., begin:end], torch.empty_like(work[..., begin:end])
         for column in range(begin, end):
             value, scale = work[..., column], column_scales[..., column]
-            code = (value / scale).round().clamp(_LOWEST, _HIGHEST)
-            codes[..., column] = code.to(torch.int8)
+            codes[..., column] = code = grid.round(value / scale)
             error = (value - code * scale) / spread[:, column, column, None]
             block[..., column - begin :] -= error[..., None] * spread[:, None, column, column:end]
             errors[..., column - begin] = error
         work[..., end:] -= errors @ spread[:, begin:end, end:]
-    return torch.empty_like(codes).scatter_(2, order[:, None].expand_as(codes), codes)
+    return torch.empty_like(codes).scatter_(2, order[:, None].expand_as(codes), codes).to(grid.dtype)
 
 
 def refit_scales(weight: Tensor, hessian: Tensor, codes: Tensor, *, damping: float = 0.01) -> Tensor:
@@ -92,17 +113,12 @@ def follow_drift(weight: Tensor, hessian: Tensor, drift: Tensor, *, damping: flo
     return weight + weight @ drift @ factor.mT @ factor
 
 
-def output_error(weight: Tensor, hessian: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+def output_error(weight: Tensor, hessian: Tensor, rounded: Tensor) -> Tensor:
     """Relative error of the product, ``sqrt(tr (W - Q) H (W - Q)^T / tr W H W^T)``, ``[B]``."""
-    difference = weight - dequantize_int4(codes, scales.to(torch.bfloat16))
+    difference = weight - rounded
     wrong = ((difference @ hessian) * difference).sum((1, 2))
     whole = ((weight @ hessian) * weight).sum((1, 2))
     return (wrong / whole.clamp(min=1e-30)).clamp(min=0).sqrt()
-
-
-def nearest(weight: Tensor, clip: str) -> tuple[Tensor, Tensor]:
-    """Round-to-nearest codes and their scales."""
-    return quantize_int4(weight, "mse" if clip == "mse" else "none")
 
 
 def _prepared(hessian: Tensor, damping: float, act_order: bool) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from katydid_runtime.errors import ModelFolderError
 from torch import Tensor
 
 from katydid_engine.checkpoint import Checkpoint
-from katydid_engine.matrices import Int4Matrix, pack_words, to_fp8
+from katydid_engine.matrices import Fp8Matrix, Int4Matrix, pack_words
 from katydid_engine.model_config import ModelConfig
 from katydid_engine.quantization import Scheme
 from katydid_engine.quantize.block import Block
@@ -93,7 +93,10 @@ def read_block(checkpoint: Checkpoint, config: ModelConfig, file: LayerFile, dev
 
 
 def layer_tensors(
-    file: LayerFile, tensors: Mapping[str, Tensor], int4: Mapping[str, Int4Matrix], pages: PageScales | None
+    file: LayerFile,
+    tensors: Mapping[str, Tensor],
+    matrices: Mapping[str, Int4Matrix | Fp8Matrix],
+    pages: PageScales | None,
 ) -> Iterator[Tensor]:
     """What is written, in the order of the file's outputs, out of tensors by their names below the prefix."""
     for step in file.shard.steps:
@@ -101,13 +104,12 @@ def layer_tensors(
         if not step.quantises:
             yield tensors[name].to(_DTYPES[step.outputs[0].dtype])
             continue
-        matrix = name.removesuffix(".weight")
-        if matrix in int4:
-            yield pack_words(int4[matrix].codes)
-            yield int4[matrix].scales
+        made = matrices[name.removesuffix(".weight")]
+        if isinstance(made, Int4Matrix):
+            yield pack_words(made.codes)
+            yield made.scales
             yield torch.tensor(tensors[name].shape)
         else:
-            made = to_fp8(tensors[name])
             yield made.weight
             yield made.scale
         for output in step.outputs:

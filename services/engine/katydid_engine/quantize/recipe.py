@@ -49,12 +49,12 @@ class Calibration(_Strict):
 
 
 class Gptq(_Strict):
-    """How codes of int4 are chosen.
+    """How a weight is rounded where the rows that it multiplies are known.
 
     Attributes:
         damping: added to a Hessian's diagonal, as a share of its mean.
         act_order: columns with the largest rows are rounded first.
-        refit_scales: scales are solved for once more when the codes are chosen.
+        refit_scales: scales of int4 are solved for once more when the codes are chosen.
         follow_drift: round towards the original model's products on the quantised model's rows.
         starved_tokens: an expert that fewer calibration tokens reach is rounded by all tokens.
     """
@@ -95,7 +95,7 @@ class Recipe(_Strict):
         smooth: seams at which scales are moved.
         fp8: parts of the model that w4a8 leaves in e4m3: attention, dense blocks, shared experts, draft layers.
         clip: of int4's scales: "mse", or "none" for the largest weight of a group.
-        gptq: of int4; None rounds to nearest.
+        gptq: None rounds to nearest.
         kv_scales: calibrated scales of K and V: one a layer, or one a head.
         rotate_keys: q and k are rotated behind RoPE, so that e4m3 pages hold no outliers.
         rotate_residual: the residual stream is rotated, in weights alone; not with draft layers.

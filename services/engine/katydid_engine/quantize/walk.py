@@ -12,16 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from katydid_kernels import dequantize_int4
 from katydid_runtime.errors import ModelFolderError
 from torch import Tensor
 
-from katydid_engine.matrices import Int4Matrix, to_fp8
+from katydid_engine.matrices import Fp8Matrix, Int4Matrix
 from katydid_engine.quantize.block import Block
-from katydid_engine.quantize.gptq import follow_drift, gptq, nearest, output_error, refit_scales
+from katydid_engine.quantize.gptq import follow_drift, output_error
 from katydid_engine.quantize.pages import PageRounding, PageScales, page_scales
 from katydid_engine.quantize.recipe import Recipe
 from katydid_engine.quantize.rotation import hadamard
+from katydid_engine.quantize.rounding import Fp8Rounding, Int4Rounding, Rounded, Rounding
 from katydid_engine.quantize.routed_rows import RoutedRows
 from katydid_engine.quantize.rows import e4m3_rows
 from katydid_engine.quantize.smoothing import smooth
@@ -46,7 +46,7 @@ class LayerResult:
 
     Attributes:
         block: with the folded tensors, unquantised.
-        int4: by matrix; empty for fp8 schemes, whose matrices are rounded when they are written.
+        matrices: as they are stored, by name.
         errors: relative error of each product on the calibration rows, and by round-to-nearest.
         alphas: what smoothing chose.
         tokens: calibration tokens that each routed expert saw.
@@ -56,7 +56,7 @@ class LayerResult:
     """
 
     block: Block
-    int4: dict[str, Int4Matrix] = field(default_factory=dict)
+    matrices: dict[str, Int4Matrix | Fp8Matrix] = field(default_factory=dict)
     errors: dict[str, tuple[float, float]] = field(default_factory=dict)
     alphas: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
@@ -104,7 +104,7 @@ def quantise_layer(
     if recipe.smooth:
         block, alphas = smooth(block, recipe.smooth, sample, functools.partial(_round, recipe, int4), gain_dtype)
     layer = _Layer(block, recipe, int4=int4)
-    result = LayerResult(block, layer.int4, layer.errors, alphas, layer.tokens, outliers)
+    result = LayerResult(block, layer.matrices, layer.errors, alphas, layer.tokens, outliers)
     _walk_attention(layer, streams, angles, result)
     _walk_feed_forward(layer, streams)
     return result
@@ -119,13 +119,13 @@ class _Layer:
         self.recipe = recipe
         self.gptq = recipe.gptq
         self._to_int4 = int4
-        self.int4: dict[str, Int4Matrix] = {}
+        self.matrices: dict[str, Int4Matrix | Fp8Matrix] = {}
         self.errors: dict[str, tuple[float, float]] = {}
         self.tokens: dict[str, int] = {}
 
     def by_data(self, name: str) -> bool:
         """Whether the rows decide how a matrix is rounded."""
-        return self._to_int4(name)
+        return self.gptq is not None or self._to_int4(name)
 
     @property
     def starved_tokens(self) -> int:
@@ -138,36 +138,37 @@ class _Layer:
     def round(self, groups: Sequence[tuple[str, ...]], sums: Sequence[_Sums]) -> None:
         """Rounds matrices; those of a group are multiplied with the same rows, groups have equal shapes."""
         tensors = self.quantised.tensors
-        if not self.by_data(groups[0][0]):
-            for name in (name for group in groups for name in group):
-                matrix = to_fp8(tensors[f"{name}.weight"])
-                tensors[f"{name}.weight"] = matrix.dequantised()
-            return
+        heights = [len(tensors[f"{name}.weight"]) for name in groups[0]]
+        rounding: Rounding = Int4Rounding(self.recipe.clip) if self._to_int4(groups[0][0]) else Fp8Rounding(heights)
         weight = torch.stack([torch.cat([tensors[f"{name}.weight"] for name in group]) for group in groups])
+        if not sums:
+            self._keep(groups, heights, rounding, rounding.nearest(weight))
+            return
         hessian = torch.stack([one.hessian for one in sums])
         drift = torch.stack([one.hessian if one.drift is None else one.drift for one in sums])
         _check_finite(groups[0][0], hessian, drift)
-        plain_codes, plain_scales = nearest(weight, self.recipe.clip)
-        plain_error = output_error(weight, hessian, plain_codes, plain_scales)
-        target, codes, scales = weight, plain_codes, plain_scales
+        rounded = rounding.nearest(weight)
+        plain_error = output_error(weight, hessian, rounded.weight)
+        target = weight
         if self.gptq is not None:
-            damping = self.gptq.damping
             if self.gptq.follow_drift:
-                target = follow_drift(weight, hessian, drift, damping=damping)
+                target = follow_drift(weight, hessian, drift, damping=self.gptq.damping)
                 _check_finite(groups[0][0], target)
-                _, scales = nearest(target, self.recipe.clip)
-            codes = gptq(target, hessian, scales, damping=damping, act_order=self.gptq.act_order)
-            if self.gptq.refit_scales:
-                scales = refit_scales(target, hessian, codes, damping=damping)
-        error = output_error(target, hessian, codes, scales)
-        rounded = dequantize_int4(codes, scales)
+            rounded = rounding.by_hessian(target, hessian, self.gptq)
+        error = output_error(target, hessian, rounded.weight)
+        self._keep(groups, heights, rounding, rounded)
+        for group, found, plain in zip(groups, error.tolist(), plain_error.tolist(), strict=True):
+            self.errors |= dict.fromkeys(group, (found, plain))
+
+    def _keep(
+        self, groups: Sequence[tuple[str, ...]], heights: list[int], rounding: Rounding, rounded: Rounded
+    ) -> None:
         for index, group in enumerate(groups):
             begin = 0
-            for name in group:
-                rows = slice(begin, begin := begin + len(tensors[f"{name}.weight"]))
-                self.int4[name] = Int4Matrix(codes[index, rows].clone(), scales[index, rows].clone())
-                tensors[f"{name}.weight"] = rounded[index, rows].clone()
-                self.errors[name] = (float(error[index]), float(plain_error[index]))
+            for name, height in zip(group, heights, strict=True):
+                rows = slice(begin, begin := begin + height)
+                self.matrices[name] = rounding.matrix(rounded, index, rows)
+                self.quantised.tensors[f"{name}.weight"] = rounded.weight[index, rows].clone()
 
 
 def _walk_attention(layer: _Layer, streams: Streams, angles: tuple[Tensor, Tensor], result: LayerResult) -> None:
@@ -251,7 +252,8 @@ def _round_experts(layer: _Layer, plain: list[Tensor], rounded: list[Tensor]) ->
     for begin in range(0, len(experts), chunk):
         some = list(enumerate(experts))[begin : begin + chunk]
         if not layer.by_data(f"{some[0][1]}.gate_proj"):
-            layer.round([(f"{block}.{part}_proj",) for _, block in some for part in ("gate", "up", "down")], [])
+            for part in ("gate", "up", "down"):
+                layer.round([(f"{block}.{part}_proj",) for _, block in some], [])
             continue
         entering, leaving = [], []
         for index, _ in some:
@@ -300,7 +302,5 @@ def _some(rows: Tensor) -> Tensor:
 
 
 def _round(recipe: Recipe, int4: Callable[[str], bool], name: str, weight: Tensor) -> Tensor:
-    if not int4(name):
-        return to_fp8(weight).dequantised()
-    codes, scales = nearest(weight, recipe.clip)
-    return dequantize_int4(codes, scales)
+    rounding = Int4Rounding(recipe.clip) if int4(name) else Fp8Rounding([len(weight)])
+    return rounding.nearest(weight[None]).weight[0]

@@ -1,0 +1,105 @@
+"""The two formats a matrix can be rounded to, each with its scales: int4 in groups of 128 columns, e4m3 as a whole.
+
+What is rounded is a stack ``[B, N, K]``: B times the same matrices one above the other, that are multiplied with the
+same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from katydid_kernels import dequantize_int4, quantize_int4
+from torch import Tensor
+
+from katydid_engine.matrices import Fp8Matrix, Int4Matrix
+from katydid_engine.quantize.gptq import E4M3, gptq, refit_scales
+from katydid_engine.quantize.recipe import Gptq
+
+__all__ = ["Fp8Rounding", "Int4Rounding", "Rounded", "Rounding"]
+
+_E4M3_LARGEST = 448.0
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """``codes [B, N, K]`` over ``scales [B, N, groups]``, and the weight fp32 ``[B, N, K]`` that they stand for."""
+
+    codes: Tensor
+    scales: Tensor
+    weight: Tensor
+
+
+class Rounding(Protocol):
+    def nearest(self, weight: Tensor) -> Rounded:
+        """Without a look at any rows."""
+        ...
+
+    def by_hessian(self, weight: Tensor, hessian: Tensor, options: Gptq) -> Rounded:
+        """For rows whose x x^T sum up to ``hessian``, fp32 ``[B, K, K]``."""
+        ...
+
+    def matrix(self, rounded: Rounded, index: int, rows: slice) -> Int4Matrix | Fp8Matrix:
+        """One of the matrices, as it is stored."""
+        ...
+
+
+class Int4Rounding:
+    """Args:
+    clip: of the scales, "mse" or "none".
+    """
+
+    def __init__(self, clip: str) -> None:
+        self._clip = clip
+
+    def nearest(self, weight: Tensor) -> Rounded:
+        return _int4(*quantize_int4(weight, "mse" if self._clip == "mse" else "none"))
+
+    def by_hessian(self, weight: Tensor, hessian: Tensor, options: Gptq) -> Rounded:
+        _, scales = quantize_int4(weight, "mse" if self._clip == "mse" else "none")
+        codes = gptq(weight, hessian, scales, damping=options.damping, act_order=options.act_order)
+        if options.refit_scales:
+            scales = refit_scales(weight, hessian, codes, damping=options.damping)
+        return _int4(codes, scales)
+
+    def matrix(self, rounded: Rounded, index: int, rows: slice) -> Int4Matrix:
+        return Int4Matrix(rounded.codes[index, rows].clone(), rounded.scales[index, rows].clone())
+
+
+class Fp8Rounding:
+    """Args:
+    heights: rows of each of the matrices: one has one scale.
+    """
+
+    def __init__(self, heights: Sequence[int]) -> None:
+        self._heights = list(heights)
+
+    def nearest(self, weight: Tensor) -> Rounded:
+        scales = self._scales(weight)
+        return _e4m3((weight / scales).to(torch.float8_e4m3fn), scales)
+
+    def by_hessian(self, weight: Tensor, hessian: Tensor, options: Gptq) -> Rounded:
+        scales = self._scales(weight)
+        return _e4m3(
+            gptq(weight, hessian, scales, damping=options.damping, act_order=options.act_order, grid=E4M3), scales
+        )
+
+    def matrix(self, rounded: Rounded, index: int, rows: slice) -> Fp8Matrix:
+        return Fp8Matrix(rounded.codes[index, rows].clone(), rounded.scales[index, rows.start].clone())
+
+    def _scales(self, weight: Tensor) -> Tensor:
+        """``[B, N, 1]``."""
+        largest = [part.abs().amax((1, 2), keepdim=True) for part in torch.split(weight, self._heights, 1)]
+        # By a tensor: a GPU multiplies by the reciprocal of a number, and the last bit would not be a CPU's.
+        scales = [(one / one.new_full((1,), _E4M3_LARGEST)).clamp(min=1e-12) for one in largest]
+        return torch.cat([one.expand(-1, rows, 1) for one, rows in zip(scales, self._heights, strict=True)], 1)
+
+
+def _int4(codes: Tensor, scales: Tensor) -> Rounded:
+    return Rounded(codes, scales, dequantize_int4(codes, scales))
+
+
+def _e4m3(codes: Tensor, scales: Tensor) -> Rounded:
+    return Rounded(codes, scales, codes.float() * scales)
