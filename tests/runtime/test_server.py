@@ -14,7 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from katydid.gateway.v1 import gateway_pb2 as pb
 from katydid.gateway.v1 import gateway_pb2_grpc as pb_grpc
 from katydid_runtime.channel import CHANNEL_OPTIONS
-from katydid_runtime.errors import AddressInUseError, DrainingError, SettingsError
+from katydid_runtime.errors import AddressInUseError, DrainingError, SettingsError, UnavailableError
 from katydid_runtime.rpc_errors import from_rpc_error
 from katydid_runtime.server import RpcServer
 
@@ -174,6 +174,24 @@ def test_drain_waits_for_running_requests_and_refuses_new_ones():
             assert (await running).tokens == 7
             await stopping
             assert house.server.in_flight == 0
+
+    run(scenario)
+
+
+def test_calls_that_come_as_a_server_ends_hear_why():
+    async def until_refused(house: House) -> type[Exception]:
+        while True:
+            try:
+                await house.stub.Detokenize(pb.DetokenizeRequest())
+            except grpc.aio.AioRpcError as error:
+                return type(from_rpc_error(error))
+
+    async def scenario():
+        async with House(drain_timeout_s=10) as house:
+            callers = [asyncio.create_task(until_refused(house)) for _ in range(100)]
+            await asyncio.sleep(0.1)
+            await house.server.shut_down()
+            assert {await caller for caller in callers} <= {DrainingError, UnavailableError}
 
     run(scenario)
 

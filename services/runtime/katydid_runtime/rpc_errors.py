@@ -34,6 +34,7 @@ DOMAIN = "katydid"
 _DETAILS_KEY = "grpc-status-details-bin"
 # What gRPC puts, after a list of addresses, before the one thing that a reader can use.
 _CORE_PREFIX = "Failed to connect to remote host: "
+_OUR_OWN = "Locally cancelled"
 
 _WITHOUT_DETAILS: dict[grpc.StatusCode, type[KatydidError]] = {
     grpc.StatusCode.CANCELLED: errors.RequestAbortedError,
@@ -145,4 +146,7 @@ def _by_code(code: grpc.StatusCode, message: str) -> KatydidError:
     # gRPC itself reports a message above the size limit as RESOURCE_EXHAUSTED, which a retry would never cure.
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
         return errors.PayloadTooLargeError(message)
+    # A server that ends cancels the calls that reach it last; what was given up here says so.
+    if code is grpc.StatusCode.CANCELLED and not message.startswith(_OUR_OWN):
+        return errors.UnavailableError(message or "the server cancelled the call")
     return _WITHOUT_DETAILS.get(code, errors.InternalError)(message or code.name.lower().replace("_", " "))

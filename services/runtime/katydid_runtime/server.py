@@ -44,6 +44,7 @@ _SERVER_OPTIONS = (
 )
 
 _REFUSAL_S = 0.1
+_REFUSED_S = 0.2
 
 _INFRASTRUCTURE = ("/grpc.health.", "/grpc.reflection.")
 
@@ -172,7 +173,8 @@ class RpcServer:
             if error := task.exception():
                 logger.error("drain failed", exc_info=error)
         left = self._in_flight
-        await self.grpc.stop(grace=None)
+        # Calls that came as the last work ended are being refused: cut off now, they would hear of no reason.
+        await self.grpc.stop(grace=None if left else _REFUSED_S)
         logger.info("stopped", extra={"cancelled": left, "drain_s": round(time.monotonic() - started, 3)})
 
     async def _work_done(self, drain: Callable[[], Awaitable[None]] | None) -> None:
