@@ -11,8 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
+from katydid.gateway.v1 import admin_pb2 as pb
+from katydid.gateway.v1.admin_pb2_grpc import AdminServiceStub
+from katydid_runtime.errors import NotFoundError
+from katydid_runtime.rpc_errors import from_rpc_error
 
 from tests.gateway.processes import Process, mock_engine
 
@@ -25,8 +30,8 @@ BODY = {"messages": [{"role": "user", "content": "hello there"}], "max_tokens": 
 class Gateways:
     """Two processes before one engine."""
 
-    def __init__(self, process: Process, http: str, rpc: str) -> None:
-        self.process, self.http, self.rpc = process, http, rpc
+    def __init__(self, process: Process, http: str, admin: str) -> None:
+        self.process, self.http, self.admin = process, http, admin
 
     def chat(self, **fields: object) -> httpx.Response:
         # A connection of its own: another process may get it. No certificates are read for plain text.
@@ -61,15 +66,16 @@ def gateways(chatml: Path) -> Iterator[Gateways]:
     process = Process(
         *("-m", "katydid_gateway", "--model", str(chatml), "--engines", address, "--processes", "2"),
         *("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--log-level", "info"),
+        *("--admin-listen", "127.0.0.1:0", "--engine-networks", "127.0.0.0/8"),
     )
     try:
         process.expect("all 2 processes are ready")
         http = next(json.loads(line)["http_address"] for line in process.lines if '"http_address"' in line)
-        rpc = next(json.loads(line)["address"] for line in process.lines if "READY 127" in line)
+        admin = next(json.loads(line)["admin_address"] for line in process.lines if "AdminService of all" in line)
         for _ in range(2):
             if sum("engine connected" in line for line in process.lines) < 2:
                 process.expect("engine connected")
-        yield Gateways(process, http, rpc)
+        yield Gateways(process, http, admin)
     finally:
         process.stop()
         engine.stop()
@@ -109,6 +115,48 @@ def test_who_dies_comes_back_and_who_lives_goes_on(gateways: Gateways) -> None:
     assert all(answer.json()["usage"]["completion_tokens"] == LONG for answer in whole)
     until(lambda: len(gateways.children()) == 2 and victim not in gateways.children())
     until(lambda: gateways.figure("katydid_gateway_in_flight_requests") == 0)
+
+
+def test_an_operator_speaks_to_all_of_them(gateways: Gateways, chatml: Path) -> None:
+    """And those that are started later know what was changed."""
+    late, address = mock_engine(chatml, "--step-ms", "20")
+    with grpc.insecure_channel(gateways.admin) as channel:
+        admin = AdminServiceStub(channel)
+
+        def engines() -> dict[str, str]:
+            listed = admin.ListEngines(pb.ListEnginesRequest(), timeout=30).engines
+            return {each.name: each.excluded for each in listed}
+
+        (first,) = engines()
+        for wrong in (address.replace("127.0.0.1", "10.0.0.1"), "nonsense"):
+            with pytest.raises(grpc.RpcError) as caught:
+                admin.AddEngine(pb.AddEngineRequest(name="late", address=wrong), timeout=30)
+            assert from_rpc_error(caught.value).field == "address"
+        admin.AddEngine(pb.AddEngineRequest(name="late", address=address), timeout=30)
+        until(lambda: engines() == {first: "", "late": ""})
+        admin.RemoveEngine(pb.RemoveEngineRequest(name=first), timeout=30)
+        assert engines() == {"late": ""}
+        with pytest.raises(grpc.RpcError) as caught:
+            admin.RemoveEngine(pb.RemoveEngineRequest(name=first), timeout=30)
+        assert isinstance(from_rpc_error(caught.value), NotFoundError)
+        assert admin.SetLogLevel(pb.SetLogLevelRequest(level="info"), timeout=30).previous == "info"
+        assert admin.GetPosture(pb.GetPostureRequest(), timeout=30).findings
+
+        admin.SetDraining(pb.SetDrainingRequest(draining=True), timeout=30)
+        assert {gateways.chat().status_code for _ in range(8)} == {503}
+        victim = gateways.children()[0]
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: len(gateways.children()) == 1)
+        time.sleep(0.3)  # longer than a process that died waits to be started
+        assert len(gateways.children()) == 1
+        admin.SetDraining(pb.SetDrainingRequest(), timeout=30)
+        until(lambda: len(gateways.children()) == 2)
+        until(lambda: engines() == {"late": ""})
+        admin.AddEngine(pb.AddEngineRequest(address=first), timeout=30)
+        admin.RemoveEngine(pb.RemoveEngineRequest(name="late"), timeout=30)
+        until(lambda: engines() == {first: ""})
+        assert {gateways.chat().status_code for _ in range(8)} == {200}
+    late.stop()
 
 
 def test_sigterm_drains_all(gateways: Gateways) -> None:

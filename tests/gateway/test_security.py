@@ -278,7 +278,6 @@ def test_the_posture_names_what_is_open_and_how_to_close_it(given: dict[str, Any
     ("given", "field"),
     [
         ({"admin_listen": "0.0.0.0:1"}, "admin_listen"),
-        ({"admin_listen": "127.0.0.1:1", "processes": 2}, "admin_listen"),
     ],
 )
 def test_what_would_be_open_to_all_does_not_start(given: dict[str, Any], field: str) -> None:

@@ -75,13 +75,6 @@ class AccessSettings(DialingSettings):
         """Raises SettingsError for what does not go together."""
         if self.admin_listen is None:
             return
-        if self.processes > 1:
-            raise SettingsError(
-                "admin_listen changes one process, and there would be several",
-                field="admin_listen",
-                value=self.admin_listen,
-                allowed="with processes=1",
-            )
         host = self.admin_listen.rpartition(":")[0].strip("[]")
         local = self.admin_listen.startswith("unix:") or host in ("127.0.0.1", "::1", "localhost")
         if not (local or self.api_keys_file or self.jwt_keys or self.tls_client_ca_file):

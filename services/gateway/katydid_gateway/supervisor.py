@@ -15,13 +15,17 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
+from katydid.gateway.v1 import admin_pb2
+from katydid.gateway.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from katydid_runtime.errors import AddressInUseError, SettingsError
 from katydid_runtime.exposition import split_address
 from katydid_runtime.metrics import SHARED_METRICS
+from katydid_runtime.server import RpcServer
 
+from katydid_gateway.admin_relay import AdminRelay
 from katydid_gateway.lifeline import READY
 from katydid_gateway.posture import log_posture
 from katydid_gateway.settings import GatewaySettings
@@ -38,6 +42,8 @@ _MISCONFIGURED = 2
 _STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 # What a process may take beyond its drain.
 _KILL_AFTER_S = 10.0
+
+ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 
 _PORTS = {"listen": "--listen", "http_listen": "--http-listen", "probe_listen": "--probe-listen"}
 
@@ -59,6 +65,7 @@ class Supervisor:
         self._words = tuple(words)
         self._running: dict[int, asyncio.subprocess.Process] = {}
         self._ready: set[int] = set()
+        self._relay: AdminRelay | None = None
         self._stopping = asyncio.Event()
         self._code = 0
 
@@ -68,12 +75,16 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
         try:
-            with tempfile.TemporaryDirectory(prefix="katydid-gateway-") as shared, contextlib.ExitStack() as held:
+            async with contextlib.AsyncExitStack() as held:
+                shared = held.enter_context(tempfile.TemporaryDirectory(prefix="katydid-gateway-"))
                 words = [*self._words]
                 for name, option in _PORTS.items():
                     if (address := getattr(self._settings, name)) is not None:
                         words += [option, held.enter_context(_held(name, address))]
                 log_posture(self._settings)
+                if self._settings.admin_listen is not None:
+                    self._relay = AdminRelay(self._settings, shared, lambda: self._running)
+                    await held.enter_async_context(_admin(self._settings, self._relay))
                 await asyncio.gather(*(self._keep(number, words, shared) for number in range(self._settings.processes)))
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -98,19 +109,30 @@ class Supervisor:
             logger.error("a gateway process ended", extra={"number": number, "code": code})
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), _BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)])
+            await self._may_start()
+
+    async def _may_start(self) -> None:
+        """While the gateway drains nobody takes the place of one that has ended."""
+        if self._relay is not None:
+            waits = [asyncio.create_task(event.wait()) for event in (self._stopping, self._relay.may_start)]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
 
     async def _one(self, number: int, words: Sequence[str], shared: str) -> int:
         """One life of a process; returns its exit code."""
         read, write = os.pipe()
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *("env", f"{SHARED_METRICS}={shared}", sys.executable, "-m", "katydid_gateway", *words),
-                *("--process-pipe", str(write)),
-                pass_fds=[write],
-            )
-        finally:
-            os.close(write)
-        self._running[number] = process
+        async with self._relay.turn if self._relay is not None else contextlib.nullcontext():
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *("env", f"{SHARED_METRICS}={shared}", sys.executable, "-m", "katydid_gateway", *words),
+                    *(self._relay.words(number) if self._relay is not None else ()),
+                    *("--process-pipe", str(write)),
+                    pass_fds=[write],
+                )
+            finally:
+                os.close(write)
+            self._running[number] = process
         if self._stopping.is_set():
             process.terminate()
         watch = asyncio.create_task(self._watch(number, process, read))
@@ -163,6 +185,22 @@ class Supervisor:
         for process in self._running.values():
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+
+
+@contextlib.asynccontextmanager
+async def _admin(settings: GatewaySettings, relay: AdminRelay) -> AsyncIterator[None]:
+    """Serves the relay on the gateway's own admin address. Raises AddressInUseError."""
+    assert settings.admin_listen is not None
+    server = RpcServer(settings.admin_listen, services=[ADMIN_SERVICE], drain_timeout_s=0, tls=settings.server_tls())
+    add_AdminServiceServicer_to_server(relay, server.grpc)
+    try:
+        address = await server.start()
+        await server.set_serving(True)
+        logger.info("AdminService of all processes on %s", address, extra={"admin_address": address})
+        yield
+    finally:
+        await server.grpc.stop(grace=None)
+        await relay.close()
 
 
 @contextlib.contextmanager
