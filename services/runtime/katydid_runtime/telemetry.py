@@ -128,7 +128,7 @@ class Span:
     def __init__(self, span: OtelSpan | None, context: TraceContext | None) -> None:
         self._span = span
         self.context = context
-        self._binding = log.bind(trace=context.trace_id if context is not None else None)
+        self._binding = log.bind(trace=context.trace_id) if context is not None else None
 
     @property
     def recording(self) -> bool:
@@ -174,13 +174,15 @@ class Span:
             self._span.end(end_ns if end_ns is not None else time.time_ns())
 
     def __enter__(self) -> Self:
-        self._binding.__enter__()
+        if self._binding is not None:
+            self._binding.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._binding.__exit__(kind, error, traceback)
+        if self._binding is not None:
+            self._binding.__exit__(kind, error, traceback)
         if error is not None:
             self.fail(error)
         self.end()

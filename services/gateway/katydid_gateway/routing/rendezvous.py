@@ -6,15 +6,21 @@ engine, so what that engine caches of it stays useful. (Thaler and Ravishankar, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from functools import lru_cache
 from hashlib import sha256
 from typing import TypeVar
 
 __all__ = ["homes"]
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Hashable)
 
 
 def homes(key: bytes, names: Iterable[T]) -> list[T]:
     """All names, the key's home first. Names are told apart by their `repr`."""
-    return sorted(names, key=lambda name: (sha256(key + repr(name).encode()).digest(), repr(name)))
+    return sorted(names, key=lambda name: (sha256(key + _said(name)).digest(), _said(name)))
+
+
+@lru_cache(4096)
+def _said(name: Hashable) -> bytes:
+    return repr(name).encode()

@@ -50,7 +50,7 @@ class RoutedPrompt:
     digest: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Candidate:
     """One rank with the terms of its prediction; `home` is its place in the prefix's ranking, 0 for the home.
 
@@ -128,7 +128,8 @@ class Router:
         boundary = self._boundary(prompt, able, now)
         key = _home_key(prompt, boundary)
         place = {holder: number for number, holder in enumerate(homes(key, [c.holder for c in able]))}
-        able = [replace(c, home=place[c.holder]) for c in able]
+        for candidate in able:
+            candidate.home = place[candidate.holder]
         chosen, reason = _choose(able, boundary.homes if boundary else 1)
         rest = sorted((c for c in able if c is not chosen), key=lambda c: (c.cost_s, c.home))
         return Decision((chosen, *rest, *(c for c in candidates if c.excluded)), reason)
