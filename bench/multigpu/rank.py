@@ -67,7 +67,7 @@ class Rank:
     def peers(self, plan: ParallelPlan, groups: RankGroups, hidden: int, tokens: int) -> PeerReducer | None:
         if self.dry or plan.tp == 1:
             return None
-        sizes = {"few_tokens": 1, "tokens": tokens} if plan.sp else {"few_tokens": 128, "tokens": plan.tp}
+        sizes = {"few_tokens": 128, "tokens": tokens if plan.sp else plan.tp}
         size = PeerReducer.nbytes(plan.tp, hidden, **sizes)
         memory = symmetric_peers(groups.tensor.group, size, self.device)  # type: ignore[attr-defined]
         return PeerReducer(memory, hidden, **sizes)

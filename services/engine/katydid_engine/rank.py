@@ -299,7 +299,7 @@ def _peers(config: WorkerConfig, groups: RankGroups, device: torch.device) -> Pe
     if hidden % 16:
         return None
     rows = -(-config.max_batch_tokens // plan.tp) * plan.tp
-    sizes = {"few_tokens": 1, "tokens": rows} if plan.sp else {"few_tokens": _FEW_TOKENS, "tokens": plan.tp}
+    sizes = {"few_tokens": _FEW_TOKENS, "tokens": rows if plan.sp else plan.tp}
     # A kernel that gives a rank up goes on with what there is: by then the face must have ended the group.
     patience = min(round(2 * config.rank_timeout_s * _LOOKS_A_SECOND), 2**31 - 1)
     memory = symmetric_peers(groups.tensor.group, PeerReducer.nbytes(plan.tp, hidden, **sizes), device)

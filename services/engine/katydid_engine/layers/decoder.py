@@ -88,7 +88,7 @@ class DecoderLayer:
         if isinstance(block, DispatchedMoe):
             kept = exchange.num_kept(tokens)
             return (yield from block.steps(self._post_norm, exchange.leave_in_parts(attended), residual, kept))
-        if exchange.sequence_parallel:
+        if exchange.splits(tokens):
             entered, residual = exchange.through(
                 self._post_norm, block.input, exchange.leave_open(attended), residual, tokens, keep=True
             )

@@ -60,6 +60,10 @@ class Exchange:
         self.sequence_parallel = sequence_parallel
         self._fp8 = fp8
 
+    def splits(self, num_tokens: int) -> bool:  # noqa: ARG002 - a way of its own may ask
+        """Whether the residual of so many tokens is split."""
+        return self.sequence_parallel
+
     def enter(self, x: Tensor, num_tokens: int) -> Tensor:
         """The residual stream's rows -> all ``num_tokens`` rows, on every rank; never quantised."""
         if not self.sequence_parallel:
@@ -129,6 +133,12 @@ class Exchange:
         """``norm(x + residual)`` in the form that its consumer wants, and that sum; of rows that this rank keeps."""
         assert isinstance(x, Tensor)
         return norm.add_for(consumer, x, residual)
+
+    def last(self, norm: RmsNorm, x: BlockOutput, residual: Tensor, num_tokens: int) -> Tensor:
+        """Behind the last block: ``norm(x + residual)`` of all tokens, on every rank; never quantised."""
+        normed, _ = self.add_for(norm, None, x, residual)
+        assert isinstance(normed, Tensor)
+        return self.enter(normed, num_tokens)
 
     def _send(self, x: Tensor) -> tuple[RowFormat, Pending, torch.dtype]:
         """Every rank's rows of a summand to it."""

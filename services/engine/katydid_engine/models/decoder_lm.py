@@ -13,6 +13,7 @@ from katydid_engine.attention_plan import MAX_Q_LEN, AttentionPlanner
 from katydid_engine.collectives import Collectives
 from katydid_engine.forward_batch import ForwardBatch
 from katydid_engine.kv_cache import KvCache
+from katydid_engine.layers.by_rows_exchange import ByRowsExchange
 from katydid_engine.layers.decoder import DecoderLayer, FeedForward
 from katydid_engine.layers.dispatched_moe import DispatchedMoe
 from katydid_engine.layers.embedding import Embedding, LmHead
@@ -210,9 +211,7 @@ class DecoderLM:
         batch = self._planner.planned(batch)
         embedded = self._exchange.leave(self._embedding(batch.token_ids))
         x, residual = yield from self._pass(embedded, None, batch, kv_cache)
-        hidden, _ = self._exchange.add_for(self._norm, None, x, residual)
-        assert isinstance(hidden, Tensor)
-        return self._exchange.enter(hidden, batch.num_tokens)
+        return self._exchange.last(self._norm, x, residual, batch.num_tokens)
 
     def _pass(
         self, x: BlockOutput, residual: Tensor | None, batch: ForwardBatch, kv_cache: KvCache
@@ -278,8 +277,11 @@ class DecoderLM:
 def _exchange(context: RankContext) -> Exchange:
     plan = context.plan
     if context.peers is not None:
+        few = FewRowsExchange(context.collectives, context.peers)
         if plan.sp:
-            return PeerExchange(context.collectives, context.peers, fp8=plan.fp8_transfers)
+            many = PeerExchange(context.collectives, context.peers, fp8=plan.fp8_transfers)
+            # Rows that are sent to their experts lie on one rank each.
+            return many if context.dispatches else ByRowsExchange(few, many, context.peers.few_tokens)
         if not plan.sp and context.stage.count == 1:
-            return FewRowsExchange(context.collectives, context.peers)
+            return few
     return Exchange(context.collectives, sequence_parallel=plan.sp, fp8=plan.sp and plan.fp8_transfers)

@@ -133,9 +133,7 @@ class MtpLayer:
         merged = torch.cat((self._embedding_norm(embedded), self._hidden_norm(hidden)), dim=-1)
         x = self._exchange.split(self._merge(merged))
         out, residual = finish(self.block.steps(x, None, table, batch, k_pages, v_pages))
-        normed, _ = self._exchange.add_for(self._final_norm, None, out, residual)
-        assert isinstance(normed, Tensor)
-        return self._exchange.enter(normed, batch.num_tokens)
+        return self._exchange.last(self._final_norm, out, residual, batch.num_tokens)
 
     def take_part(self) -> Steps[None]:
         """What a rank without tokens owes the others."""

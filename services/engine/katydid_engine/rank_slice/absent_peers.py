@@ -21,8 +21,8 @@ class AbsentPeers(PeerReducer):
     """Of the group ``ranks``, whose traffic it counts; ``tokens`` is the most that a call takes."""
 
     def __init__(self, ranks: AbsentRanks, hidden: int, tokens: int, device: torch.device) -> None:
-        size = self.nbytes(ranks.size, hidden, few_tokens=1, tokens=tokens)
-        super().__init__(emulated_peers(ranks.size, size, device)[ranks.rank], hidden, few_tokens=1, tokens=tokens)
+        size = self.nbytes(ranks.size, hidden, few_tokens=0, tokens=tokens)
+        super().__init__(emulated_peers(ranks.size, size, device)[ranks.rank], hidden, few_tokens=0, tokens=tokens)
         self._ranks = ranks
         self._seen: set[tuple[int, int]] = set()
 
