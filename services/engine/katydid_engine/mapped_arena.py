@@ -46,7 +46,7 @@ class MappedArena:
         rows = (size - object_bytes) // ARENA_PAGE_BYTES + 1
         self.rows = self._flat.as_strided((rows, object_bytes), (ARENA_PAGE_BYTES, 1))
         self.prepare((0,))  # by its first byte the memory is known as reachable
-        threading.Thread(target=self._prepare_all, name="map-arena", daemon=True).start()
+        threading.Thread(target=self._prepare_all, name="map-arena").start()
 
     def prepare(self, rows: Iterable[int]) -> None:
         """Have these rows ready for the device."""
@@ -62,14 +62,14 @@ class MappedArena:
         """Forget the memory, in the end; nothing on the device may still use it."""
         self._closed = True
         if self._device.type == "cuda":
-            threading.Thread(target=self._forget_all, name="forget-arena", daemon=True).start()
+            threading.Thread(target=self._forget_all, name="forget-arena").start()
 
     def _prepare_all(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         madvise = ctypes.CDLL(None).madvise
         for piece in range(-(-self._flat.numel() // _PIECE_BYTES)):
-            if self._closed:
+            if self._closed or _ending():
                 return
             if self._device.type == "cuda":
                 self._register(piece)
@@ -81,7 +81,7 @@ class MappedArena:
     def _forget_all(self) -> None:
         torch.cuda.set_device(self._device)
         with self._lock:
-            while self._registered:
+            while self._registered and not _ending():
                 _, memory = self._registered.popitem()
                 unregister_memory(memory)
 
@@ -91,3 +91,8 @@ class MappedArena:
                 memory = self._flat[piece * _PIECE_BYTES :][:_PIECE_BYTES]
                 register_memory(memory)
                 self._registered[piece] = memory
+
+
+def _ending() -> bool:
+    """Whether the process ends: it waits for threads, which a call into CUDA must not be cut off from."""
+    return not threading.main_thread().is_alive()

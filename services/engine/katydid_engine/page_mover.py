@@ -26,8 +26,8 @@ class PageMover:
 
     def __init__(self, model: DecoderLM, kv_cache: KvCache, collectives: Collectives, slots: SlotMemory | None) -> None:
         self._kv_cache = kv_cache
-        self._packs = TransferQueue(kv_pack, model, kv_cache, collectives, slots)
-        self._unpacks = TransferQueue(kv_unpack, model, kv_cache, collectives, slots)
+        self._packs = TransferQueue(kv_pack, model, kv_cache, collectives, slots, by_layers=False)
+        self._unpacks = TransferQueue(kv_unpack, model, kv_cache, collectives, slots, by_layers=True)
         if slots is not None:
             slots.before_drop = self.drain
 

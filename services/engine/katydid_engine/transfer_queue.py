@@ -2,8 +2,8 @@
 
 On a GPU they have a stream of their own. A transfer begins when the work that was queued before it is done, so that it
 packs what has been written, and unpacks over what is read no more. Then nothing waits for it but a step whose runs read
-what it brings, and that layer by layer: a large transfer is a few launches, each of some layers of all its blocks. Its
-end is an event, its checksums are copied to pinned memory before that.
+what it brings, and that layer by layer: a large unpack is a few launches, each of some layers of all its blocks. Its end
+is an event, its checksums are copied to pinned memory before that.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class _UnderWay:
 
 
 class TransferQueue:
-    """``move`` is ``kv_pack`` or ``kv_unpack``; ``slots`` is None without a cache service."""
+    """``move`` is ``kv_pack`` or ``kv_unpack``; ``slots`` is None without a cache service. ``by_layers``: steps may wait
+    for what comes."""
 
     def __init__(
         self,
@@ -53,6 +54,8 @@ class TransferQueue:
         kv_cache: KvCache,
         collectives: Collectives,
         slots: SlotMemory | None,
+        *,
+        by_layers: bool,
     ) -> None:
         self._move = move
         self._model = model
@@ -60,6 +63,7 @@ class TransferQueue:
         self._collectives = collectives
         self._slots = slots
         self._stream = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._by_layers = by_layers and self._stream is not None
         self._under_way: deque[_UnderWay] = deque()
 
     def __bool__(self) -> bool:
@@ -125,7 +129,7 @@ class TransferQueue:
         pages = _on(device, [transfers[place].page for place in places])
         rows = _on(device, [self._slots.row(transfers[place].slot) for place in places])
         launches = 1
-        if self._stream is not None:
+        if self._by_layers:
             launches = max(1, min(len(transfers) * self._kv_cache.bytes_per_page // _LAUNCH_BYTES, _MOST_LAUNCHES))
         for first in range(0, layers, -(-layers // launches)):
             last = min(first + -(-layers // launches), layers)
@@ -145,7 +149,7 @@ class TransferQueue:
                     checksums=begun.sums[start:end] if summed else None,
                 )
                 start = end
-            if self._stream is not None:
+            if self._by_layers:
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 event.record()
                 begun.layers.update(dict.fromkeys(range(first, last), event))
