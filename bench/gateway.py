@@ -1,6 +1,6 @@
 """What the gateway costs: agent turns of 800 KB, many streams, small requests; with mock engines, in real processes.
 
-    python -m bench.gateway [--model FOLDER] [--rounds 3] [--peers FOLDER] [--only CASE,...] [--trace FILE]
+    python -m bench.gateway [--model FOLDER] [--rounds 3] [--peers FOLDER] [--only CASE;...] [--trace FILE]
 
 FOLDER is any model folder; its tokenizer and chat template are used, tokenising is part of every figure. The mock
 engine (tests/gateway/mock_engine.py) answers at once and keeps every block it has seen, so a first token's time is the
@@ -323,11 +323,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", type=Path, help="folder of other gateways, see bench/gateway_peers/launch.py")
     parser.add_argument("--output", type=Path, default=ROOT / "bench" / "results" / "gateway.json")
-    parser.add_argument("--only", default="", help="cases to measure, comma separated; by default all")
+    parser.add_argument("--only", default="", help="cases to measure, semicolons between them; by default all")
     parser.add_argument("--trace", type=Path, help="Mooncake's conversation trace in JSONL")
     options = parser.parse_args()
     model = resolve_model(options.model, default_cache_dir())
-    only = tuple(name for name in options.only.split(",") if name)
+    only = tuple(name for name in options.only.split(";") if name)
     made = rows(measured(model, options.rounds, options.peers, only))
     if not only or "routing" in only:
         made += routing_rows(model, options.trace)
