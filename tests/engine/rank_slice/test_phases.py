@@ -33,6 +33,27 @@ SPARSE = (
     ("wide_gemm_kernel", "experts"),
     ("_combine_kernel", "experts"),
 )
+DISPATCHED = (
+    ("normed_router_kernel", "router"),
+    ("_route_kernel", "exchange"),
+    ("_scatter_kernel", "exchange"),
+    ("narrow_gemm_kernel", "shared expert"),
+    ("_swiglu_quantize_kernel", "shared expert"),
+    ("narrow_gemm_kernel", "shared expert"),
+    ("_split_kernel", "exchange"),
+    ("experts_decode_kernel", "experts"),
+    ("_gather_kernel", "exchange"),
+)
+SPLIT = (
+    ("two_shot_kernel", "exchange"),
+    *LAYER[1:],
+    ("two_shot_kernel", "exchange"),
+    ("wide_gemm_kernel", "dense layers"),
+    ("two_shot_kernel", "exchange"),
+    *LAYER[1:],
+    ("two_shot_kernel", "exchange"),
+    *SPARSE,
+)
 STEP = (
     ("Memcpy HtoD (Pinned -> Device)", "other"),
     ("_decode_plan_kernel", "attention"),
@@ -40,6 +61,9 @@ STEP = (
     *DENSE,
     *LAYER,
     *SPARSE,
+    *LAYER,
+    *DISPATCHED,
+    *SPLIT,
     ("_rms_norm_kernel", "norms"),
     ("sm90_xmma_gemm_f32f32", "lm head"),
     ("choose_kernel", "sampling"),

@@ -23,6 +23,7 @@ PHASES = (
     "output projection",
     "shared expert",
     "dense layers",
+    "exchange",
     "lm head",
     "sampling",
     "other",
@@ -38,6 +39,8 @@ _PLACES = (
     ("experts", r"^experts_|^_place_(few|many)|^_claim|^_combine|^grouped_w4a8"),
     ("sampling", r"^choose_kernel|^scan_kernel|_verify_draft|_advance|logprob"),
     ("norms", r"rms_norm"),
+    # Rows on their way to other ranks.
+    ("exchange", r"two_shot|lamport|^(all_gather|reduce_scatter)_kernel|^_(route|scatter|split|join|gather)_kernel"),
 )
 _PRODUCT = re.compile(r"gemm|w4a8|swiglu|quantize|nvjet|cutlass|xmma|splitK|cublas", re.IGNORECASE)
 # What products are that come after a kernel of such a place.
@@ -47,7 +50,10 @@ _AFTER = {
     "router": "shared expert",
     "experts": "experts",
     "sampling": "sampling",
+    "exchange": "shared expert",
 }
+# Sums of all ranks' rows with the norm behind them.
+_NORMING = re.compile(r"two_shot|lamport")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +99,9 @@ def phase_times(spans: Sequence[KernelSpan]) -> PhaseTimes:
         else:
             phase = place or "other"
         if place is not None:
-            before_norm = last if place == "norms" and last != "norms" else before_norm
-            last = place
+            stands_for = "norms" if _NORMING.search(span.name) else place
+            before_norm = last if stands_for == "norms" and last != "norms" else before_norm
+            last = stands_for
         seconds["gaps"] += max(0.0, span.start - end) * 1e-6
         own = max(0.0, span.end - max(span.start, end)) * 1e-6
         seconds[phase] += own
