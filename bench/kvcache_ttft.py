@@ -71,7 +71,7 @@ async def rounds(address: str, cache: str, tokens: int, count: int) -> list[tupl
     return result[1:]
 
 
-def rows(device: str, tokens: int, count: int, options: list[str]) -> list[Row]:
+def rows(device: str, tokens: int, count: int, options: list[str], model: Path | None) -> list[Row]:
     engine_process.START_TIMEOUT_S = 300.0
     shape = SHAPE if device == "cuda" else SHAPE | SMALL
     token_bytes = shape["num_hidden_layers"] * shape["num_key_value_heads"] * 2 * shape["head_dim"] * 2
@@ -79,7 +79,9 @@ def rows(device: str, tokens: int, count: int, options: list[str]) -> list[Row]:
     memory = (count + 1) * tokens * token_bytes * 11 // 10 + (256 << 20)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = write_tiny_model(folder / "model", **shape)
+        model = model or folder / "model"
+        if not model.exists():
+            write_tiny_model(model, **shape)
         address = f"unix:{folder}/cache.sock"
         cache = Service("katydid_kvcache", folder / "cache.log", "--listen", address, "--memory-bytes", str(memory))
         words = [
@@ -117,9 +119,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32778)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--model", type=Path, help="where the model is, or is to be kept")
     parser.add_argument("options", nargs="*", help="of the engine")
     options = parser.parse_args()
-    measured = rows(options.device, options.tokens, options.rounds, options.options)
+    measured = rows(options.device, options.tokens, options.rounds, options.options, options.model)
     for row in measured:
         print(json.dumps(row), flush=True)
     if options.output is not None:

@@ -2,8 +2,8 @@
 
 On a GPU they have a stream of their own. A transfer begins when the work that was queued before it is done, so that it
 packs what has been written, and unpacks over what is read no more. Then nothing waits for it but a step whose runs read
-what it brings, and that layer by layer: a large unpack is a few launches, each of some layers of all its blocks. Its end
-is an event, its checksums are copied to pinned memory before that.
+what it brings, and that layer by layer: a large unpack is a few launches, each of some layers of all its blocks. The
+end of a transfer is an event, before which its checksums are copied to pinned memory.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ class _UnderWay:
 
 
 class TransferQueue:
-    """``move`` is ``kv_pack`` or ``kv_unpack``; ``slots`` is None without a cache service. ``by_layers``: steps may wait
-    for what comes."""
+    """``move`` is ``kv_pack`` or ``kv_unpack``; ``slots`` is None without a cache service.
+
+    ``by_layers``: steps may wait for what comes.
+    """
 
     def __init__(
         self,
