@@ -18,7 +18,8 @@ __all__ = ["Exchanged", "Wire", "percentile"]
 class Exchanged:
     """One request: seconds to its first output and to its end, events of a stream, and when each came.
 
-    `engine_s` is what the first output took in the engine, where a stream's account says so.
+    `engine_s` is what the first output took in the engine, `tokenise_s` what template and tokenizer took of it, where a
+    stream's account says so.
     """
 
     first_s: float
@@ -26,6 +27,7 @@ class Exchanged:
     events: int
     times: tuple[float, ...] = ()
     engine_s: float = 0.0
+    tokenise_s: float = 0.0
 
 
 class Wire:
@@ -69,7 +71,9 @@ class Wire:
             if times:
                 seen.append(now)
         await reader.readline()
-        return Exchanged(first, time.perf_counter() - began, events, tuple(seen), _engine_s(account))
+        total, phases = time.perf_counter() - began, _phases_ms(account)
+        engine_s = sum(phases.get(name, 0.0) for name in _OF_THE_ENGINE) / 1e3
+        return Exchanged(first, total, events, tuple(seen), engine_s, phases.get("tokenise", 0.0) / 1e3)
 
     async def get(self, path: str) -> float:
         """Seconds that a GET takes."""
@@ -93,13 +97,13 @@ class Wire:
         return self._reader, self._writer
 
 
-def _engine_s(account: bytes) -> float:
-    """Of the chunk with an answer's account, the phases that were the engine's."""
+def _phases_ms(account: bytes) -> dict[str, float]:
+    """Of the chunk with an answer's account, the phases of the time to first token."""
     for line in account.splitlines():
         if b'"timing"' in line:
-            phases = json.loads(line.removeprefix(b"data: "))["timing"]["phases_ms"]
-            return sum(phases.get(name, 0.0) for name in _OF_THE_ENGINE) / 1e3
-    return 0.0
+            phases: dict[str, float] = json.loads(line.removeprefix(b"data: "))["timing"]["phases_ms"]
+            return phases
+    return {}
 
 
 def percentile(values: Sequence[float], share: float) -> float:
