@@ -96,6 +96,22 @@ def test_rows_that_fill_a_bucket_up_change_nothing(model: DecoderLM) -> None:
         assert torch.equal(ours, theirs), "rows that fill up write nowhere"
 
 
+def test_a_bucket_is_prepared_without_rows(model: DecoderLM) -> None:
+    """Numbers of another bucket would be taken for rows that there are not."""
+    runner = Runner(model, 4, collectives=SingleRank(), drafts=True)
+    pieces = Uncaptured()
+    steps = runner.use_decode_steps(pieces, rows=6, tokens=128, depths=(0, 2))
+    for bucket in steps.buckets:
+        steps.buffers._ints.fill_(77777)
+        steps.prepare([bucket])
+        tensors = steps.buffers.bucket(bucket)
+        assert (tensors.previous == -1).all()
+        assert (tensors.built.inputs.slot_mapping == -1).all()
+        for kind in ("forward", "choice"):
+            pieces.run((kind, bucket))
+    assert not any(pages.any() for pages in runner.kv_cache.k_pages)
+
+
 def test_drafts_agree_as_often_as_told(model: DecoderLM) -> None:
     decoding = Decoding(model, [1, 63, 100], 3, agreement=0.7)
     torch.manual_seed(1)

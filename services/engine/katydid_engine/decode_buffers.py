@@ -100,6 +100,11 @@ class DecodeBuffers:
         """The tensors of a bucket; the same memory whenever asked."""
         return self._tensors(bucket, bucket.rows)
 
+    def clear(self, bucket: Bucket) -> None:
+        """A step of no rows: another bucket's numbers may lie here, which are no rows of this one's."""
+        host = _blank(bucket)
+        self._ints[: len(host)].copy_(to_device(torch.from_numpy(host), self._device))
+
     def fill(
         self,
         bucket: Bucket,
@@ -109,8 +114,7 @@ class DecodeBuffers:
         num_drafts: Sequence[int],
     ) -> BucketTensors:
         """Copies a step of fewer rows than the bucket has to the device; the step's own rows of the tensors."""
-        host: Int32s = np.zeros(_size(bucket), dtype=np.int32)
-        places = _places(bucket)
+        host, places = _blank(bucket), _places(bucket)
         columns: dict[str, Int32s | Sequence[int]] = {
             "token_ids": rows.token_ids,
             "positions": rows.positions,
@@ -122,8 +126,6 @@ class DecodeBuffers:
             "num_drafts": num_drafts,
             **sampling.columns(bucket.width),
         }
-        for name in ("slot_mapping", "previous"):
-            host[slice(*places[name])] = -1
         for name, column in columns.items():
             start = places[name][0]
             host[start : start + len(column)] = column
@@ -196,6 +198,14 @@ class DecodeBuffers:
             sampling,
             self._before_first[width][:rows],
         )
+
+
+def _blank(bucket: Bucket) -> Int32s:
+    """What the host says of rows that fill a bucket up."""
+    host: Int32s = np.zeros(_size(bucket), dtype=np.int32)
+    for name in ("slot_mapping", "previous"):
+        host[slice(*_places(bucket)[name])] = -1
+    return host
 
 
 def _places(bucket: Bucket) -> dict[str, tuple[int, int]]:

@@ -136,6 +136,7 @@ class DecodeSteps:
             gc.enable()
 
     def _prepare(self, bucket: Bucket) -> None:
+        self.buffers.clear(bucket)
         self._pieces.prepare(("forward", bucket), lambda: self._forward(bucket))
         self._pieces.prepare(("choice", bucket), lambda: self._choice(bucket))
 
