@@ -31,8 +31,8 @@ def test_nothing_spills(compiled: dict[str, dict]) -> None:
 
 
 def test_rows_are_polled_past_the_caches_sixteen_bytes_at_a_time(compiled: dict[str, dict]) -> None:
-    # A row from eight ranks: 4,096 / 2 words over 256 threads are two vectors each.
-    assert compiled["few"]["opcodes"]["LDG.E.128.STRONG.SYS"] == 16
+    # A row from eight ranks: 4,096 / 2 words over 512 threads are a vector each.
+    assert compiled["few"]["opcodes"]["LDG.E.128.STRONG.SYS"] == 8
     assert "MEMBAR.ALL.SYS" not in compiled["few"]["opcodes"]
 
 

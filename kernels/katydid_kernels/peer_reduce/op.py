@@ -156,7 +156,7 @@ class PeerReducer:
         lamport_kernel[(len(x),)](
             x.view(torch.int32), self._few_pointers, self._row_rounds, self._failed, residual, total, weight, y, scale,
             self.memory.rank, self.few_tokens, self.hidden, eps, self._patience, SEND=send, RECEIVE=receive,
-            EARLY=early, num_warps=8, **self._options(early),
+            EARLY=early, num_warps=16, **self._options(early),
         )  # fmt: skip
 
     def _many(

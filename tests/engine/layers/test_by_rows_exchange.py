@@ -21,7 +21,7 @@ class Peers(of_few.ReferencePeers, of_many.ReferencePeers):
         of_many.ReferencePeers.__init__(self, group, 64)
 
 
-@pytest.mark.parametrize(("tokens", "kept", "calls"), [(2, 2, 3), (8, 8, 3), (10, 3, 1)])
+@pytest.mark.parametrize(("tokens", "kept", "calls"), [(2, 2, 3), (8, 8, 3), (10, 3, 3)])
 def test_a_pass_ends_with_the_same_rows(tokens: int, kept: int, calls: int) -> None:
     def work(group: ThreadGroup) -> None:
         dtype, peers = torch.bfloat16, Peers(group)
@@ -31,7 +31,12 @@ def test_a_pass_ends_with_the_same_rows(tokens: int, kept: int, calls: int) -> N
         summands = [of_few.rows(10 * number + group.rank, tokens, dtype) for number in range(3)]
         ends = []
         for way in ways:
-            residual = way.leave(summands[0].clone())
+            x, residual = way.begin(summands[0].clone())
+            if residual is None:
+                assert isinstance(x, torch.Tensor)
+                residual = x
+            else:
+                _, residual = way.through(norm, None, x, residual, tokens)
             entered, residual = way.through(norm, None, way.leave_open([summands[1].clone()]), residual, tokens)
             assert len(entered.rows) == tokens
             assert residual.shape[0] == (kept if way is ways[0] else tokens)

@@ -40,6 +40,9 @@ class ByRowsExchange(Exchange):
         (x,) = parts
         return self._way(len(x)).leave_in_parts([x])
 
+    def begin(self, embedded: Tensor) -> tuple[BlockOutput, Tensor | None]:
+        return self._way(len(embedded)).begin(embedded)
+
     def leave_open(self, parts: Iterable[Tensor]) -> BlockOutput:
         (x,) = parts
         return self._way(len(x)).leave_open([x])

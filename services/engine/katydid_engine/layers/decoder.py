@@ -74,7 +74,7 @@ class DecoderLayer:
 
         Args:
             x: output of the block before, ``[rows, hidden]`` (rows: T, or this rank's share with sequence parallelism).
-            residual: None in the first layer, where ``x`` is the embedding.
+            residual: None where ``x`` is the whole residual: at the beginning.
         """
         exchange, tokens = self._exchange, batch.num_tokens
         if residual is None:

@@ -102,6 +102,11 @@ class Exchange:
         under_way = [self._send(part) for part in parts]
         return _joined([self._sum(way, rows.wait(), dtype) for way, rows, dtype in under_way])
 
+    def begin(self, embedded: Tensor) -> tuple[BlockOutput, Tensor | None]:
+        """Each rank's part of the embeddings of all tokens -> what the first layer begins with: an output of no block,
+        and the residual behind it, or None."""
+        return self.leave(embedded), None
+
     def leave_open(self, parts: Iterable[Tensor]) -> BlockOutput:
         """As ``leave_in_parts`` for a block whose output goes to ``through`` next, which may then make the sum."""
         return self.leave_in_parts(parts)

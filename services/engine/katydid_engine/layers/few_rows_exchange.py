@@ -51,6 +51,11 @@ class FewRowsExchange(Exchange):
             return super().leave_in_parts([x])
         return self._peers.sum_few(x.contiguous(), overlap=True)
 
+    def begin(self, embedded: Tensor) -> tuple[BlockOutput, Tensor | None]:
+        if not self._takes(embedded):
+            return super().begin(embedded)
+        return Summand(embedded), torch.zeros_like(embedded)
+
     def leave_open(self, parts: Iterable[Tensor]) -> BlockOutput:
         (x,) = parts
         return Summand(x) if self._takes(x) else self.leave(x)

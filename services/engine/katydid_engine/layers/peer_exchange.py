@@ -83,6 +83,11 @@ class PeerExchange(Exchange):
             return super().leave_in_parts([x])
         return self._peers.quantized_reduce_scatter(padded.contiguous())
 
+    def begin(self, embedded: Tensor) -> tuple[BlockOutput, Tensor | None]:
+        if not self._takes(embedded, len(embedded)):
+            return super().begin(embedded)
+        return Summand(embedded), embedded.new_zeros((-(-len(embedded) // self.collectives.size), embedded.shape[1]))
+
     def leave_open(self, parts: Iterable[Tensor]) -> BlockOutput:
         (x,) = parts
         return Summand(x) if self._takes(x, len(x)) else self.leave(x)
@@ -122,6 +127,13 @@ class PeerExchange(Exchange):
         if isinstance(x, Summand):
             x = self.leave(x.rows)
         return super().add_for(norm, consumer, x, residual)
+
+    def last(self, norm: RmsNorm, x: BlockOutput, residual: Tensor, num_tokens: int) -> Tensor:
+        if isinstance(x, Tensor):
+            return super().last(norm, x, residual, num_tokens)
+        y, _, _ = self._peers.all_reduce_many(x.rows.contiguous(), residual, norm.weight, norm.eps)
+        # What is shared is written again with the next pass.
+        return y.clone()
 
     def _clear_beyond(self, num_tokens: int, *shares: Tensor | None) -> None:
         """Rows of a share that only fill up are written by no kernel."""

@@ -209,8 +209,8 @@ class DecoderLM:
 
     def _embed_and_pass(self, batch: ForwardBatch, kv_cache: KvCache) -> Steps[Tensor]:
         batch = self._planner.planned(batch)
-        embedded = self._exchange.leave(self._embedding(batch.token_ids))
-        x, residual = yield from self._pass(embedded, None, batch, kv_cache)
+        x, residual = self._exchange.begin(self._embedding(batch.token_ids))
+        x, residual = yield from self._pass(x, residual, batch, kv_cache)
         return self._exchange.last(self._norm, x, residual, batch.num_tokens)
 
     def _pass(
