@@ -98,9 +98,9 @@ async def rows(
     cores = len(os.sched_getaffinity(0))
     result: list[Row] = []
 
-    def add(figure: str, speed: float, bar: float | None) -> None:
+    def add(figure: str, speed: float, bar: float | None, **more: int) -> None:
         met = None if bar is None else speed >= bar
-        result.append({"figure": figure, "value": round(speed, 2), "unit": "GB/s", "bar": bar, "met": met})
+        result.append({"figure": figure, "value": round(speed, 2), "unit": "GB/s", "bar": bar, "met": met} | more)
         tell(result[-1])
 
     with service(*memory) as source:
@@ -111,7 +111,8 @@ async def rows(
             with service(*memory, "--pull-from", source, "--lanes", str(lanes)) as target:
                 speed = await pulls(source, target, pull_blocks, rounds)
             bar = PULL_BAR if lanes == 8 and cores >= 16 else None
-            add(f"instance to instance, {lanes} lanes, {cores} cores", speed, bar)
+            size = pull_blocks * LAYOUT.block_bytes >> 20
+            add(f"instance to instance, {lanes} lanes, {cores} cores", speed, bar, pull_mib=size)
     return result
 
 
