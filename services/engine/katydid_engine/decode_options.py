@@ -47,8 +47,11 @@ def plans_ahead(config: WorkerConfig, groups: RankGroups) -> bool:
 
 
 def captures(config: WorkerConfig, model: DecoderLM) -> bool:
-    """Whether steps of decodes become CUDA graphs: where neither another rank nor the host is waited for in one."""
-    if config.cuda_graphs == "off" or model.device.type != "cuda" or config.plan.world_size > 1:
+    """Whether steps of decodes become CUDA graphs: where the host is not waited for in one. Ranks of a TP group wait for
+    each other on their devices; those that send rows to experts, and pipeline stages, agree on a step by their hosts."""
+    if config.cuda_graphs == "off" or model.device.type != "cuda":
+        return False
+    if config.plan.shares_experts or config.plan.pp > 1 or model.dispatched:
         return False
     moe = model.config.moe
     return moe is None or not moe_waits(model.dtype, model.config.hidden_size, moe.intermediate_size, model.device)
