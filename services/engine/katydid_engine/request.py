@@ -264,6 +264,11 @@ class Sequence:
         """Whether all that is left to compute is its newest sampled token, known or coming."""
         return self.num_coming > 0 or (self.num_unscheduled == 1 and self.num_new_output > 0)
 
+    @property
+    def most_reused(self) -> int:
+        """Prompt tokens that a cache can save it: all but the last token of its input."""
+        return min(self.num_prompt, self.num_tokens - 1)
+
     def may_go_on(self, max_model_tokens: int) -> bool:
         """Whether it may need another step after those in flight: it does not end with the token that these add at
         least, and its choices do not have to fork first."""

@@ -26,7 +26,8 @@ from katydid_runtime.block_hash import BLOCK_TOKENS
 from katydid_engine.admission import Admission
 from katydid_engine.block_pool import BlockPool, IntegrityError
 from katydid_engine.draft_depth import DraftDepth
-from katydid_engine.kv_traffic import Arrival, KvTraffic
+from katydid_engine.fetched import Fetched
+from katydid_engine.kv_traffic import KvTraffic
 from katydid_engine.ledger import Ledger, Outcome
 from katydid_engine.messages import KvArrived, KvFound, Load
 from katydid_engine.plan import Logprobs, Run, SampleRow, StepOutput, StepPlan
@@ -77,6 +78,7 @@ class Scheduler:
         self._drafts = 0
         self._depth = drafts or DraftDepth(0)
         self._budget = budget or TokenBudget(None, 1)
+        self._fetched = Fetched(self._queues, compute=self._compute, preempt=self._preempt)
         self._admission = Admission(config, pool, self._queues, preempt=self._preempt, load=self._load)
 
     @property
@@ -137,11 +139,8 @@ class Scheduler:
         q_len = q_len if decodes else 1
         # Taken behind all that takes pages away: what lost its own just now is not moved.
         packs = self.kv.take_packs(self._pool.hash_of)
-        unpacking = self.kv.take_arrivals()
+        unpacking = self._fetched.begin(now, decodes=bool(decodes))
         copies = self._queues.take_copies()
-        unpacking = tuple(arrival for arrival in unpacking if not self._ended_before(arrival, now))
-        if not decodes:
-            self._go_on(unpacking)
         prefills = self._schedule_prefills(len(decodes), q_len)
         # With nothing else to do a step sees what transfers are over.
         if not (decodes or prefills or packs or copies or unpacking or (self._queues.moves and not self._flights)):
@@ -149,8 +148,6 @@ class Scheduler:
         self._step += 1
         self._queues.step_planned(self._step)
         sequences = [*decodes, *(sequence for sequence, _ in prefills)]
-        tickets = (arrival.ticket for arrival in (*self._queues.moves.arrivals(), *unpacking))
-        coming = {ticket.sequence.id for ticket in tickets if ticket.computing}
         samples = tuple(
             SampleRow(index, sequence.choice + fork)
             for index, sequence in enumerate(sequences)
@@ -169,7 +166,7 @@ class Scheduler:
             decode_q_len=q_len,
             samples=samples,
             drafts=self._depth.choose(len(samples)) if samples else 0,
-            waits=any(sequence.id in coming for sequence in sequences),
+            waits=self._fetched.rely(sequences, unpacking),
         )
         self._flights.append(StepFlight(plan, tuple(sequences), tuple(sequence.stay for sequence in sequences)))
         self._queues.moves.begin(plan, tuple(store for _, store in packs), unpacking)
@@ -195,7 +192,7 @@ class Scheduler:
                 self.kv.packed(store, checksum)
         for moved in output.unpacked:
             for arrival, sums in self._queues.moves.unpacked(moved):
-                self._commit_arrival(arrival, sums, now)
+                self._fetched.commit(arrival, sums, now)
         for index, run in enumerate(plan.runs):
             if (sequence := flight.sequence(index)) is None:
                 continue
@@ -276,7 +273,7 @@ class Scheduler:
         """Sends an admitted sequence to the cache service for more of its blocks, or straight to computing."""
         live = sequence.live
         if not live.has_first_token:
-            live.cached = CachedTokens(device=min(sequence.num_computed, _reusable(sequence)))
+            live.cached = CachedTokens(device=min(sequence.num_computed, sequence.most_reused))
         if self.kv.attached and sequence.reads_cache and sequence.num_published < len(sequence.hashes()):
             sequence.state = State.LOOKUP
             ticket = self.kv.look_up(sequence, sequence.num_published)
@@ -312,40 +309,6 @@ class Scheduler:
         """The model made no numbers of a sequence: it ends alone, and nobody reads what it left in the cache."""
         self._pool.withdraw(sequence.pages)
         self._end(sequence, FinishReason.ERROR, "INTERNAL", "the model produced logits that are no numbers")
-
-    def _go_on(self, unpacking: tuple[Arrival, ...]) -> None:
-        """Sequences whose last blocks are unpacked by this step compute in it already, each layer when its blocks have
-        come. Where others decode these would wait with them: then it is the next step, once all has come."""
-        for arrival in unpacking:
-            ticket, sequence = arrival.ticket, arrival.ticket.sequence
-            if arrival.last and not ticket.left and ticket.taken_tokens < sequence.num_tokens - 1:
-                self.kv.go_on(ticket)
-                sequence.num_computed = ticket.taken_tokens
-                self._compute(sequence)
-
-    def _ended_before(self, arrival: Arrival, now: float) -> bool:
-        """Whether this ends a ticket whose blocks have all been unpacked: then there is nothing to wait for."""
-        if arrival.transfers or arrival.ticket.taken:
-            return False
-        self._commit_arrival(arrival, (), now)
-        return True
-
-    def _commit_arrival(self, arrival: Arrival, sums: tuple[int, ...], now: float) -> None:
-        ticket, sequence = arrival.ticket, arrival.ticket.sequence
-        if not self.kv.unpacked(arrival, sums):
-            return
-        if not ticket.computing:
-            sequence.num_computed = sequence.num_scheduled = ticket.loaded_tokens
-        self._queues.publish(sequence, ticket.loaded_tokens, computed=False)
-        if not sequence.live.has_first_token:
-            sequence.live.cached = ticket.cached(_reusable(sequence))
-        if ticket.computing:
-            if ticket.wrong:
-                self._preempt(sequence)  # what was computed behind that block is worth nothing
-        elif ticket.ended:
-            self._compute(sequence)
-        elif (tier := ticket.next_tier) is not None:
-            sequence.live.enter(Phase.FETCH, now, tier, ticket.fetch_span_id)
 
     def _commit_prefill(self, sequence: Sequence, run: Run, prompt_logprobs: Logprobs | None) -> None:
         sequence.num_computed = run.start + len(run.tokens)
@@ -403,8 +366,3 @@ def _between_blocks(sequence: Sequence, chunk: int) -> int:
     """Of a prompt that may be sparse, a chunk that is not its last ends where a block of the selection does."""
     sparse = sequence.request.sparse_prefill and chunk < sequence.num_unscheduled
     return whole_blocks(sequence.num_scheduled, chunk) if sparse else chunk
-
-
-def _reusable(sequence: Sequence) -> int:
-    """Prompt tokens that a cache can save it: all but the last token of its input."""
-    return min(sequence.num_prompt, sequence.num_tokens - 1)
