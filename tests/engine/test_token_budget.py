@@ -46,6 +46,16 @@ def test_what_is_left_of_the_target_goes_to_the_prompt() -> None:
     assert budget.prompt_tokens(8) == 64, "too slow for the target: it moves all the same"
 
 
+def test_prepared_sizes() -> None:
+    budget = TokenBudget(0.05, 64, (256, 1024))
+    assert budget.prompt_tokens(8) == 256
+    for seconds, tokens in ((0.06, 256), (0.02, 1024), (2.0, 256)):
+        for _ in range(30):
+            budget.took(0, 8, 0.01)
+            budget.took(500, 8, seconds)
+        assert budget.prompt_tokens(8) == tokens
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_running_streams_keep_their_pace_while_a_long_prompt_comes(ahead: bool) -> None:
     """Steps that cost 5 ms, 0.1 ms a token and more with context; 8 streams, then a prompt of 128,000 tokens and, in

@@ -209,7 +209,7 @@ def _read_int4(weights: Weights, shape: tuple[int, int], part: tuple[slice, slic
     # A part that ends inside a group keeps the group's scale for what it has of it.
     if start % GROUP:
         raise ModelFolderError(
-            f"{weights.prefix}weight_packed: columns {start} to {stop} begin inside a group of {GROUP} that has one scale",
+            f"{weights.prefix}weight_packed: columns {start} to {stop} begin inside a group of {GROUP} of one scale",
             field=f"{weights.prefix}weight_packed",
             value=in_size,
             allowed=f"parts of the TP group that are multiples of {GROUP} columns",

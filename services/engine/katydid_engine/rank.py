@@ -18,6 +18,7 @@ from katydid_runtime.errors import EngineLostError, SettingsError
 
 from katydid_engine.block_pool import BlockPool
 from katydid_engine.channel import BlockingChannel
+from katydid_engine.chunk_steps import CHUNKS
 from katydid_engine.collectives import TorchCollectives
 from katydid_engine.compiled_grammars import CompiledGrammars
 from katydid_engine.decode_options import captures, draft_depth, plans_ahead
@@ -123,7 +124,7 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         # A GPU is a thread of its own: its stream carries out what is launched, in order.
         on_host = ahead and device.type == "cpu"
         thread = OwnThread(functools.partial(torch.set_num_threads, config.threads)) if on_host else None
-        loop = _lead(config, channel, runner, model, grammars, lockstep, drafts, thread, ready, ahead=ahead)
+        loop = _lead(config, channel, runner, model, grammars, lockstep, drafts, thread, ready, warm_up, ahead=ahead)
         channel.send(ready)
         turn = loop.run
     else:
@@ -162,6 +163,7 @@ def _lead(
     drafts: DraftDepth | None,
     thread: OwnThread | None,
     ready: Ready,
+    warm_up: WarmUp,
     *,
     ahead: bool,
 ) -> StepLoop:
@@ -179,7 +181,7 @@ def _lead(
         time.monotonic,
         config.staging.writing if config.staging is not None else range(0),
         drafts,
-        TokenBudget(config.tpot_target_s, BLOCK_TOKENS),
+        TokenBudget(config.tpot_target_s, BLOCK_TOKENS, CHUNKS if warm_up.capture else ()),
     )
     writer = PlanWriter(config.ring.memory, config.ring.bells) if config.ring is not None else None
     publish = (lambda _: None) if writer is None else writer.write

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from katydid_engine.attention_plan import MAX_Q_LEN
 from katydid_engine.batch_builder import BatchBuilder, BuiltBatch
+from katydid_engine.chunk_steps import CHUNKS, ChunkSteps
 from katydid_engine.collectives import Collectives
 from katydid_engine.compiled_grammars import CompiledGrammars
 from katydid_engine.decode_buffers import Bucket
 from katydid_engine.decode_steps import Captured, DecodeSteps, Pieces, Uncaptured
-from katydid_engine.forward_batch import PrefillChunk
+from katydid_engine.forward_batch import ForwardBatch, PrefillChunk
 from katydid_engine.host_copies import integers
 from katydid_engine.kv_cache import KvCache
 from katydid_engine.models.decoder_lm import DecoderLM
@@ -84,6 +85,7 @@ class Runner:
         self._seen = SeenTokens(model.config.vocab_size, model.device)
         self._choice = StepChoice(model, self._kv_cache, collectives, self._seen, feeds_back=self._feeds_back)
         self._steps: DecodeSteps | None = None
+        self._chunk_steps: ChunkSteps | None = None
         # What the last step sampled, still on the device, and in which row each sequence.
         self._before: Sampled | None = None
         self._last_rows: dict[int, int] = {}
@@ -138,6 +140,17 @@ class Runner:
             agreement=agreement,
         )
         return self._steps
+
+    def use_chunk_steps(
+        self, pieces: Pieces, *, rows: int, tokens: int, depths: Iterable[int] = (0,), chunks: Sequence[int] = CHUNKS
+    ) -> ChunkSteps:
+        """From now on passes of decodes with a chunk of such a size beside them run over tensors that never move; the
+        caller prepares what is returned before the first of them. Arguments as of ``use_decode_steps``."""
+        pages = pages_for(tokens + MAX_Q_LEN)
+        self._chunk_steps = ChunkSteps(
+            self._model, self._kv_cache, pieces, rows=rows, pages=pages, depths=depths, chunks=chunks
+        )
+        return self._chunk_steps
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Carries out one plan; the output is empty on all ranks but the first."""
@@ -216,7 +229,7 @@ class Runner:
         batch = built.forward
         if self._sparse_prompts:
             batch = replace(batch, prefills=tuple(map(self._chunk, plan.runs[plan.num_decodes :])))
-        hidden = self._model.forward(batch, self._kv_cache)
+        hidden = self._forward(plan, batch)
         if not self._model.has_head:
             return None, {}
         ends = _ends(plan)
@@ -228,6 +241,13 @@ class Runner:
         places = _sampled_places(plan, ends)
         logits = self._model.logits(hidden[integers(places, hidden.device, torch.int64)])
         return self._choose(plan, built, hidden, logits, previous, num_drafts), prompts
+
+    def _forward(self, plan: StepPlan, batch: ForwardBatch) -> Tensor:
+        steps = self._chunk_steps
+        prepared = None if steps is None or plan.waits else steps.bucket(batch)
+        if steps is None or prepared is None:
+            return self._model.forward(batch, self._kv_cache)
+        return steps.forward(*prepared, batch)
 
     def _bucket(self, plan: StepPlan) -> Bucket | None:
         """Of a step of decodes alone; None where it is of another kind."""

@@ -20,11 +20,13 @@ _MOST_JUMP = 4.0
 
 class TokenBudget:
     """``target_s`` is the time a row may wait for a token; None for no limit. ``least`` prompt tokens go into a step in
-    any case, so that a prompt comes to its end on a machine that is too slow for the target."""
+    any case, so that a prompt comes to its end on a machine that is too slow for the target. With ``sizes`` it is one
+    of these, for which steps are prepared."""
 
-    def __init__(self, target_s: float | None, least: int) -> None:
+    def __init__(self, target_s: float | None, least: int, sizes: Sequence[int] = ()) -> None:
         self._target_s = target_s
         self._least = least
+        self._sizes = sorted(sizes)
         self._decodes_s: float | None = None
         self._token_s: float | None = None
 
@@ -32,10 +34,13 @@ class TokenBudget:
         """Prompt tokens beside so many decodes, each of which yields ``tokens_per_row``; None for any number."""
         if self._target_s is None or not decodes:
             return None
-        if self._token_s is None:
-            return self._least
-        left = self._target_s * tokens_per_row - (self._decodes_s or 0.0)
-        return max(self._least, int(left / self._token_s))
+        tokens = self._least
+        if self._token_s is not None:
+            left = self._target_s * tokens_per_row - (self._decodes_s or 0.0)
+            tokens = max(tokens, int(left / self._token_s))
+        if not self._sizes:
+            return tokens
+        return max((size for size in self._sizes if size <= tokens), default=self._sizes[0])
 
     def took(self, prompt_tokens: int, decodes: int, seconds: float) -> None:
         """A step has taken so long."""

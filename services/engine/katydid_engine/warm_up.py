@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from katydid_engine.chunk_steps import ChunkSteps
 from katydid_engine.collectives import Collectives
 from katydid_engine.decode_steps import Captured, DecodeSteps
 from katydid_engine.models.decoder_lm import DecoderLM
@@ -29,7 +30,7 @@ class WarmUp:
         sequences: of a step.
         tokens: of a sequence.
         depths: numbers of drafts that steps verify and make; the largest is 0 without a draft layer.
-        capture: whether decodes become CUDA graphs.
+        capture: whether decodes, and chunks of prompts beside them, become CUDA graphs.
     """
 
     batch_tokens: int
@@ -42,7 +43,9 @@ class WarmUp:
         """So that no request pays for first use, nor finds too little memory."""
         self._largest(runner)
         if self.capture:
-            self._steps(runner).prepare()
+            pieces = Captured()
+            self._steps(runner, pieces).prepare()
+            self._chunk_steps(runner, pieces).prepare()
 
     def measure(self, model: DecoderLM, collectives: Collectives) -> int:
         """Bytes of the GPU that steps and graphs will take beside what is taken when this returns."""
@@ -50,14 +53,16 @@ class WarmUp:
         self._largest(runner)
         more = 0
         if self.capture:
-            steps = self._steps(runner)
+            pieces = Captured()
+            steps, chunk_steps = self._steps(runner, pieces), self._chunk_steps(runner, pieces)
             first, *others = steps.buckets
             steps.prepare([first])
+            chunk_steps.prepare(chunk_steps.buckets[:1])
             taken = _used(model.device)
             steps.prepare(others[:1])
             # They share what they compute in; each has its own list of launches.
-            more = max(0, _used(model.device) - taken) * max(0, len(others) - 1)
-            del steps
+            more = max(0, _used(model.device) - taken) * (len(others) + len(chunk_steps.buckets) - 2)
+            del pieces, steps, chunk_steps
         most = _used(model.device) + more
         del runner
         gc.collect()
@@ -67,8 +72,11 @@ class WarmUp:
     def _largest(self, runner: Runner) -> None:
         runner.warm_up(min(self.batch_tokens, self.tokens), self.sequences, self.tokens, max(self.depths))
 
-    def _steps(self, runner: Runner) -> DecodeSteps:
-        return runner.use_decode_steps(Captured(), rows=self.sequences, tokens=self.tokens, depths=self.depths)
+    def _steps(self, runner: Runner, pieces: Captured) -> DecodeSteps:
+        return runner.use_decode_steps(pieces, rows=self.sequences, tokens=self.tokens, depths=self.depths)
+
+    def _chunk_steps(self, runner: Runner, pieces: Captured) -> ChunkSteps:
+        return runner.use_chunk_steps(pieces, rows=self.sequences, tokens=self.tokens, depths=self.depths)
 
 
 def _used(device: torch.device) -> int:

@@ -1,0 +1,148 @@
+"""Passes of decodes with a chunk of one prompt beside them, over tensors that never move: CUDA graphs can hold them.
+
+Such passes set the pace of streams while a long prompt comes, and op by op the host takes longer to launch a deep model
+than the GPU to compute them. Chunks of a few sizes are prepared, decodes padded to a bucket of rows; any other chunk,
+and what comes after the pass, runs op by op.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from katydid_engine.decode_buffers import Bucket
+from katydid_engine.decode_steps import Pieces
+from katydid_engine.forward_batch import ForwardBatch
+from katydid_engine.kv_cache import KvCache
+from katydid_engine.models.decoder_lm import DecoderLM
+
+__all__ = ["CHUNKS", "ChunkSteps"]
+
+CHUNKS = (256, 512, 1024, 2048)
+_FEWEST_ROWS = 8
+_NOWHERE = -1
+
+
+class ChunkSteps:
+    """Of one rank.
+
+    Args:
+        rows: most decodes of a step.
+        pages: most of a sequence.
+        depths: numbers of drafts that decodes verify.
+        chunks: prompt tokens beside them.
+    """
+
+    def __init__(
+        self,
+        model: DecoderLM,
+        kv_cache: KvCache,
+        pieces: Pieces,
+        *,
+        rows: int,
+        pages: int,
+        depths: Iterable[int] = (0,),
+        chunks: Sequence[int] = CHUNKS,
+    ) -> None:
+        self._model = model
+        self._kv_cache = kv_cache
+        self._pieces = pieces
+        self._widths = sorted({1 + depth for depth in depths})
+        self._chunks = sorted(chunks)
+        self._rows = _row_buckets(rows)
+        tokens = self._rows[-1] * self._widths[-1] + self._chunks[-1]
+        device = model.device
+        self._token_ids, self._positions, self._slots = torch.zeros(3, tokens, dtype=torch.int32, device=device)
+        self._context_lens = torch.zeros(self._rows[-1] + 1, dtype=torch.int32, device=device)
+        self._table = torch.zeros(self._rows[-1] + 1, pages, dtype=torch.int32, device=device)
+        ends = torch.arange(self._rows[-1] + 1, dtype=torch.int32, device=device)
+        self._ends = {width: ends * width for width in self._widths}
+        self._cu_q_lens: dict[tuple[Bucket, int], Tensor] = {}
+        self._hidden = torch.zeros(tokens, model.config.hidden_size, dtype=model.dtype, device=device)
+
+    @property
+    def buckets(self) -> list[tuple[Bucket, int]]:
+        """With their chunks, the largest first: what it needs of memory is enough for the others."""
+        sizes = itertools.product(reversed(self._chunks), reversed(self._widths), reversed(self._rows))
+        return [(Bucket(rows, width, 0), chunk) for chunk, width, rows in sizes]
+
+    @torch.inference_mode()
+    def prepare(self, buckets: Iterable[tuple[Bucket, int]] | None = None) -> None:
+        """Prepares buckets, by default all; no step may be under way."""
+        gc.collect()
+        gc.disable()
+        try:
+            for bucket, chunk in self.buckets if buckets is None else buckets:
+                self._prepare(bucket, chunk)
+        finally:
+            gc.enable()
+
+    def _prepare(self, bucket: Bucket, chunk: int) -> None:
+        ends = self._ends[bucket.width][: bucket.rows + 1]
+        self._cu_q_lens[bucket, chunk] = torch.cat((ends, ends[-1:] + chunk))
+        self._clear(bucket, chunk)
+        self._pieces.prepare((f"chunk of {chunk}", bucket), lambda: self._forward(bucket, chunk))
+
+    def bucket(self, batch: ForwardBatch) -> tuple[Bucket, int] | None:
+        """The smallest that a batch fits, and its chunk; None where it is of another kind."""
+        chunk, decodes = batch.num_tokens - batch.num_decode_tokens, batch.num_decodes
+        if not 0 < decodes == batch.num_seqs - 1 or batch.prefills or batch.block_table.shape[1] > self._table.shape[1]:
+            return None
+        if chunk not in self._chunks or batch.decode_q_len not in self._widths or decodes > self._rows[-1]:
+            return None
+        return Bucket(next(rows for rows in self._rows if rows >= decodes), batch.decode_q_len, 0), chunk
+
+    def forward(self, bucket: Bucket, chunk: int, batch: ForwardBatch) -> Tensor:
+        """What the model's ``forward`` returns for a batch that fits, ``[T, hidden]``; until the next pass."""
+        own, padded = batch.num_decode_tokens, bucket.tokens
+        for kept, told, filler in (
+            (self._token_ids, batch.token_ids, 0),
+            (self._positions, batch.positions, 0),
+            (self._slots, batch.slot_mapping, _NOWHERE),
+        ):
+            kept[:own].copy_(told[:own])
+            kept[own:padded].fill_(filler)
+            kept[padded : padded + chunk].copy_(told[own:])
+        pages = batch.block_table.shape[1]
+        for kept, told in ((self._context_lens, batch.context_lens), (self._table[:, :pages], batch.block_table)):
+            kept[: batch.num_decodes].copy_(told[:-1])
+            kept[bucket.rows : bucket.rows + 1].copy_(told[-1:])
+        self._context_lens[batch.num_decodes : bucket.rows].fill_(0)
+        self._pieces.run((f"chunk of {chunk}", bucket))
+        hidden = self._hidden[: padded + chunk]
+        return hidden if own == padded else torch.cat((hidden[:own], hidden[padded:]))
+
+    def _clear(self, bucket: Bucket, chunk: int) -> None:
+        """A pass of no decodes and of a chunk that nothing stands before, which writes nowhere."""
+        self._context_lens.zero_()
+        self._context_lens[bucket.rows] = chunk
+        self._slots.fill_(_NOWHERE)
+        self._positions.zero_()
+        self._positions[bucket.tokens : bucket.tokens + chunk].copy_(torch.arange(chunk))
+
+    def _forward(self, bucket: Bucket, chunk: int) -> None:
+        tokens, rows = bucket.tokens + chunk, bucket.rows
+        batch = ForwardBatch(
+            token_ids=self._token_ids[:tokens],
+            positions=self._positions[:tokens],
+            cu_q_lens=self._cu_q_lens[bucket, chunk],
+            context_lens=self._context_lens[: rows + 1],
+            block_table=self._table[: rows + 1],
+            slot_mapping=self._slots[:tokens],
+            num_decodes=rows,
+            decode_q_len=bucket.width,
+            max_q_len=max(chunk, bucket.width),
+            max_context_len=self._table.shape[1] * 64,
+        )
+        self._hidden[:tokens].copy_(self._model.forward(batch, self._kv_cache))
+
+
+def _row_buckets(most: int) -> list[int]:
+    rows = [_FEWEST_ROWS]
+    while rows[-1] < most:
+        rows.append(2 * rows[-1])
+    return rows
