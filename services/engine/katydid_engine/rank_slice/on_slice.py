@@ -7,7 +7,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 
-from katydid_engine.plan import Run, Start, StepOutput, StepPlan
+from katydid_engine.plan import Run, SampleRow, Start, StepOutput, StepPlan
 from katydid_engine.rank_slice.step_times import MeasuredSteps
 from katydid_engine.rank_slice.steps import Decoding, SliceSteps
 from katydid_engine.request import Sampling, pages_for
@@ -58,18 +58,25 @@ def measure_steps(
 
 
 def measure_chunk(steps: SliceSteps, tokens: int, context: int, repeats: int) -> float:
-    """Seconds of a step that computes ``tokens`` of a prompt behind ``context`` that are there; without a sample."""
-    sequence = steps.next_sequence()
-    ids = array("I", steps.slice.token_ids(tokens))
-    pages = array("I", range(pages_for(context + tokens)))
-    start = Start(sequence, Sampling(ignore_eos=True), context + tokens + 1, ids)
+    """Seconds of a step that computes ``tokens`` of a prompt behind ``context`` that are there, beside one decode."""
+    stream, prompt = steps.next_sequence(), steps.next_sequence()
+    ids = array("I", steps.slice.token_ids(tokens + 1))
+    first, *more = range(pages_for(context + tokens) + 1)
+    tables = (array("I", [first]), array("I", more))
+    starts = tuple(
+        Start(sequence, Sampling(ignore_eos=True), length, ids)
+        for sequence, length in ((stream, 1), (prompt, context + tokens + 1))
+    )
+    runs = (Run(stream, 0, ids[:1], 0, tables[0]), Run(prompt, context, ids[1:], 0, tables[1]))
     seconds = []
     for index in range(_SKIPPED + repeats):
-        run = Run(sequence, context, ids, 0, pages)
+        plan = StepPlan(
+            0, starts=starts if index == 0 else (), runs=runs, num_decodes=1, samples=(SampleRow(0, 0),), drafts=0
+        )
         steps.synchronize()
         began = time.perf_counter()
-        steps.runner.run(StepPlan(0, starts=(start,) if index == 0 else (), runs=(run,)))
+        steps.runner.run(plan)
         steps.synchronize()
         seconds.append(time.perf_counter() - began)
-    steps.runner.run(StepPlan(0, ends=(sequence,)))
+    steps.runner.run(StepPlan(0, ends=(stream, prompt)))
     return statistics.median(seconds[_SKIPPED:])

@@ -182,7 +182,14 @@ class Replay:
         if session.turn is not None:
             heapq.heappush(self._due, (when, session.number, session))
 
-    def ask(self, session: Session) -> None:
+    def abort(self) -> None:
+        """Ends what is open."""
+        for handle in list(self._open):
+            self._scheduler.abort(handle)
+        self._open.clear()
+        self._scheduler.take_outcome()
+
+    def ask(self, session: Session) -> Answer:
         """The session's next turn, now."""
         turn = session.turn
         assert turn is not None
@@ -192,3 +199,4 @@ class Replay:
         self._open[handle] = (session, answer, array("I"))
         sampling = Sampling(max_tokens=turn.output_tokens, ignore_eos=True)
         self._scheduler.add(Request(handle, prompt, _KEY, sampling, received_at=now, sparse_prefill=self._sparse))
+        return answer

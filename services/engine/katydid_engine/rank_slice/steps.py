@@ -7,6 +7,7 @@ from array import array
 
 import torch
 
+from katydid_engine.decode_steps import Captured
 from katydid_engine.forward_batch import PAGE_SIZE
 from katydid_engine.plan import Run, SampleRow, Start, StepPlan
 from katydid_engine.rank_slice.build import RankSlice, fill_pages
@@ -46,10 +47,15 @@ class SliceSteps:
         for block in self.slice.model.dispatched:
             block.exchange.capacity = rows * (1 + self.drafts)
 
-    def capture(self, rows: int, tokens: int, *, agreement: float | None = None) -> None:
+    def capture(self, rows: int, tokens: int, *, agreement: float | None = None, chunks: bool = False) -> None:
         """Decode steps of up to ``rows`` sequences of up to ``tokens`` tokens are graphs from now on; ``agreement`` is
-        the share of drafts that count as right, for these weights predict nothing."""
-        self.runner.prepare_decodes(rows, tokens, (self.drafts,), capture=True, agreement=agreement)
+        the share of drafts that count as right, for these weights predict nothing; with ``chunks`` also passes with a
+        chunk of a prompt beside the decodes."""
+        pieces, depths = Captured(), (self.drafts,)
+        steps = self.runner.use_decode_steps(pieces, rows=rows, tokens=tokens, depths=depths, agreement=agreement)
+        steps.prepare()
+        if chunks:
+            self.runner.use_chunk_steps(pieces, rows=rows, tokens=tokens, depths=depths).prepare()
 
     def prefill(self, tokens: int, chunk: int, *, sparse: bool = False) -> float:
         """Seconds from an empty sequence to the token that follows its prompt, computed ``chunk`` tokens at a time."""

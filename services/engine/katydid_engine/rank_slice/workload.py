@@ -20,6 +20,7 @@ from katydid_runtime.block_hash import BLOCK_TOKENS
 from katydid_runtime.errors import SettingsError
 
 from katydid_engine.block_pool import BlockPool
+from katydid_engine.chunk_steps import CHUNKS
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.planning.known_models import KNOWN_MODELS
 from katydid_engine.planning.measured import measured
@@ -53,6 +54,7 @@ _CHUNKS = (
 # On a host, where a reference takes seconds for those.
 _FEW_DECODES = ((1, 64), (1, 256), (4, 64))
 _FEW_CHUNKS = ((64, 0), (256, 0), (64, 256))
+_STEADY = 20
 _LINK_ROWS = (1, 8, 64, 256, 1024, 4096, 16384)
 
 
@@ -67,6 +69,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batch-tokens", type=int, default=8192, help="of a step")
     parser.add_argument("--ttft-s", type=float, default=4.0, help="target of the time to first token")
     parser.add_argument("--tpot-s", type=float, default=0.05, help="target of the time per output token")
+    parser.add_argument("--step-s", type=float, default=0.045, help="what a step with a prompt may take beside decodes")
     parser.add_argument("--links", action="store_true", help="add the link model's time to every step")
     parser.add_argument("--real-s", type=float, default=0.0, help="replay so many seconds on the slice too")
     parser.add_argument("--real-rate", type=float, default=1.0, help="requests a second of that")
@@ -86,7 +89,7 @@ def run_workload(arguments: argparse.Namespace) -> dict[str, Any]:
         steps.fix_exchange(64)
         record |= origin(rank_slice)
         if rank_slice.model.device.type == "cuda":
-            steps.capture(64, rank_slice.options.config.max_positions)
+            steps.capture(64, rank_slice.options.config.max_positions, chunks=True)
     if arguments.step_times is not None:
         known = _read_step_times(arguments.step_times)
     else:
@@ -149,16 +152,22 @@ def _streams(arguments: argparse.Namespace, steps: SliceSteps) -> dict[str, Any]
     def session(number: int, tokens: int, output: int) -> Session:
         return Session(number, 0.0, [Turn(tokens, output, 0.0)], array("I"), vocabulary)
 
-    replay = Replay(scheduler, OnSlice(steps), wall)
-    for number in range(arguments.streams):
-        replay.ask(session(number, context, 1 << 20))
-    replay.until(lambda: all(len(answer.times) > 20 for answer in replay.answers))
-    others = list(replay.answers)
-    began = wall()
-    replay.ask(session(arguments.streams, prompt, 2))
-    replay.until(lambda: replay.answers[-1].done)
+    replay, length = Replay(scheduler, OnSlice(steps), wall), 1 << 20
+
+    def once(turn: int) -> tuple[list[Answer], Answer, float]:
+        first = turn * (arguments.streams + 1)
+        others = [replay.ask(session(first + 1 + index, context, length)) for index in range(arguments.streams)]
+        replay.until(lambda: all(len(answer.times) > _STEADY for answer in others))
+        began = wall()
+        answer = replay.ask(session(first, prompt, 2))
+        replay.until(lambda: answer.done)
+        replay.abort()
+        return others, answer, began
+
+    once(0)  # whatever is compiled on its way is now; every session's tokens are its own
+    others, answer, began = once(1)
     gaps = sorted(
-        later - earlier for answer in others for earlier, later in itertools.pairwise(answer.times) if earlier >= began
+        later - earlier for other in others for earlier, later in itertools.pairwise(other.times) if earlier >= began
     )
     row = {
         "figure": f"p99 between tokens of {len(others)} streams at {context} while {prompt} tokens are prefilled",
@@ -166,7 +175,7 @@ def _streams(arguments: argparse.Namespace, steps: SliceSteps) -> dict[str, Any]
         "unit": "s",
         "median": statistics.median(gaps),
         "largest": gaps[-1],
-        "prompt_ttft_s": replay.answers[-1].ttft,
+        "prompt_ttft_s": answer.ttft,
     }
     print(f"{row['figure']}: {1e3 * gaps[int(0.99 * (len(gaps) - 1))]:.1f} ms, {row}", flush=True)
     return row
@@ -237,7 +246,8 @@ def _scheduler(arguments: argparse.Namespace, pages: int, clock: Clock) -> Sched
         max_sequences=64,
         watermark_pages=pages // 100,
     )
-    return Scheduler(config, BlockPool(pages), clock, budget=TokenBudget(arguments.tpot_s, BLOCK_TOKENS))
+    sizes = [chunk for chunk in CHUNKS if chunk <= arguments.max_batch_tokens]
+    return Scheduler(config, BlockPool(pages), clock, budget=TokenBudget(arguments.step_s, BLOCK_TOKENS, sizes))
 
 
 def _sending(arguments: argparse.Namespace) -> Sequence[tuple[int, float]]:
