@@ -72,7 +72,8 @@ class LmHead:
             logits = linear(hidden.to(self.weight.dtype), self.weight).float()
         if self._collectives.size == 1:
             return logits
-        padded = F.pad(logits, (0, self._step - logits.shape[1]))
+        missing = self._step - logits.shape[1]
+        padded = F.pad(logits, (0, missing)) if missing else logits
         return self._collectives.all_gather(padded, 1)[:, : self._vocab_size]
 
 
