@@ -185,6 +185,7 @@ def even_split(model: Path) -> list[Row]:
     apart = []
     messages = [{"role": "user", "content": "You are an agent with these tools and rules. " * 400}]
     with fleet(model, 2, encoded(messages, max_tokens=1), step_ms=20) as (_, port):
+        asyncio.run(held(port, messages))
         for number in range(3):
             earlier = asyncio.run(routed(port))
             bodies = [
@@ -209,6 +210,20 @@ async def at_once(port: int, bodies: list[bytes]) -> list[int]:
         return events
 
     return await asyncio.gather(*(one(body) for body in bodies))
+
+
+async def held(port: int, messages: list[dict[str, str]]) -> None:
+    """Wait until the gateway knows that every engine has the prompt's blocks: what they did before, events tell."""
+    body = json.dumps({"messages": messages}).encode()
+    head = f"POST /console/api/explain HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    while True:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head.encode() + body)
+        answer = (await reader.read()).partition(b"\r\n\r\n")[2]
+        writer.close()
+        if all(candidate["device_blocks"] for candidate in json.loads(answer)["candidates"]):
+            return
+        await asyncio.sleep(0.1)
 
 
 async def routed(port: int) -> Counter[str]:

@@ -352,7 +352,11 @@ class MockEngine(EngineServiceServicer):
         frame.frame = session.number
         frame.draining = self.draining
         frame.role = self.options.role
-        waiting = sum(len(running.message.prompt_ids) // 4 for running in session.running.values() if not running.sent)
+        waiting = sum(
+            len(running.message.prompt_ids) // 4 - running.cached
+            for running in session.running.values()
+            if not running.sent
+        )
         for rank in range(self.options.dp_ranks):
             frame.loads.add(
                 dp_rank=rank,
