@@ -21,7 +21,7 @@ _MOST_JUMP = 4.0
 class TokenBudget:
     """``target_s`` is the time a row may wait for a token; None for no limit. ``least`` prompt tokens go into a step in
     any case, so that a prompt comes to its end on a machine that is too slow for the target. With ``sizes`` it is one
-    of these, for which steps are prepared."""
+    of these, for which steps are prepared, or at least twice the largest."""
 
     def __init__(self, target_s: float | None, least: int, sizes: Sequence[int] = ()) -> None:
         self._target_s = target_s
@@ -38,7 +38,7 @@ class TokenBudget:
         if self._token_s is not None:
             left = self._target_s * tokens_per_row - (self._decodes_s or 0.0)
             tokens = max(tokens, int(left / self._token_s))
-        if not self._sizes:
+        if not self._sizes or tokens >= 2 * self._sizes[-1]:
             return tokens
         return max((size for size in self._sizes if size <= tokens), default=self._sizes[0])
 
