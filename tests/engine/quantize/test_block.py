@@ -78,7 +78,7 @@ def test_smoothing_changes_no_logit(folder: Path, gains: torch.dtype) -> None:
     alphas: dict[str, float] = {}
 
     def coarse(_name: str, weight: Tensor) -> Tensor:  # three bits a row, so that smoothing pays
-        scale = weight.abs().amax(1, keepdim=True) / 3
+        scale = weight.abs().amax(-1, keepdim=True) / 3
         return (weight / scale).round() * scale
 
     for block in blocks:

@@ -47,7 +47,7 @@ class PageRounding:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q ``[S, T, heads, head_dim]``, k and v ``[S, T, kv_heads, head_dim]``, rotated where keys are."""
         if self.rotate:
-            matrix = hadamard(q.shape[-1]).to(q.device)
+            matrix = hadamard(q.shape[-1], q.device)
             q, k = q @ matrix, k @ matrix
         return _passing(q, e4m3_rows(q)), _stored(k, self.scales.key), _stored(v, self.scales.value)
 

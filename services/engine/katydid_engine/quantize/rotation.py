@@ -63,9 +63,9 @@ class Rotation:
         return weight @ self.matrix
 
 
-def hadamard(size: int) -> Tensor:
+def hadamard(size: int, device: torch.device | str = "cpu") -> Tensor:
     """The orthonormal Hadamard matrix of a power of two, by Sylvester's construction."""
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, device=device)
     while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
     orthonormal: Tensor = matrix / size**0.5

@@ -29,10 +29,10 @@ _ROWS = 512  # calibration rows a candidate is tried on
 _MATRICES = 16  # and matrices, where a seam has more
 _COLUMNS_OUT = 256  # and rows of each
 
-_Many = TypeVar("_Many", tuple[str, ...], Tensor)
+_Many = TypeVar("_Many", tuple[int, ...], Tensor)
 
 Quantise = Callable[[str, Tensor], Tensor]
-"""A weight fp32 ``[N, K]`` as it will be multiplied, by its matrix's name."""
+"""Weights fp32 ``[B, N, K]`` as they will be multiplied, by the name of the first matrix."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +67,28 @@ def smooth(
     tensors = dict(block.tensors)
     chosen: dict[str, float] = {}
     for kind in seams:
-        for seam in _seams(block, kind):
-            sample = rows.get(seam.matrices[0])
-            if sample is None or not len(sample):
-                continue
-            found = _search(tensors, seam, sample[:_ROWS], quantise)
-            if found is not None:
-                alpha, factors = found
-                _fold(tensors, seam, factors, gain_dtype)
-                chosen[f"{kind}:{seam.matrices[0]}" if kind == "down" else kind] = alpha
+        for alike in _alike(tensors, _seams(block, kind), rows):
+            samples = [rows[seam.matrices[0]] for seam in alike]
+            for seam, found in zip(alike, _search(tensors, alike, samples, quantise), strict=True):
+                if found is not None:
+                    alpha, factors = found
+                    _fold(tensors, seam, factors, gain_dtype)
+                    chosen[f"{kind}:{seam.matrices[0]}" if kind == "down" else kind] = alpha
     return replace(block, tensors=tensors), chosen
+
+
+def _alike(tensors: Mapping[str, Tensor], seams: list[_Seam], rows: Mapping[str, Tensor]) -> list[list[_Seam]]:
+    """Seams that rows are known of, those together whose matrices have the same shapes: the experts."""
+    found: dict[tuple[int, ...], list[_Seam]] = {}
+    for seam in seams:
+        if len(rows.get(seam.matrices[0], ())):
+            shape = tensors[f"{seam.matrices[0]}.weight"].shape
+            found.setdefault((len(seam.matrices), _is_routed(seam.matrices[0]), *shape), []).append(seam)
+    return list(found.values())
+
+
+def _is_routed(matrix: str) -> bool:
+    return ".experts." in matrix
 
 
 def _seams(block: Block, kind: str) -> list[_Seam]:
@@ -94,33 +106,61 @@ def _seams(block: Block, kind: str) -> list[_Seam]:
 
 
 def _search(
-    tensors: Mapping[str, Tensor], seam: _Seam, rows: Tensor, quantise: Quantise
-) -> tuple[float, Tensor] | None:
-    weights = {name: _spread(tensors[f"{name}.weight"], _COLUMNS_OUT) for name in _spread(seam.matrices, _MATRICES)}
-    wanted = [rows @ weight.T for weight in weights.values()]
-    largest_rows = _shared(rows.abs().amax(0), seam)
+    tensors: Mapping[str, Tensor], seams: list[_Seam], samples: list[Tensor], quantise: Quantise
+) -> list[tuple[float, Tensor] | None]:
+    """The best exponent and its factors for each of the seams, all of them at once; None where nothing helps."""
+    rows = torch.stack([_as_many(sample, min(_ROWS, max(map(len, samples)))) for sample in samples])
+    weights = _stacks(tensors, seams)
+    wanted = [rows[:, None] @ stack.mT for stack in weights.values()]
+    largest_rows = _shared(rows.abs().amax(1), seams[0])
     largest_weights = _shared(
-        torch.stack([tensors[f"{name}.weight"].abs().amax(0) for name in seam.matrices]).amax(0), seam
+        torch.stack(
+            [torch.stack([tensors[f"{name}.weight"].abs().amax(0) for name in seam.matrices]).amax(0) for seam in seams]
+        ),
+        seams[0],
     )
-    if not (largest_rows > 0).all() or not (largest_weights > 0).all():
-        return None  # a channel that is never used says nothing about its scale
+    # A channel that is never used says nothing about its scale.
+    usable = (largest_rows > 0).all(1) & (largest_weights > 0).all(1)
+    largest_rows, largest_weights = largest_rows.clamp(min=1e-30), largest_weights.clamp(min=1e-30)
 
-    def error(factors: Tensor) -> float:
-        wide = _widened(factors, seam)
-        made = e4m3_rows(rows / wide)
-        return sum(
-            float((made @ quantise(name, weight * wide).T - want).square().sum())
-            for (name, weight), want in zip(weights.items(), wanted, strict=True)
-        )
+    def error(factors: Tensor) -> Tensor:
+        wide = _widened(factors, seams[0])
+        made = e4m3_rows(rows / wide[:, None])
+        total = rows.new_zeros(len(rows))
+        for (name, stack), want in zip(weights.items(), wanted, strict=True):
+            rounded = quantise(name, (stack * wide[:, None, None]).flatten(0, 1)).view_as(stack)
+            total += (made[:, None] @ rounded.mT - want).square().sum((1, 2, 3))
+        return total
 
-    best, least = None, error(torch.ones_like(largest_rows))
+    best: list[tuple[float, Tensor] | None] = [None] * len(seams)
+    least = error(torch.ones_like(largest_rows))
     for alpha in ALPHAS:
         factors = largest_rows**alpha / largest_weights ** (1 - alpha)
-        factors = factors / factors.log().mean().exp()
+        factors = factors / factors.log().mean(1, keepdim=True).exp()
         found = error(factors)
-        if found < least:
-            best, least = (alpha, factors), found
+        better = (found < least) & usable
+        for index in better.nonzero().flatten().tolist():
+            best[index] = (alpha, factors[index])
+        least = torch.minimum(found, least)
     return best
+
+
+def _stacks(tensors: Mapping[str, Tensor], seams: list[_Seam]) -> dict[str, Tensor]:
+    """Some rows of some matrices ``[seams, matrices, N, K]``, by the name of the first, those together that are rounded
+    alike and have as many rows."""
+    places: dict[tuple[bool, int], list[int]] = {}
+    for place in _spread(tuple(range(len(seams[0].matrices))), _MATRICES):
+        name = seams[0].matrices[place]
+        places.setdefault((_is_routed(name), len(tensors[f"{name}.weight"])), []).append(place)
+    return {
+        seams[0].matrices[some[0]]: torch.stack(
+            [
+                torch.stack([_spread(tensors[f"{seam.matrices[place]}.weight"], _COLUMNS_OUT) for place in some])
+                for seam in seams
+            ]
+        )
+        for some in places.values()
+    }
 
 
 def _fold(tensors: dict[str, Tensor], seam: _Seam, factors: Tensor, gain_dtype: torch.dtype) -> None:
@@ -142,16 +182,21 @@ def _fold(tensors: dict[str, Tensor], seam: _Seam, factors: Tensor, gain_dtype: 
 
 
 def _shared(channels: Tensor, seam: _Seam) -> Tensor:
-    """Channels of the rows reduced to those of the source: the largest of the heads that read it."""
+    """Channels of the rows ``[*, K]`` reduced to those of the source: the largest of the heads that read it."""
     if seam.repeat == 1:
         return channels
-    return channels.view(-1, seam.repeat, seam.head_dim).amax(1).flatten()
+    return channels.unflatten(-1, (-1, seam.repeat, seam.head_dim)).amax(-2).flatten(-2)
 
 
 def _widened(factors: Tensor, seam: _Seam) -> Tensor:
     if seam.repeat == 1:
         return factors
-    return factors.view(-1, 1, seam.head_dim).expand(-1, seam.repeat, -1).flatten()
+    return factors.unflatten(-1, (-1, seam.head_dim)).repeat_interleave(seam.repeat, -2).flatten(-2)
+
+
+def _as_many(rows: Tensor, count: int) -> Tensor:
+    """``count`` rows; where there are fewer, some of them again."""
+    return rows[torch.arange(count, device=rows.device) % len(rows)]
 
 
 def _spread(many: _Many, count: int) -> _Many:

@@ -199,7 +199,7 @@ def _largest_heads(layer: _Layer, rows: list[Tensor], angles: tuple[Tensor, Tens
     for batch in rows:
         _, k, v = layer.quantised.heads(batch, angles)
         if layer.recipe.rotate_keys:
-            k = k @ hadamard(k.shape[-1]).to(k.device)
+            k = k @ hadamard(k.shape[-1], k.device)
         found.append(torch.stack([part.abs().amax((0, 1, 3)) for part in (k, v)]))
     key, value = torch.stack(found).amax(0)
     return key, value
@@ -301,6 +301,6 @@ def _some(rows: Tensor) -> Tensor:
     return rows[:: max(1, len(rows) // _SAMPLE_ROWS)][:_SAMPLE_ROWS]
 
 
-def _round(recipe: Recipe, int4: Callable[[str], bool], name: str, weight: Tensor) -> Tensor:
-    rounding = Int4Rounding(recipe.clip) if int4(name) else Fp8Rounding([len(weight)])
-    return rounding.nearest(weight[None]).weight[0]
+def _round(recipe: Recipe, int4: Callable[[str], bool], name: str, weights: Tensor) -> Tensor:
+    rounding = Int4Rounding(recipe.clip) if int4(name) else Fp8Rounding([weights.shape[1]])
+    return rounding.nearest(weights).weight
