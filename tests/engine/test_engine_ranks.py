@@ -1,4 +1,4 @@
-"""Engines of several ranks: tensor parallel over gloo, and data parallel."""
+"""Engines of several ranks: tensor parallel and data parallel, over gloo, or over NCCL where there are four GPUs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.engine.engine_process import Answer, Service, engine, session
 from tests.engine.test_engine_process import prompt, run
 from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.e2e
+ON = ("--device", "cuda", "--dtype", "float32", "--max-sequences", "16") if torch.cuda.device_count() >= 4 else ()
 
 
 async def answers(address: str, dp_rank: int = 0) -> list[Answer]:
@@ -52,7 +54,7 @@ async def lose_a_rank(service: Service, rank: int, how: signal.Signals) -> None:
 @pytest.mark.parametrize("plan", ["tp2", "tp2,sp,ep2", "dp2,ep2", "pp2"])
 def test_a_lost_rank_ends_every_request(plan: str, rank: int, how: signal.Signals, tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "tiny", "hy_v3")
-    with engine(model, tmp_path, "--kv-pages", "256", "--plan", plan, "--rank-timeout-s", "5") as service:
+    with engine(model, tmp_path, *ON, "--kv-pages", "256", "--plan", plan, "--rank-timeout-s", "5") as service:
         assert service.address  # it has started
         run(lose_a_rank(service, service.children()[rank], how))
 
@@ -72,7 +74,7 @@ EVERY_PLAN = {
 @pytest.mark.soak
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_a_trained_model_with_drafts_says_the_same_under_every_plan(plan: str, tmp_path: Path) -> None:
-    common = ("--kv-pages", "64", "--rank-timeout-s", "60")
+    common = (*ON, "--kv-pages", "64", "--rank-timeout-s", "60")
     found: list[list[list[int]]] = []
 
     async def ask(address: str) -> None:
@@ -111,8 +113,8 @@ def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
         into += await answers(address)
 
     with (
-        engine(model, tmp_path, "--kv-pages", "64") as one,
-        engine(model, tmp_path, "--kv-pages", "64", "--plan", "tp2") as two,
+        engine(model, tmp_path, *ON, "--kv-pages", "64") as one,
+        engine(model, tmp_path, *ON, "--kv-pages", "64", "--plan", "tp2") as two,
     ):
         run(ask(one.address, single))
         run(ask(two.address, paired))
