@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 import torch
 from katydid_kernels import linear, linear_fp8, linear_w4a8, pack_int4, segment_scale
+from katydid_kernels.linear_few import linear_few, takes_few
 from katydid_runtime.errors import ModelFolderError
 from torch import Tensor
 
@@ -60,6 +61,10 @@ class Fp8Product:
         self.input = Fp8Input(input_scale, BLOCK if of_blocks else None)
 
     def __call__(self, x: Activations) -> Tensor:
+        values = x if isinstance(x, Tensor) else x.values
+        if self.input.group is None and takes_few(values, self._weight):
+            scale = self.input.scale if isinstance(x, Tensor) else x.scale
+            return linear_few(values, self._weight, self._scale, x_scale=scale, bias=self._bias, out_dtype=self._dtype)
         rows = self.input.quantize(x)
         return linear_fp8(rows.values, self._weight, rows.scale, self._scale, bias=self._bias, out_dtype=self._dtype)
 
