@@ -50,7 +50,7 @@ def test_add_rms_norm(tokens: int, n: int, static: bool) -> None:
     assert torch.equal(beside[0], found[0]), "x is fp32: nothing is rounded before it is quantised"
 
 
-@pytest.mark.parametrize(("tokens", "n"), [(1, 64), (7, 96), (37, 192), (3, 1536)])
+@pytest.mark.parametrize(("tokens", "n"), [(1, 64), (7, 96), (37, 192), (32, 192), (3, 1536), (4, 2048)])
 @pytest.mark.parametrize("static", [False, True])
 def test_swiglu(tokens: int, n: int, static: bool) -> None:
     gate_up = torch.randn(tokens, 2 * n, device=DEVICE)

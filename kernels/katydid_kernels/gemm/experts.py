@@ -24,21 +24,19 @@ from katydid_kernels.gemm.experts_down_kernel import experts_down_kernel
 from katydid_kernels.gemm.experts_few_kernel import experts_few_kernel
 from katydid_kernels.gemm.experts_up_kernel import experts_up_kernel
 from katydid_kernels.gemm.launch import GLUON_TYPE, REGISTERS, box_layout, descriptor, launch_wide, sm_count
-from katydid_kernels.gemm.own_plan import OWN_PLAN_INTS, OWN_PLAN_PAIRS
 from katydid_kernels.gemm.plan import RoutePlan, plan_routes
 from katydid_kernels.gemm.tuning import (
     BLOCK_DOWN_TILE,
     BLOCK_UP_TILE,
     DecodeTile,
     FewTile,
-    SummedDown,
     UpTile,
     WideTile,
     decode_tile,
     down_tile,
     few_tokens_tile,
     summed_at_once,
-    summed_down,
+    summed_columns,
     up_tile,
 )
 from katydid_kernels.quantize_rows import quantize_fp8
@@ -48,8 +46,6 @@ __all__ = ["ExpertWorkspace", "run_experts"]
 _K_BYTES = 128
 # Bytes of a row of w2 that is read in pairs.
 PAIRED_ROW = 192
-# Bytes of a row of w13 that each CTA asks for while the plan is made.
-GUESSED_BYTES = 1024
 # Up to here the sum is part of the decode kernel; for more tokens a launch of its own has more loads in flight.
 SUMMED_TOKENS = 64
 
@@ -67,7 +63,6 @@ class ExpertWorkspace:
     ready: Tensor
     sync: Tensor
     sums: Tensor
-    own_plan: Tensor
 
     @staticmethod
     def allocate(
@@ -97,8 +92,7 @@ class ExpertWorkspace:
             torch.empty(pairs, hidden, dtype=torch.bfloat16, device=device),
             torch.zeros(max(len(plan.tiles), tokens), dtype=torch.int32, device=device),
             torch.zeros(2, dtype=torch.int32, device=device),
-            torch.zeros(2 * (hidden // 128) + 2, dtype=torch.int32, device=device),
-            torch.empty(sm_count(device), OWN_PLAN_INTS, dtype=torch.int32, device=device),
+            torch.zeros(hidden // 128 + 1, dtype=torch.int32, device=device),
         )
 
 
@@ -135,24 +129,18 @@ def run_experts(
     if isinstance(tile, FewTile):
         _launch_few(x, w13, w2, weights, ids, first_expert, shared, out, scales, workspace, tile)
         return out
-    own_plan = isinstance(tile, DecodeTile) and ids.numel() <= OWN_PLAN_PAIRS
-    plan = workspace.plan
-    if not own_plan:
-        plan_routes(ids, plan, len(w2), tile.tokens, first_expert=first_expert)
+    plan = plan_routes(ids, workspace.plan, len(w2), tile.tokens, first_expert=first_expert)
     if isinstance(tile, DecodeTile):
         summed = len(ids) <= SUMMED_TOKENS
         paired = w2.shape[2] * w2.element_size() == PAIRED_ROW and not scales.of_blocks
-        _launch_decode(
-            x, w13, w2, weights, ids, first_expert, shared, out, scales, workspace, tile,
-            own_plan=own_plan, summed=summed, paired=paired,
-        )  # fmt: skip
+        _launch_decode(x, w13, w2, weights, ids, shared, out, scales, workspace, tile, summed=summed, paired=paired)
         if not summed:
             combine(workspace.y, plan.slots[: len(ids)], weights, out, shared=shared, early=True, paired=paired)
     else:
         _launch_up(x, w13, scales, workspace, tile)
-        blocks = None if down else summed_down(w2.shape[1], w2.shape[2])
-        if blocks:
-            _launch_down_sum(w2, weights, shared, out, scales, workspace, tile.tokens, blocks)
+        cols = None if down else summed_columns(w2.shape[1], w2.shape[2], w2.dtype)
+        if cols:
+            _launch_down_sum(w2, weights, shared, out, scales, workspace, tile.tokens, cols)
         else:
             launch_wide(
                 workspace.h, w2, workspace.y, down or down_tile(w2.shape[1], tile.tokens), col_scale=scales.down,
@@ -238,28 +226,25 @@ def _launch_decode(
     w2: Tensor,
     weights: Tensor,
     ids: Tensor,
-    first_expert: int,
     shared: Tensor | None,
     out: Tensor,
     scales: ExpertScales,
     workspace: ExpertWorkspace,
     tile: DecodeTile,
     *,
-    own_plan: bool,
     summed: bool,
     paired: bool,
 ) -> None:
     plan, h, y = workspace.plan, workspace.h, workspace.y
     experts_decode_kernel[(sm_count(x.device),)](
-        x, x.stride(0), w13, _interleaved(w13, tile.rows), _down_weights(w2, tile.rows, paired=paired),
+        x, x.stride(0), _interleaved(w13, tile.rows), _down_weights(w2, tile.rows, paired=paired),
         descriptor(h, [tile.tokens, _K_BYTES // h.element_size()]), h, h.stride(0), y, weights, shared, out,
         plan.rows, plan.slots, plan.tiles, plan.tile_count, workspace.ready, workspace.sync,
         scales.up, scales.inverse_h, scales.down, scales.token, workspace.h_unquantised, workspace.h_scales,
-        workspace.parts, ids, workspace.own_plan if own_plan else None, first_expert, len(w2), x.shape[0],
+        workspace.parts, x.shape[0],
         H=w2.shape[1], WIDTH=w2.shape[2], TOP_K=ids.shape[1], TOKENS=tile.tokens, STAGES=tile.stages,
         WGS=tile.warpgroups, PROMOTE=tile.promote, SUM=summed_at_once(len(ids)) if summed else 0,
         BLOCKS=scales.of_blocks, PAIRED=paired,
-        GUESS=min(GUESSED_BYTES, w2.shape[1] * w2.element_size()) if own_plan or ids.numel() >= 4 * len(w2) else 0,
         X_LAYOUT=_rows_layout(tile.tokens, x.dtype),
         num_warps=4, maxnreg=128, launch_pdl=True,
     )  # fmt: skip
@@ -273,21 +258,24 @@ def _launch_down_sum(
     scales: ExpertScales,
     workspace: ExpertWorkspace,
     rows: int,
-    blocks: SummedDown,
+    cols: int,
+    summed: bool = True,
 ) -> None:
-    """Down product and weighted sum of a plan with tiles of `rows` rows."""
+    """Down product and weighted sum of a plan with tiles of `rows` rows, y in blocks of `cols` columns."""
     _, hidden, width = w2.shape
     tokens, top_k = weights.shape
     pairs, block_k, plan = weights.numel(), _K_BYTES // w2.element_size(), workspace.plan
-    y = workspace.y.view(-1)[: blocks.ring * pairs * blocks.cols].view(blocks.ring * pairs, blocks.cols)
+    y = workspace.y.view(-1)[: pairs * hidden].view(-1, cols)
+    steps = triton.cdiv(width, block_k)
     # Stages, and registers at launch, of a consumer and of the summing warpgroup.
     stages, maxnreg, consumer, summing = (4, 96, 96, 168) if rows == 192 else (5, 128, 144, 168)
     experts_down_kernel[(sm_count(w2.device),)](
         descriptor(workspace.h, [64, block_k]), descriptor(w2.view(-1, width), [128, block_k]),
         descriptor(y, [64, 64]), y, plan.tiles, plan.tile_count, scales.down, plan.slots, weights, shared, out,
         workspace.sums, pairs, tokens,
-        H=hidden, WIDTH=width, TOP_K=top_k, PADDED=triton.next_power_of_2(top_k), TILES_N=blocks.cols // 128,
-        RING=blocks.ring, STAGES=stages, WGS=rows // 64, CONSUMER_REGISTERS=consumer, SUM_REGISTERS=summing,
+        H=hidden, WIDTH=width, TOP_K=top_k, PADDED=triton.next_power_of_2(top_k), TILES_N=cols // 128,
+        SETS=2 if steps * rows <= 384 else 1, STAGES=stages, WGS=rows // 64, SUM=summed,
+        CONSUMER_REGISTERS=consumer, SUM_REGISTERS=summing,
         num_warps=4, maxnreg=maxnreg, launch_pdl=True,
     )  # fmt: skip
 

@@ -26,7 +26,6 @@ from katydid_kernels.gemm.experts_blocks import finish_block
 from katydid_kernels.gemm.experts_order import count, down_share, nth_item, wait_for_count
 from katydid_kernels.gemm.experts_pairs import even_column, multiply_pairs, stream_pairs
 from katydid_kernels.gemm.experts_sum import piece_layout, routes_of, sum_choices
-from katydid_kernels.gemm.own_plan import make_own_plan
 from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_for_last
 
 __all__ = ["experts_decode_kernel"]
@@ -262,29 +261,14 @@ def _combine(
         gl.store(out_ptr + target, total.to(out_ptr.dtype.element_ty), mask=there)
 
 
-@gluon.jit
-def _ask_for_weights(
-    w13_ptr, expert, tile_n, H: gl.constexpr, WIDTH: gl.constexpr, ROWS: gl.constexpr, BYTES: gl.constexpr
-):  # fmt: skip
-    """Ask L2 for the beginning of one of an expert's gate-up tiles: memory would stand still until the plan is made.
-    What this CTA does not want itself is somebody else's."""
-    lane = gl.arange(0, 2 * ROWS, gl.BlockedLayout([1], [32], [4], [0]))
-    row = expert.to(gl.int64) * (2 * WIDTH) + lane // ROWS * WIDTH + tile_n * ROWS + lane % ROWS
-    gl.inline_asm_elementwise(
-        f"cp.async.bulk.prefetch.L2.global [$1], {BYTES}; // $0", "=r,l", [w13_ptr + row * H],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=["tokens", "first_expert", "number"])
+@gluon.jit(do_not_specialize=["tokens"])
 def experts_decode_kernel(
-    x_ptr, x_stride, w13_ptr, w13_desc, w2_desc, h_desc, h_ptr, h_stride, y_ptr, weights_ptr, shared_ptr, out_ptr,
+    x_ptr, x_stride, w13_desc, w2_desc, h_desc, h_ptr, h_stride, y_ptr, weights_ptr, shared_ptr, out_ptr,
     rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr, ready_ptr, sync_ptr,
-    up_scale_ptr, inverse_scale_ptr, down_scale_ptr, token_scale_ptr, h_wide_ptr, h_scale_ptr, parts_ptr,
-    ids_ptr, own_plan_ptr, first_expert, number, tokens,
+    up_scale_ptr, inverse_scale_ptr, down_scale_ptr, token_scale_ptr, h_wide_ptr, h_scale_ptr, parts_ptr, tokens,
     H: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
     WGS: gl.constexpr, PROMOTE: gl.constexpr, SUM: gl.constexpr, BLOCKS: gl.constexpr, PAIRED: gl.constexpr,
-    GUESS: gl.constexpr, X_LAYOUT: gl.constexpr,
+    X_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``, e the expert of pair (t, j).
 
@@ -293,11 +277,7 @@ def experts_decode_kernel(
     to a multiple of BLOCK_K, and its boxes ``[TOKENS, BLOCK_K]``; y: ``[pairs, H]``; ready: zeros, an int32 a tile;
     sync: two zeros. Rows, slots and tiles are a `RoutePlan`'s. Scales in fp32: up ``[E, 2]``, down ``[E]``, inverse
     ``[1]`` (what h is multiplied by), token ``[T]`` or None. WGS is 2. SUM: tokens whose rows are
-    summed at a time, 4 or 8; with 0 the kernel ends with y. GUESS: bytes
-    of each row of a tile to ask for before the plan is known.
-
-    own_plan: scratch of `OWN_PLAN_INTS` a CTA to make the plan of ids here, for ``first_expert + [0, number)``, or None
-    to take the one given.
+    summed at a time, 4 or 8; with 0 the kernel ends with y.
 
     PAIRED: w2 has rows of 192 bytes and is read in pairs of them, see `experts_pairs`: its boxes are of w2 seen as
     ``[E, H / 16, 8, 2 * WIDTH]``, and y has its columns as `experts_pairs` says.
@@ -320,21 +300,9 @@ def experts_decode_kernel(
     if BLOCKS:
         scale_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     launch_next()
-    guess = gl.program_id(0) // up_n
-    # If all experts are hit, the first tiles are theirs one after the other.
-    if GUESS > 0 and own_plan_ptr is None and guess < number:
-        _ask_for_weights(w13_ptr, guess, gl.program_id(0) % up_n, H, WIDTH, GROUPS * 8 * WGS, GUESS)
     # Launched while the plan is still being made: everything it wrote is read after this.
     wait_for_last()
-    if own_plan_ptr is not None:
-        guess = gl.load(ids_ptr + gl.minimum(guess, tokens * TOP_K - 1)) - first_expert
-        if GUESS > 0 and guess >= 0 and guess < number:
-            _ask_for_weights(w13_ptr, guess, gl.program_id(0) % up_n, H, WIDTH, GROUPS * 8 * WGS, GUESS)
-        rows_ptr, slots_ptr, tiles_ptr, tiles = make_own_plan(
-            ids_ptr, tokens * TOP_K, first_expert, number, own_plan_ptr, TOP_K, TOKENS
-        )
-    else:
-        tiles = gl.load(tile_count_ptr)
+    tiles = gl.load(tile_count_ptr)
     scales = (up_scale_ptr, gl.load(inverse_scale_ptr), down_scale_ptr, token_scale_ptr)
     plan = (rows_ptr, tiles_ptr, ready_ptr)
     hidden = (h_ptr, h_stride)

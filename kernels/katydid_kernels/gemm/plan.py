@@ -4,8 +4,9 @@ The grouped GEMMs read token rows through `rows`, so nothing is gathered; `slots
 the weighted sum. Few pairs (decode) take one launch of one CTA. Many take two: every CTA counts its chunk and takes a
 range of each expert's rows with one atomic an expert, the last CTA places the experts, and in the second launch every
 pair claims a row of its chunk's range with an atomic that few others want. Rows of one expert come in no particular
-order, which no result depends on: a row's product is the same wherever it stands. Of many pairs the last tiles that
-experts hardly fill come after all others: they take a third of a tile's time, and end the last round of the GPU early.
+order, which no result depends on: a row's product is the same wherever it stands. Where experts have a tile or two,
+last tiles that they hardly fill come after all others: they take a third of a tile's time, and the GPU's last round ends
+early.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def plan_routes(topk_ids: Tensor, plan: RoutePlan, experts: int, tile_rows: int,
     chunks = triton.cdiv(pairs, CHUNK_PAIRS)
     _place_many_kernel[(chunks,)](
         topk_ids, plan.scratch, plan.bases, plan.tiles, plan.tile_count, pairs, first_expert, experts,
-        TILE=tile_rows, LATE=LATE_ROWS if tile_rows >= LARGE_TILE else 0,
+        TILE=tile_rows, LATE=_late_rows(pairs, experts, tile_rows),
         BLOCK=CHUNK_PAIRS, BLOCK_E=block_e, EARLY=early, num_warps=8, launch_pdl=early,
     )  # fmt: skip
     _claim_kernel[(chunks,)](
@@ -95,6 +96,12 @@ def plan_routes(topk_ids: Tensor, plan: RoutePlan, experts: int, tile_rows: int,
         BLOCK=CHUNK_PAIRS, EARLY=early, num_warps=8, launch_pdl=early,
     )  # fmt: skip
     return plan
+
+
+def _late_rows(pairs: int, experts: int, tile_rows: int) -> int:
+    """Rows up to which an expert's last tile comes late. With many tiles an expert the last round weighs little, and
+    the weights of late tiles would be read twice."""
+    return LATE_ROWS if tile_rows >= LARGE_TILE and pairs <= 2 * tile_rows * experts else 0
 
 
 @triton.jit
@@ -201,7 +208,8 @@ def plan_routes_reference(topk_ids: Tensor, experts: int, tile_rows: int, *, fir
     slots = torch.full_like(local, -1)
     slots[order] = torch.arange(len(order), device=order.device)
     tiles, late, start = [], [], 0
-    late_rows = LATE_ROWS if tile_rows >= LARGE_TILE and topk_ids.numel() > SINGLE_LAUNCH_PAIRS else 0
+    pairs = topk_ids.numel()
+    late_rows = _late_rows(pairs, experts, tile_rows) if pairs > SINGLE_LAUNCH_PAIRS else 0
     for expert, count in enumerate(torch.bincount(key, minlength=experts + 1)[:experts].tolist()):
         for row in range(start, start + count, tile_rows):
             (late if start + count - row <= late_rows else tiles).append((expert, row, start + count, 0))

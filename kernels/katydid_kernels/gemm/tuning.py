@@ -12,7 +12,6 @@ __all__ = [
     "DecodeTile",
     "FewTile",
     "NarrowTile",
-    "SummedDown",
     "UpTile",
     "WideTile",
     "decode_tile",
@@ -20,7 +19,7 @@ __all__ = [
     "few_tokens_tile",
     "narrow_tile",
     "summed_at_once",
-    "summed_down",
+    "summed_columns",
     "up_tile",
     "wide_tile",
 ]
@@ -143,28 +142,16 @@ def down_tile(hidden: int, tokens: int) -> WideTile:
     return WideTile(64, 256, 64, 4, 3, 1) if hidden % 256 == 0 else WideTile(64, 128, 64, 2, 6, 1)
 
 
-@dataclass(frozen=True)
-class SummedDown:
-    """How y is cut where its weighted sum runs beside the down product.
-
-    cols: columns of a block.
-    ring: blocks that are in memory at a time.
-    """
-
-    cols: int
-    ring: int
+# Bytes of a row of w2. Wider experts have so much to multiply that the sum hardly counts, and want larger tiles.
+_SUMMED_BYTES = 384
 
 
-# Wider experts have so much to multiply that the sum hardly counts, and are multiplied in larger tiles.
-_SUMMED_EXPERT = 384
-
-
-def summed_down(hidden: int, intermediate: int) -> SummedDown | None:
-    """The blocks of y for experts of this shape, or None where product and sum are better launches of their own."""
-    if intermediate > _SUMMED_EXPERT:
+def summed_columns(hidden: int, intermediate: int, dtype: torch.dtype) -> int | None:
+    """Columns of a block of y where its weighted sum runs beside the down product, or None where they are better
+    launches of their own."""
+    if intermediate * dtype.itemsize > _SUMMED_BYTES:
         return None
-    cols = 256 if hidden % 256 == 0 else 128
-    return SummedDown(cols, hidden // cols)
+    return next(cols for cols in (512, 256, 128) if hidden % cols == 0)
 
 
 def summed_at_once(tokens: int) -> int:
@@ -180,7 +167,8 @@ def few_tokens_tile(pairs: int, experts: int, dtype: torch.dtype) -> FewTile | N
     """The tile for batches whose pairs hardly share an expert, or None for larger ones."""
     if pairs > min(_UNPLANNED_PAIRS, experts):
         return None
-    return FewTile(22, dtype == _E4M3)
+    # Half an SM's shared memory: the next layer's kernel sets itself up meanwhile.
+    return FewTile(11, dtype == _E4M3)
 
 
 # Rows an expert up to which a tile is best: tokens, stages.

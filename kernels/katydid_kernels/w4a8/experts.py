@@ -14,7 +14,6 @@ from torch import Tensor
 
 from katydid_kernels.gemm.combine import combine
 from katydid_kernels.gemm.launch import sm_count
-from katydid_kernels.gemm.own_plan import OWN_PLAN_INTS, OWN_PLAN_PAIRS
 from katydid_kernels.gemm.plan import RoutePlan, plan_routes
 from katydid_kernels.gemm.tuning import summed_at_once
 from katydid_kernels.w4a8.experts_decode_kernel import experts_decode_w4a8_kernel
@@ -40,7 +39,6 @@ class Int4ExpertWorkspace:
     partial: Tensor
     counters: Tensor
     sync: Tensor
-    own_plan: Tensor
 
     @staticmethod
     def allocate(
@@ -58,7 +56,6 @@ class Int4ExpertWorkspace:
             torch.empty(2 * sm_count(device), 2, 64, 64, device=device),
             torch.zeros(max(pairs, len(plan.tiles)) * (intermediate // 32 + 2), dtype=torch.int32, device=device),
             torch.zeros(3, dtype=torch.int32, device=device),
-            torch.empty(sm_count(device), OWN_PLAN_INTS, dtype=torch.int32, device=device),
         )
 
 
@@ -82,17 +79,12 @@ def run_experts_w4a8(
     experts = len(w2.codes)
     tile = tile or expert_tile(ids.numel(), experts)
     plan = workspace.plan
-    few = isinstance(tile, DecodeTile) and 1 < ids.shape[1] <= ids.numel() <= min(UNPLANNED_PAIRS, experts)
-    own_plan = isinstance(tile, DecodeTile) and not few and ids.numel() <= OWN_PLAN_PAIRS
-    if not few and not own_plan:
+    few = 1 < ids.shape[1] <= ids.numel() <= min(UNPLANNED_PAIRS, experts)
+    planned = isinstance(tile, GroupedTile) or not few
+    if planned:
         plan_routes(ids, plan, experts, tile.tokens, first_expert=first_expert)
     if isinstance(tile, DecodeTile):
-        own_plan_scratch = workspace.own_plan if own_plan else None
-        planned = not few and not own_plan
-        _launch_decode(
-            x, w13, w2, weights, ids, x_scale, h_scale, out, workspace, first_expert, shared, tile, planned,
-            own_plan_scratch,
-        )  # fmt: skip
+        _launch_decode(x, w13, w2, weights, ids, x_scale, h_scale, out, workspace, first_expert, shared, tile, planned)
     else:
         h, y = workspace.h, workspace.y
         launch_grouped(
@@ -117,16 +109,15 @@ def _launch_decode(
     shared: Tensor | None,
     tile: DecodeTile,
     planned: bool,
-    own_plan: Tensor | None,
 ) -> None:
     plan = workspace.plan
     sorted_pairs = (plan.rows, plan.slots, plan.tiles, plan.tile_count) if planned else (None, None, None, None)
     experts_decode_w4a8_kernel[(sm_count(x.device),)](
         x, x.stride(0), *weight_descriptors(w13), *weight_descriptors(w2), workspace.h, workspace.h.stride(0),
         workspace.y, weights, shared, out, ids, first_expert, len(w2.codes), *sorted_pairs,
-        own_plan, workspace.partial, workspace.counters, workspace.sync, x_scale, h_scale, x.shape[0],
+        workspace.partial, workspace.counters, workspace.sync, x_scale, h_scale, x.shape[0],
         H=w2.rows, WIDTH=w2.cols, TOP_K=ids.shape[1], PADDED=triton.next_power_of_2(ids.shape[1]),
         SUM=summed_at_once(len(x)), TOKENS=tile.tokens,
-        STAGES=tile.stages, LAG=tile.lag, SCALE_A_TOKEN=x_scale.numel() > 1, X_LAYOUT=rows_layout(tile.tokens),
+        STAGES=tile.stages, SCALE_A_TOKEN=x_scale.numel() > 1, X_LAYOUT=rows_layout(tile.tokens),
         num_warps=4, maxnreg=128, launch_pdl=True,
     )  # fmt: skip

@@ -13,7 +13,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from katydid_kernels.gemm.expert_tiles import gather, row_layout, scaled_swiglu, store_columns, tokens_of
-from katydid_kernels.gemm.own_plan import make_own_plan
 from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_for_last
 from katydid_kernels.gemm.stream_k import interval_of, stages_within, sum_parts, tiles_of
 from katydid_kernels.w4a8.decode_order import count, down_share, expert_of, rows_of, wait_for
@@ -200,18 +199,17 @@ def _consume(
 def experts_decode_w4a8_kernel(
     x_ptr, x_stride, codes13_desc, scales13_desc, codes2_desc, scales2_desc, h_ptr, h_stride, y_ptr, weights_ptr,
     shared_ptr, out_ptr, ids_ptr, first_expert, experts, rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr,
-    own_plan_ptr, partial_ptr, counters_ptr, sync_ptr, x_scale_ptr, h_scale_ptr, tokens,
+    partial_ptr, counters_ptr, sync_ptr, x_scale_ptr, h_scale_ptr, tokens,
     H: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr, PADDED: gl.constexpr, SUM: gl.constexpr,
     TOKENS: gl.constexpr,
-    STAGES: gl.constexpr, LAG: gl.constexpr, SCALE_A_TOKEN: gl.constexpr, X_LAYOUT: gl.constexpr,
+    STAGES: gl.constexpr, SCALE_A_TOKEN: gl.constexpr, X_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``, e the expert of pair (t, j).
 
     Descriptors are `launch.weight_descriptors`' of the packed w13, gated, and w2. h: e4m3 ``[pairs, *]``, rows padded
     with zeros to a multiple of 256; y: bf16 ``[pairs, H]``; partial: fp32 ``[2 * CTAs, 2, 64, TOKENS]``; counters:
     int32 zeros, one a gate-up strip of every tile; sync: three zeros. Rows, slots and tiles are a `RoutePlan`'s, or
-    None where few pairs share an expert: then every pair is a tile. own_plan: scratch of `OWN_PLAN_INTS` a CTA to make
-    the plan here instead, or None. LAG: stages of token rows on their way, less than STAGES. PADDED:
+    None where few pairs share an expert: then every pair is a tile. PADDED:
     TOP_K rounded up to a power of two; SUM: tokens whose rows are summed at a time, 4 or 8. x_scale: fp32 ``[T]`` where
     SCALE_A_TOKEN, else one.
     """
@@ -224,7 +222,7 @@ def experts_decode_w4a8_kernel(
     filled, free = make_barriers(1, 1, 1)
     meeting = (buffer, filled, free)
     # Without a plan a CTA has all of a token's tiles of a strip one after the other, and sums them itself.
-    RUN: gl.constexpr = TOP_K if tiles_ptr is None and own_plan_ptr is None else 1
+    RUN: gl.constexpr = TOP_K if tiles_ptr is None else 1
     up_n = gl.cdiv(WIDTH // 32, WGS)
     down_n = gl.cdiv(H // 64, WGS)
     up_k = (H + 255) // 256
@@ -232,14 +230,7 @@ def experts_decode_w4a8_kernel(
     launch_next()
     # Launched while the plan is still being made: everything it wrote is read after this.
     wait_for_last()
-    if own_plan_ptr is not None:
-        rows_ptr, slots_ptr, tiles_ptr, tiles = make_own_plan(
-            ids_ptr, tokens * TOP_K, first_expert, experts, own_plan_ptr, TOP_K, TOKENS
-        )
-    elif tile_count_ptr is None:
-        tiles = tokens * TOP_K
-    else:
-        tiles = gl.load(tile_count_ptr)
+    tiles = tokens * TOP_K if tile_count_ptr is None else gl.load(tile_count_ptr)
     interval = interval_of(tiles * up_n * up_k, 1)
     plan = (rows_ptr, tiles_ptr, ids_ptr, first_expert, experts)
     hidden = (h_ptr, h_stride)
@@ -257,7 +248,7 @@ def experts_decode_w4a8_kernel(
             (_consume, (1, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, meeting, shape,
                         interval, H, TOP_K, PADDED, RUN, SUM, STAGES, WGS, SCALE_A_TOKEN)),
             (_produce_rows, ((x_ptr, x_stride, H), hidden, WIDTH // 32, H // 64, plan, sync_ptr, ring, shape, interval,
-                             TOP_K, RUN, STAGES, LAG)),
+                             TOP_K, RUN, STAGES, 3)),
             (_produce_weights, (w13, w2, plan, ring, shape, interval, RUN, STAGES, WGS)),
         ],
         [4, 4, 1],

@@ -38,12 +38,10 @@ class DecodeTile:
 
     tokens: rows of x in a tile.
     stages: stages of the ring, 256 columns deep.
-    lag: stages of token rows that are on their way before the first is handed over.
     """
 
     tokens: int
     stages: int
-    lag: int = 3
 
 
 @dataclass(frozen=True)
