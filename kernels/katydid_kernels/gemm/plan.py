@@ -5,7 +5,7 @@ the weighted sum. Few pairs (decode) take one launch of one CTA. Many take two: 
 range of each expert's rows with one atomic an expert, the last CTA places the experts, and in the second launch every
 pair claims a row of its chunk's range with an atomic that few others want. Rows of one expert come in no particular
 order, which no result depends on: a row's product is the same wherever it stands. Where experts have a tile or two,
-last tiles that they hardly fill come after all others: they take a third of a tile's time, and the GPU's last round ends
+last tiles that they hardly fill come after all others: they take a third of a tile's time, so the last round ends
 early.
 """
 
