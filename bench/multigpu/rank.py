@@ -18,76 +18,53 @@ import torch.distributed as dist
 from katydid_engine.collectives import ShapeOnly
 from katydid_engine.eplb.rebalancer import Rebalancer
 from katydid_engine.forward_batch import ForwardBatch, TokenRun
-from katydid_engine.loader import build_model, load_model
+from katydid_engine.loader import load_model
 from katydid_engine.lockstep import Lockstep
-from katydid_engine.model_config import ModelConfig
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.parallel import ParallelPlan
-from katydid_engine.planning.known_models import KNOWN_MODELS
 from katydid_engine.rank_groups import RankGroups, join_groups
 from katydid_engine.rank_slice.steps import Decoding
-from katydid_engine.weights import RandomSource
 from katydid_kernels.peer_reduce import PeerReducer, symmetric_peers
-from serving import build_share, cut_hy3, steps_of
+from serving import Share, build_share, cut_hy3, steps_of
 
 CHUNK = 8192
 AGREEMENT = 0.85
+FEW_TOKENS = 128
 TINY = Path(__file__).parents[2] / "models" / "hy3-tiny"
 Rows = list[dict[str, Any]]
 
 
 class Rank:
     def __init__(self, rank: int, ranks: int, meet: str, *, layers: int, dry: bool) -> None:
-        self.rank, self.ranks, self.layers, self.dry = rank, ranks, layers, dry
+        self.rank, self.ranks, self.layers, self.dry = rank, ranks, 2 if dry else layers, dry
         self.device = torch.device("cpu" if dry else f"cuda:{rank}")
-        if not dry:
-            torch.cuda.set_device(self.device)
         torch.set_num_threads(1)
-        dist.init_process_group("gloo" if dry else "nccl", init_method=meet, rank=rank, world_size=ranks)
-        self.first_ttft: dict[int, float] = {}
+        if dry:
+            dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=ranks)
+        else:
+            torch.cuda.set_device(self.device)
+            dist.init_process_group("nccl", init_method=meet, rank=rank, world_size=ranks, device_id=self.device)
+        self.of_tp: dict[tuple[str, int], float] = {}
         self.rows: Rows = []
 
     def note(self, figure: str, value: float, unit: str, bar: float | None = None, *, most: bool = True) -> None:
         met = None if bar is None else bool(value <= bar if most else value >= bar)
         self.rows.append({"figure": figure, "value": round(value, 5), "unit": unit, "bar": bar, "met": met})
 
-    def hy3(self) -> ModelConfig:
-        """Some layers of Hy3; in a dry run as narrow as a test."""
-        config = replace(
-            KNOWN_MODELS["hy3"], num_layers=self.layers, sparse_layers=(True,) * self.layers, num_mtp_layers=0
-        )
-        if not self.dry:
-            return config
-        assert config.moe is not None
-        moe = replace(config.moe, num_experts=16, intermediate_size=32, shared_intermediate_size=32)
-        return replace(
-            config, num_layers=2, sparse_layers=(True, True), hidden_size=128, vocab_size=512, head_dim=16, moe=moe
-        )
-
     def peers(self, plan: ParallelPlan, groups: RankGroups, hidden: int, tokens: int) -> PeerReducer | None:
         if self.dry or plan.tp == 1:
             return None
-        sizes = {"few_tokens": 128, "tokens": tokens if plan.sp else plan.tp}
+        sizes = {"few_tokens": FEW_TOKENS, "tokens": tokens if plan.sp else plan.tp}
         size = PeerReducer.nbytes(plan.tp, hidden, **sizes)
         memory = symmetric_peers(groups.tensor.group, size, self.device)  # type: ignore[attr-defined]
         return PeerReducer(memory, hidden, **sizes)
 
-    def build(self, plan: ParallelPlan, groups: RankGroups, tokens: int, *, peers: bool = True) -> DecoderLM:
-        config, dtype = self.hy3(), torch.float32 if self.dry else torch.bfloat16
-        return build_model(
-            config,
-            RandomSource(self.device, dtype),
-            device=self.device,
-            dtype=dtype,
-            plan=plan,
-            collectives=groups.tensor,
-            experts=groups.experts,
-            peers=self.peers(plan, groups, config.hidden_size, tokens) if peers else None,
-            quantization="auto" if self.dry else "fp8",
-            kv_cache_dtype="auto" if self.dry else "fp8",
-        )
+    def share(self, plan: ParallelPlan, groups: RankGroups, *, drafts: int = 0, micro_batches: int = 1) -> Share:
+        config = cut_hy3(self.layers, mtp=drafts > 0, dry=self.dry)
+        peers = self.peers(plan, groups, config.hidden_size, CHUNK)
+        return build_share(config, plan, groups, self.device, peers, micro_batches=micro_batches)
 
-    def seconds(self, call: Callable[[], object], repeats: int = 5) -> list[float]:
+    def seconds(self, call: Callable[[], object], repeats: int) -> list[float]:
         """Of each call, after two that are not counted; every rank is done before the next begins."""
         times = []
         for index in range(repeats + 2):
@@ -98,6 +75,16 @@ class Rank:
             if index > 1:
                 times.append(time.perf_counter() - started)
         return times
+
+    def together(self, call: Callable[[], float]) -> float:
+        """Seconds that every rank's call takes, begun together; the slowest rank's."""
+        self.meet()
+        return self.slowest(call())
+
+    def slowest(self, seconds: float) -> float:
+        most = torch.tensor(seconds, device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return float(most)
 
     def meet(self) -> None:
         if not self.dry:
@@ -126,9 +113,16 @@ class Rank:
             return logits, tokens
 
         options = {"device": self.device, "dtype": dtype}
-        whole, tokens = run(load_model(TINY, **options))
+        whole, tokens = run(load_model(TINY, **options))  # type: ignore[arg-type]
         peers = self.peers(plan, groups, 256, 1024) if dtype == torch.bfloat16 else None
-        model = load_model(TINY, plan=plan, collectives=groups.tensor, experts=groups.experts, peers=peers, **options)
+        model = load_model(
+            TINY,
+            plan=plan,
+            collectives=groups.tensor,
+            experts=groups.experts,
+            peers=peers,
+            **options,  # type: ignore[arg-type]
+        )
         self.meet()
         found, own = run(model)
         if peers is not None:
@@ -139,73 +133,6 @@ class Rank:
         same = sum(a == b for a, b in zip(tokens, own, strict=True))
         exact = dtype == torch.float32 and not plan.fp8_transfers
         self.note(f"correct, {plan}: greedy tokens equal of 17, {name}", same, "", 17 if exact else None, most=False)
-
-    def prefill(self, plan: ParallelPlan, groups: RankGroups, lengths: list[int]) -> None:
-        model = self.build(plan, groups, min(max(lengths), CHUNK))
-        cache = model.new_kv_cache(-(-max(lengths) // 64))
-        pages = list(range(-(-max(lengths) // 64)))
-        for tokens in lengths:
-            batches = [
-                ForwardBatch.pack(
-                    [TokenRun([7 + i % 400 for i in range(start, min(start + CHUNK, tokens))], start, pages)],
-                    device=self.device,
-                )
-                for start in range(0, tokens, CHUNK)
-            ]
-            took = float(np.median(self.seconds(lambda: [model.forward(batch, cache) for batch in batches], 3)))  # noqa: B023
-            layers = len(cache.k_pages)
-            whole = took * KNOWN_MODELS["hy3"].num_layers / layers
-            self.note(f"prefill of {tokens}, {plan}: {layers} layers", took, "s")
-            self.note(f"prefill of {tokens}, {plan}: as for 80 layers", whole, "s")
-            if plan == ParallelPlan(tp=plan.tp):
-                self.first_ttft[tokens] = whole
-            elif tokens in self.first_ttft:
-                lower = 100 * (1 - whole / self.first_ttft[tokens])
-                bar = 24.5 if (tokens, self.ranks) == (32768, 8) else None
-                self.note(f"prefill of {tokens}, {plan}: lower than tp{plan.tp}", lower, "%", bar, most=False)
-
-    def decode_batch(self, plan: ParallelPlan, batch: int, context: int) -> tuple[ForwardBatch | None, int]:
-        """This rank's part of ``batch`` requests, and the pages it needs."""
-        own = range(plan.place(self.rank).dp, batch, plan.dp)
-        each = -(-(context + 1) // 64)
-        runs = [
-            TokenRun([7 + number % 400], context, list(range(index * each, (index + 1) * each)))
-            for index, number in enumerate(own)
-        ]
-        made = ForwardBatch.pack(runs, num_decodes=len(runs), device=self.device) if runs else None
-        return made, max(1, len(runs) * each)
-
-    def decode(self, plan: ParallelPlan, groups: RankGroups, batches: list[int], context: int, *, peers: bool) -> None:
-        model = self.build(plan, groups, max(batches), peers=peers)
-        cache = model.new_kv_cache(max(self.decode_batch(plan, batch, context)[1] for batch in batches))
-        layers = len(cache.k_pages)
-        for batch in batches:
-            own, _ = self.decode_batch(plan, batch, context)
-            step = model.take_part if own is None else lambda: model.logits(model.forward(own, cache))  # noqa: B023
-            name = f"decode of {batch} x {context}, {plan}" + ("" if peers else " over NCCL")
-            took = float(np.median(self.seconds(step, 10)))
-            self.note(f"{name}: {layers} layers, eager", 1e3 * took, "ms")
-            for block in model.dispatched:
-                block.exchange.capacity = -(-batch // plan.dp)
-            if not self.dry:
-                took = self.replayed(step)
-                self.note(f"{name}: {layers} layers, in a graph", 1e3 * took, "ms")
-            for block in model.dispatched:
-                block.exchange.capacity = None
-            rate = batch / (took * KNOWN_MODELS["hy3"].num_layers / layers) / self.ranks
-            self.note(f"{name}: tokens a GPU-second, as for 80 layers", rate, "1/s")
-
-    def replayed(self, step: Callable[[], object]) -> float:
-        """Seconds of one step that is captured in a CUDA graph."""
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            step()
-        self.meet()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            step()
-        times = self.seconds(lambda: [graph.replay() for _ in range(10)], 3)
-        return float(np.median(times)) / 10
 
     def serve(
         self,
@@ -226,19 +153,28 @@ class Rank:
         tokens = max([*lengths, *(rows * (context + 256) for rows in own.values())])
         steps = steps_of(share, tokens, drafts)
         for length in lengths if plan.dp == 1 else []:
-            took = sorted(self.together(lambda: steps.prefill(length, CHUNK)) for _ in range(4))[1]  # noqa: B023
+            took = sorted(self.together(partial(steps.prefill, length, CHUNK)) for _ in range(4))[1]
             self.note(f"serve {length}, {name}: TTFT, {self.layers} layers", 1e3 * took, "ms")
+            self._against_tp(f"serve {length}, {name}: TTFT lower than with tp{plan.tp}", plan, "", length, took)
         for batch in batches:
             rows = own[batch]
             if not self.dry and (plan.dp > 1 or batch == batches[0]):
                 steps.fix_exchange(rows)
-                steps.capture(
-                    rows if plan.dp > 1 else max(batches), context + 256, agreement=AGREEMENT if drafts else None
-                )
-            took = self.largest(float(np.median(Decoding(steps, rows, context).time(30, 6))))
+                most = rows if plan.dp > 1 else max(batches)
+                steps.capture(most, context + 256, agreement=AGREEMENT if drafts else None)
+            took = self.slowest(float(np.median(Decoding(steps, rows, context).time(30, 6))))
             self.note(f"serve {batch} x {context}, {name}: a step, {self.layers} layers", 1e3 * took, "ms")
+            figure = f"serve {batch} x {context}, {name}: a step shorter than with tp{self.ranks}"
+            self._against_tp(figure, plan, f"{drafts} drafts", batch, took)
         if memory is not None:
             memory.check()
+
+    def _against_tp(self, figure: str, plan: ParallelPlan, kind: str, size: int, took: float) -> None:
+        """The first plan is plain TP; the others are compared with it."""
+        if (kind, size) in self.of_tp:
+            self.note(figure, 100 * (1 - took / self.of_tp[kind, size]), "%")
+        elif plan == ParallelPlan(tp=plan.tp):
+            self.of_tp[kind, size] = took
 
     def overlap(self, plan: ParallelPlan, groups: RankGroups, tokens: int) -> None:
         """How much of the time that rows take to their experts and back is seen, with a pass in one part and in two."""
@@ -247,49 +183,49 @@ class Rank:
         runs = [TokenRun(run, 0, list(range(row * each, (row + 1) * each))) for row, run in enumerate(ids)]
         took = {}
         for way, parts in (("alone", 1), ("alone", 2), ("together", 1), ("together", 2)):
-            config, present = cut_hy3(self.layers, dry=self.dry), groups
+            present = groups
             if way == "alone":
                 present = replace(groups, experts=ShapeOnly(groups.experts.rank, groups.experts.size))
-            share = build_share(config, plan, present, self.device, None, micro_batches=parts)
-            cache = share.model.new_kv_cache(8 * each)
-            batch = ForwardBatch.pack(runs, device=self.device)
-            step = partial(share.model.forward, batch, cache)
-            took[way, parts] = self.largest(float(np.median(self.seconds(step, 7))))
-            del share, cache, step
-        sent = took["together", 1] - took["alone", 1]
+            model = self.share(plan, present, micro_batches=parts).model
+            cache = model.new_kv_cache(8 * each)
+            step = partial(model.forward, ForwardBatch.pack(runs, device=self.device), cache)
+            took[way, parts] = self.slowest(float(np.median(self.seconds(step, 7))))
+            del model, cache, step
         for parts in (1, 2):
             name = f"overlap, {plan}, {tokens} tokens a rank: {parts} micro-batches, {self.layers} layers"
             self.note(name, 1e3 * took["together", parts], "ms")
             self.note(f"{name}, nothing sent", 1e3 * took["alone", parts], "ms")
+        sent = took["together", 1] - took["alone", 1]
         seen = 100 * (took["together", 2] - took["alone", 2]) / sent
         self.note(f"overlap, {plan}, {tokens} tokens a rank: of the time for sending, seen with two", seen, "%", 15.0)
 
-    def together(self, call: Callable[[], float]) -> float:
-        """Seconds that every rank's call takes, begun together; the slowest rank's."""
-        self.meet()
-        return self.largest(call())
-
-    def largest(self, seconds: float) -> float:
-        most = torch.tensor(seconds, device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return float(most)
-
     def rebalance(self, plan: ParallelPlan, groups: RankGroups, batch: int, context: int) -> None:
-        model = self.build(plan, groups, batch)
-        own, pages = self.decode_batch(plan, batch, context)
-        cache = model.new_kv_cache(pages)
+        model = self.share(plan, groups).model
+        each = -(-(context + 1) // 64)
+        runs = [
+            TokenRun([7 + number % 400], context, list(range(index * each, (index + 1) * each)))
+            for index, number in enumerate(range(plan.place(self.rank).dp, batch, plan.dp))
+        ]
+        own = ForwardBatch.pack(runs, num_decodes=len(runs), device=self.device)
+        cache = model.new_kv_cache(len(runs) * each)
         balancer = Rebalancer(model.dispatched, groups.movers, interval=40)
         lockstep = Lockstep(groups.step, model.take_part, balancer)
         model.before_pass = lockstep.enter
-        step = lockstep.idle if own is None else lambda: model.forward(own, cache)
-        still, moving = [], []
+        still: list[float] = []
+        moving: list[float] = []
         for _ in range(400):
             under_way = balancer.state.layers_moved < balancer.state.layers
-            (moving if under_way else still).append(self.seconds(step, 1)[0])
+            self.meet()
+            started = time.perf_counter()
+            model.forward(own, cache)
+            self.meet()
+            (moving if under_way else still).append(time.perf_counter() - started)
+        del still[:5]
         finished = balancer.state.finished
         self.note(f"rebalance, {plan}: rebalancings that moved something", finished, "", 1, most=False)
         if moving:
             usual, worst = float(np.median(still)), float(np.max(moving))
+            self.note(f"rebalance, {plan}: the usual step, {self.layers} layers, eager", 1e3 * usual, "ms")
             self.note(f"rebalance, {plan}: longest step more than the usual one", 1e3 * (worst - usual), "ms", 5.0)
             jitter = 100 * (float(np.median(moving)) / usual - 1)
             self.note(f"rebalance, {plan}: median step while experts move, against the usual one", jitter, "%", 5.0)

@@ -6,9 +6,8 @@
 Parts (``--parts`` for some of them):
 
     correct    every plan's greedy tokens and logits against one rank's, hy3-tiny
-    prefill    TTFT of TP, TP+SP and TP+SP+EP, layers of Hy3 at full width
-    decode     a step of TP and of DP+EP, by batch, eager and in a CUDA graph
-    serve      prompts, and decode steps as graphs with sampling and drafts, through the engine's runner
+    serve      layers of Hy3 at full width behind the engine's runner: prompts of TP, TP+SP and TP+SP+EP; decode steps
+               of TP and of DP+EP by batch, as graphs, with sampling and drafts
     overlap    what rows to experts and back add to a pass of DP+EP in one part, and in two
     rebalance  step times of DP+EP while redundant experts move, and while they do not
 
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("correct", "prefill", "decode", "serve", "overlap", "rebalance")
+PARTS = ("correct", "serve", "overlap", "rebalance")
 Job = dict[str, Any]
 Rows = list[dict[str, Any]]
 
@@ -44,16 +43,6 @@ def jobs(gpus: int, parts: list[str], lengths: list[int], batches: list[int], *,
     made: list[Job] = []
     if "correct" in parts:
         made += [{"part": "correct", "plan": plan} for plan in (*sp, dp, f"{dp}+{gpus}")]
-    if "prefill" in parts:
-        made += [{"part": "prefill", "plan": plan, "lengths": lengths} for plan in sp]
-    if "decode" in parts:
-        context = 64 if dry else 4096
-        ways = [(f"tp{gpus}", True), (f"tp{gpus}", False), (dp, True)]
-        made += [
-            {"part": "decode", "plan": plan, "batches": batches, "context": context, "peers": peers}
-            for plan, peers in ways
-            if peers or not dry
-        ]
     if "serve" in parts:
         common = {"part": "serve", "lengths": lengths, "batches": batches, "context": 64 if dry else 4096}
         made += [
