@@ -1,6 +1,6 @@
 """Plans without a GPU: balance of experts, bytes that ranks send, what fp8 transfers cost, and what is predicted.
 
-    python bench/parallelism.py            writes bench/results/parallelism.json
+    PYTHONPATH=. python bench/parallelism.py            writes bench/results/parallelism.json
 
 Bytes are counted where they are given to the collectives; loss is that of hy3-tiny on two and four processes over gloo,
 on this repository's documentation. What is predicted comes from the planner: speeds measured on one H200, links partly
@@ -34,6 +34,8 @@ from katydid_engine.planning.phases import Phases
 from katydid_engine.planning.pool import Pool
 from katydid_engine.weights import RandomSource
 from torch import Tensor
+
+from bench.fit_planner import SLICE, held_out
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results" / "parallelism.json"
@@ -254,9 +256,16 @@ def predictions() -> Rows:
     return rows
 
 
+def measured_slice() -> Rows:
+    """What one rank of each plan took for a prompt, and the planner's predictions of steps it was not fitted to."""
+    slice_rows = json.loads(SLICE.read_text())["rows"]
+    rows = [{**found, "source": "bench/results/slice.json"} for found in slice_rows if " against tp8: " in found["figure"]]
+    return rows + held_out({found["figure"]: found for found in slice_rows}, H200)
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    rows = balance() + sent_bytes() + predictions() + loss()
+    rows = balance() + sent_bytes() + measured_slice() + predictions() + loss()
     head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, cwd=ROOT)
     record = {
         "command": "python bench/parallelism.py",

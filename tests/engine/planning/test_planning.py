@@ -80,20 +80,20 @@ def test_more_work_takes_longer(plan: str) -> None:
     assert time.total == pytest.approx(time.computing + time.exposed)
 
 
-@pytest.mark.parametrize(
-    ("figure", "tokens"),
-    [(f"fused MoE TP8 {tokens} tokens, {hit} of 192 experts hit", tokens) for tokens, hit in ((16, 94), (4096, 192))],
-)
-def test_experts_are_as_measured(figure: str, tokens: int) -> None:
-    rows = {row["figure"]: row["value"] for row in json.loads((RESULTS / "moe.json").read_text())["rows"]}
-    assert H200.sliced_experts_s(8, tokens) == pytest.approx(rows[figure] * 1e-6)
+def test_experts_are_as_measured() -> None:
+    rows = {row["figure"]: row for row in json.loads((RESULTS / "slice.json").read_text())["rows"]}
+    for batch in (16, 64):
+        row = rows[f"tp8 rank 0, fp8, fp8 KV: decode of {batch} at 4096"]
+        measured_s = row["phases"]["experts"] / sum(HY3.sparse_layers)
+        assert H200.sliced_experts_s(8, batch) == pytest.approx(measured_s, rel=1e-3)
 
 
 @pytest.mark.parametrize(("tokens", "microseconds"), [(64, 119.62), (128, 127.6), (1024, 305.98)])
-def test_whole_experts_are_near_what_was_measured(tokens: int, microseconds: float) -> None:
-    """Rows that no constant was taken from: 8 ranks with so many tokens each, a row a token on each."""
+def test_whole_experts_are_near_what_their_benchmark_measured(tokens: int, microseconds: float) -> None:
+    """Rows that no constant was taken from: 8 ranks with so many tokens each, a row a token on each. In a step the plan
+    of their order comes before them."""
     time = phases("dp8,ep8").decode(tokens, 1).experts / HY3.num_layers
-    assert time == pytest.approx(microseconds * 1e-6, rel=0.1)
+    assert time == pytest.approx(microseconds * 1e-6, rel=0.15)
 
 
 def test_every_figure_has_a_source() -> None:
@@ -101,7 +101,7 @@ def test_every_figure_has_a_source() -> None:
     data = json.loads(text.read_text())
     for group in ("speeds", "constants", "links"):
         assert all(len(entry["source"]) > 5 for entry in data[group].values())
-    assert set(H200.assumed) == {"norm_s", "head_s", "overlapped", "network_bytes_per_s", "network_s"}
+    assert set(H200.assumed) == {"overlapped", "network_bytes_per_s", "network_s"}
     with pytest.raises(SettingsError, match="there are speeds of h200"):
         measured("h20")
 

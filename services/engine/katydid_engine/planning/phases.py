@@ -86,6 +86,15 @@ class Phases:
         norms = 2 * own * config.hidden_size * 7 / self._through
         return speeds["norm_s"] + speeds["norm_router_s"] + norms + own * speeds["router_s_per_token"]
 
+    def _exchanged(self, tokens: float) -> float:
+        """What this rank moves in its own memory to send rows and to sum what arrives, of one layer."""
+        config, plan, speeds = self._config, self._plan, self._speeds
+        if plan.sp:
+            # A summand in, its rows out and in again quantised or not, and the sum's rows out to all.
+            row = config.hidden_size * (5 if plan.fp8_transfers else 8)
+            return 2 * tokens * row / (speeds["copy_bytes_per_s"] * speeds["exchange_share_of_copy"])
+        return speeds["dispatch_s"] if plan.dispatches and config.moe is not None else 0.0
+
     def _qkv_post(self, tokens: int) -> float:
         """Cut by heads in every plan."""
         config, plan = self._config, self._plan
@@ -106,15 +115,16 @@ class Phases:
         head = speeds["head_s"] + head_bytes / speeds["copy_bytes_per_s"]
         head += 2 * sampled * config.vocab_size * config.hidden_size / self._plan.tp / speeds["linear_flop_per_s"]
         exposed = sending * (1 - self._overlapped if self._plan.dispatches else 1)
+        rows += self._exchanged(tokens)
         return PhaseTime(attention * layers, linear * layers, experts * layers, rows * layers, head, sending, exposed)
 
     def _linears(self, tokens: float) -> float:
-        """The two attention products and the shared expert's two, of one layer."""
+        """The two attention products of a layer, and the shared expert's two where it is not one of the experts."""
         config, plan = self._config, self._plan
         q = config.num_heads * config.head_dim // plan.tp
         kv = plan.kv_heads(config.num_kv_heads) * config.head_dim
         seconds = self._linear(tokens, config.hidden_size, q + 2 * kv) + self._linear(tokens, q, config.hidden_size)
-        if config.moe is not None and config.moe.shared_intermediate_size:
+        if config.moe is not None and config.moe.shared_intermediate_size and plan.ep > 1:
             width = config.moe.shared_intermediate_size // (1 if plan.dispatches else plan.tp)
             own = tokens / (plan.tp if plan.dispatches else 1)
             seconds += self._linear(own, config.hidden_size, 2 * width) + self._linear(own, width, config.hidden_size)

@@ -1,0 +1,28 @@
+"""The planner's speeds are those of the measured slice, and predict what was left out of the fit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from katydid_engine.planning.measured import measured
+
+from bench.fit_planner import SLICE, fitted, held_out
+
+ROWS = {row["figure"]: row for row in json.loads(SLICE.read_text())["rows"]}
+
+
+def test_what_is_committed_is_what_is_fitted() -> None:
+    speeds = measured("h200")
+    values, experts = fitted(ROWS)
+    assert {name: speeds[name] for name in values} == pytest.approx(
+        {name: value for name, (value, _) in values.items()}, rel=6e-3
+    )
+    for tokens, seconds in experts.items():
+        assert speeds.sliced_experts_s(8, tokens) == pytest.approx(seconds, rel=1e-3)
+
+
+def test_predictions_of_what_was_left_out() -> None:
+    found = held_out(ROWS, measured("h200"))
+    assert sum(not row["fitted"] for row in found) >= 4
+    assert {row["figure"]: row["value"] for row in found if row["met"] is False} == {}
