@@ -7,6 +7,8 @@ row, so that they change nothing for the others. What a step leaves for the next
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +27,7 @@ __all__ = ["Bucket", "BucketTensors", "DecodeBuffers"]
 
 # Kernels specialise on 16-byte alignment: every tensor begins on such a border.
 _ALIGNMENT = 4
+_ALIGNED_BYTES = 16
 _BY_TOKEN = ("token_ids", "positions", "slot_mapping", "sample_positions", "top_k", "temperature", "top_p", "min_p")
 _BY_ROW = ("context_lens", "limits", "previous", "num_drafts")
 
@@ -74,19 +77,20 @@ class DecodeBuffers:
         self, rows: int, width: int, pages: int, hidden_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._device = device
-        self._ints = torch.zeros(_size(Bucket(rows, width, 0)), dtype=torch.int32, device=device)
+        # Behind what a bucket holds there is room for the block tables, on their way to where rows have fixed places.
+        self._ints = torch.zeros(_size(Bucket(rows, width, 0)) + rows * pages, dtype=torch.int32, device=device)
         self._table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         ends = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._ends = [ends * each for each in range(width + 1)]
         self._before_first = [each - 1 for each in self._ends]
         self.hidden = torch.zeros(rows * width, hidden_size, dtype=dtype, device=device)
-        self.left = Sampled(
-            tokens=torch.zeros(rows, width, dtype=torch.int32, device=device),
-            accepted=torch.ones(rows, dtype=torch.int32, device=device),
-            first_positions=torch.zeros(rows, dtype=torch.int32, device=device),
-            drafts=torch.zeros(rows, max(1, width - 1), dtype=torch.int32, device=device),
+        shapes = [(rows, width), (rows,), (rows,), (rows, max(1, width - 1))]
+        # One memory, which one copy takes to the host.
+        *left, self.sound = _in_one_memory(
+            [*((shape, torch.int32) for shape in shapes), ((rows * width,), torch.bool)], device
         )
-        self.sound = torch.ones(rows * width, dtype=torch.bool, device=device)
+        self.left = Sampled(*left)
+        self.left.accepted.fill_(1)
 
     @property
     def rows(self) -> int:
@@ -129,9 +133,10 @@ class DecodeBuffers:
         for name, column in columns.items():
             start = places[name][0]
             host[start : start + len(column)] = column
+        size, (count, used) = len(host), rows.table.shape
+        host = np.concatenate([host, rows.table.ravel()])
         self._ints[: len(host)].copy_(to_device(torch.from_numpy(host), self._device))
-        count, columns_used = rows.table.shape
-        self._table[:count, :columns_used].copy_(to_device(torch.from_numpy(rows.table), self._device))
+        self._table[:count, :used].copy_(self._ints[size : len(host)].view(count, used))
         return self._tensors(bucket, count, max_context_len=int(rows.context_lens.max()))
 
     def keep(self, step: Sampled) -> Sampled:
@@ -198,6 +203,17 @@ class DecodeBuffers:
             sampling,
             self._before_first[width][:rows],
         )
+
+
+def _in_one_memory(parts: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> list[Tensor]:
+    """Zeros of these shapes and dtypes, one behind the other."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in parts]
+    starts = [0, *itertools.accumulate(-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes)]
+    whole = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
+    return [
+        whole[start : start + size].view(dtype).view(shape)
+        for start, size, (shape, dtype) in zip(starts, sizes, parts, strict=False)
+    ]
 
 
 def _blank(bucket: Bucket) -> Int32s:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Arriving", "floats", "integers", "to_device", "to_host"]
+__all__ = ["Arriving", "floats", "integers", "to_device", "to_host", "together_to_host"]
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
@@ -32,6 +32,19 @@ def floats(values: Sequence[float], device: torch.device) -> Tensor:
 def to_host(values: Tensor) -> Tensor:
     """A copy, on a GPU in page-locked memory and complete when an ``Arriving`` that is made later has arrived."""
     return values.to("cpu", non_blocking=True) if values.is_cuda else values.clone()
+
+
+def together_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """As ``to_host``, of several; those that lie in one memory come by one copy of it."""
+    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    if len(storages) > 1:
+        return [to_host(tensor) for tensor in tensors]
+    whole = torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(tensors[0].untyped_storage())
+    host = to_host(whole).untyped_storage()
+    return [
+        torch.empty(0, dtype=tensor.dtype).set_(host, tensor.storage_offset(), tensor.shape, tensor.stride())
+        for tensor in tensors
+    ]
 
 
 class Arriving:

@@ -14,7 +14,7 @@ import torch
 from katydid_kernels.sample import Logprobs as DeviceLogprobs
 from torch import Tensor
 
-from katydid_engine.host_copies import Arriving, to_host
+from katydid_engine.host_copies import Arriving, to_host, together_to_host
 from katydid_engine.plan import Logprobs, Moved, StepOutput, StepPlan
 from katydid_engine.sampler import joined_logprobs
 from katydid_engine.sequence_sampler import SequenceSampler
@@ -41,8 +41,11 @@ class Left:
 
     def on_host(self) -> Left:
         """Under way; the tensors are not to be read before they have arrived."""
-        drafts = None if self.drafts is None else to_host(self.drafts)
-        return Left(to_host(self.tokens), to_host(self.accepted), to_host(self.positions), drafts, to_host(self.sound))
+        drafts = [] if self.drafts is None else [self.drafts]
+        tokens, accepted, positions, sound, *drafts = together_to_host(
+            [self.tokens, self.accepted, self.positions, self.sound, *drafts]
+        )
+        return Left(tokens, accepted, positions, drafts[0] if drafts else None, sound)
 
 
 @dataclass(frozen=True, slots=True)
