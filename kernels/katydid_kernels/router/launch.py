@@ -63,13 +63,11 @@ class Slices:
     group: int = FEW_TOKENS
 
 
-def few_slices(tokens: int, hidden: int) -> Slices:
-    """Measured on one H200 with 192 experts of 4096: long slices, for each is a trip through L2 for every token, as
-    many CTAs as there are tokens to choose for, and little of x for each. The slices of K, and so a token's bits, do
-    not depend on the batch.
+def few_slices(hidden: int) -> Slices:
+    """Measured on one H200 with 192 experts of 4096: long slices, for each is a trip through L2 for every token, and
+    little of x for each CTA, since x is what it waits for. A token's bits do not depend on the batch.
     """
-    depth = slice_depth(hidden)
-    return Slices(64, depth, 1, 1) if tokens <= 16 else Slices(32, depth, min(4, depth), 1, 32)
+    return Slices(64, slice_depth(hidden), 1, 1, 16)
 
 
 def slice_depth(hidden: int) -> int:
@@ -90,10 +88,11 @@ def launch_few(x: Tensor, weight: OnHopper, experts: int, choice: Choice, *, sli
     """Up to FEW_TOKENS tokens."""
     count, padded, hidden = weight.terms.shape
     tokens = x.shape[0]
-    slices = few_slices(tokens, hidden) if slices is None else slices
+    slices = few_slices(hidden) if slices is None else slices
     splits = hidden // (slices.depth * BLOCK_K)
     depth = slices.depth // slices.parts
-    rows = max(8, triton.next_power_of_2(tokens)) if slices.experts == CHUNK_EXPERTS else FEW_TOKENS
+    some = min(tokens, slices.group)
+    rows = max(8, triton.next_power_of_2(some)) if slices.experts == CHUNK_EXPERTS else FEW_TOKENS
     few_tokens_kernel[(splits * (padded // slices.experts) * triton.cdiv(tokens, slices.group),)](
         x, x.stride(0) // 8, _blocked_terms(weight.terms, depth, slices.experts),
         weight.handover, choice.selection_bias, choice.scale, choice.weights, choice.ids, tokens, experts,
