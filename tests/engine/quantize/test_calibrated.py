@@ -152,6 +152,14 @@ def test_rotated_residual(text: Path, tmp_path: Path) -> None:
         ({"calibration": {"sources": ["{text}"], "sequences": 1000}}, r"has 1\d+ tokens, 1000 sequences of 2048"),
         ({"calibration": {"sources": ["{text}"], "tokens": 5000}}, "the model has 4096 positions"),
         ({"rotate_residual": True}, "draft layers read hidden states"),
+        ({"distill": {"calibration": {"sources": ["{text}"], "tokens": 5000}}}, "the model has 4096 positions"),
+        (
+            {
+                "calibration": {"sources": ["{text}"], "sequences": 1, "tokens": 64},
+                "distill": {"calibration": {"sources": ["/nowhere.txt"]}},
+            },
+            "does not exist",
+        ),
     ],
 )
 def test_calibration_that_cannot_be_had(
@@ -174,6 +182,8 @@ def test_calibration_that_cannot_be_had(
         ("calibration: {sequences: many}", "calibration.sequences"),
         ("calibration: {sources: []}", "calibration.sources"),
         ("distill: {learning_rate: .nan}", "distill.learning_rate"),
+        ("distill: {rounding_rate: -1}", "distill.rounding_rate"),
+        ("fp8: [experts]", "fp8.0"),
         ("- clip", "recipe"),
         ("gptq: [", "recipe"),
     ],
@@ -196,6 +206,11 @@ def test_recipe_files(tmp_path: Path) -> None:
         read_recipe(tmp_path / "nowhere.yaml")
     with pytest.raises(SettingsError, match="needs a recipe with kv_scales"):
         Options("w8a8c8", recipe=Recipe())
+
+
+def test_nothing_to_learn(source: Path, text: Path, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="rounding_rate is 0"):
+        quantize_folder(source, tmp_path / "out", Options("w8a8", recipe=recipe(text, distill={"rounding_rate": 0.0})))
 
 
 def test_rows_that_are_not_finite(source: Path, text: Path, tmp_path: Path) -> None:

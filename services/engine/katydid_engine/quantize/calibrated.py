@@ -72,6 +72,13 @@ class CalibratedRun:
                 value="true",
                 allowed="false for a model with draft layers",
             )
+        if recipe.rotate_keys and config.head_dim & (config.head_dim - 1):
+            raise SettingsError(
+                f"rotate_keys: heads have {config.head_dim} columns",
+                field="rotate_keys",
+                value="true",
+                allowed="false where head_dim is no power of two",
+            )
         learns = recipe.distill
         if learns is not None and scheme is Scheme.FP8 and not learns.rounding_rate:
             raise SettingsError(
@@ -120,6 +127,8 @@ class CalibratedRun:
             ModelFolderError: weights or hidden states that are not finite.
         """
         ids = self._calibration(partial.path / _IDS, self._recipe.calibration)
+        if self._recipe.distill is not None:  # what cannot be had is told before the work
+            self._learning_rows(partial)
         start, streams = self._resume(partial, ids)
         for file in self.files:
             read = sum(step.read_bytes for step in file.shard.steps)
@@ -261,7 +270,7 @@ class CalibratedRun:
                 self._device,
                 rotate=self._recipe.rotate_keys,
             )
-            ids = self._calibration(partial.path / _LEARNING_IDS, rows)
+            ids = self._learning_rows(partial)
             with torch.enable_grad():
                 learned, losses = distill(
                     original,
@@ -282,6 +291,11 @@ class CalibratedRun:
         for shard in shards:
             with_new_tensors(partial, shard, made)
         return [float(loss) for loss in made["losses"]]
+
+    def _learning_rows(self, partial: PartialFolder) -> Tensor:
+        assert self._recipe.distill is not None
+        options = self._recipe.distill.calibration or self._recipe.calibration
+        return self._calibration(partial.path / _LEARNING_IDS, options)
 
     def _rotary(self, tokens: int) -> tuple[Tensor, Tensor]:
         config = self._config
