@@ -76,3 +76,17 @@ def test_peers_that_are_not_there() -> None:
         "peers gather": 12 * row,
         "peers reduce-scatter": 12 * row,
     }
+
+
+def test_few_rows_wait_for_nobody() -> None:
+    group = AbsentRanks(0, 4)
+    peers = AbsentPeers(group, 32, 16, torch.device("cpu"))
+    x, residual = torch.randn(2, 2, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert peers.sum_few(x) is x
+    for fp8 in (False, True):
+        y, scale, total = peers.all_reduce_few(x, residual, torch.ones(32), 1e-5, fp8=fp8)
+        assert torch.equal(total, x + residual)
+        assert (scale is None) != fp8
+        plain = y.float() if scale is None else y.float() * scale[:, None]
+        assert plain.square().mean().sqrt().item() == pytest.approx(1, rel=0.05)
+    assert group.traffic["peers sum of few"].sent_bytes == 3 * 3 * 2 * 64
