@@ -96,7 +96,6 @@ def main() -> None:
     hy3 = KNOWN_MODELS["hy3"]
     assert hy3.moe is not None
     config = dataclasses.replace(hy3, moe=dataclasses.replace(hy3.moe, num_experts=options.experts))
-    block = synthetic_layer(config, device)
     generator = torch.Generator(device).manual_seed(1)
     rows = [
         torch.empty(min(BATCH, options.sequences - begin), TOKENS, config.hidden_size, device=device).normal_(
@@ -110,9 +109,10 @@ def main() -> None:
     clock = Clock(device)
     for name in PARTS:
         setattr(walk, name, clock.timed(name, getattr(walk, name)))
+    blocks = [synthetic_layer(config, device)]  # not held while it is quantised
     start = clock.now()
     with torch.no_grad():
-        walk.quantise_layer(block, streams, angles, Recipe(), int4=_every, gain_dtype=torch.bfloat16)
+        walk.quantise_layer(blocks.pop(), streams, angles, Recipe(), int4=_every, gain_dtype=torch.bfloat16)
     total = clock.now() - start
     result = {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",

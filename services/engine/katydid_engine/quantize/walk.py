@@ -29,7 +29,7 @@ from katydid_engine.quantize.smoothing import smooth
 __all__ = ["LayerResult", "Streams", "quantise_layer"]
 
 _SAMPLE_ROWS = 512
-_HESSIAN_BYTES = 8 << 30
+_HESSIAN_BYTES = 4 << 30
 
 
 @dataclass
