@@ -28,7 +28,14 @@ class AbsentPeers(PeerReducer):
         self._seen: set[tuple[int, int]] = set()
 
     def all_reduce_few(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, fp8: bool = False, overlap: bool = False
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        fp8: bool = False,
+        overlap: bool = False,  # noqa: ARG002
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         self._count("sum of few", len(x) * (self.memory.size - 1), quantized=False)
         if not fp8:
@@ -36,7 +43,7 @@ class AbsentPeers(PeerReducer):
             return y, None, total
         return add_rms_norm_quantize(x, residual, weight, eps)
 
-    def sum_few(self, x: Tensor, *, overlap: bool = False) -> Tensor:
+    def sum_few(self, x: Tensor, *, overlap: bool = False) -> Tensor:  # noqa: ARG002
         self._count("sum of few", len(x) * (self.memory.size - 1), quantized=False)
         return x
 
