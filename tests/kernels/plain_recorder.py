@@ -49,7 +49,8 @@ def compile_plain(kernel: Any, options: dict[str, Any], arguments: dict[str, Any
             signature[parameter.name], constants[(i,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = "*" + TYPES[value.dtype]
-            attributes[(i,)] = [["tt.divisibility", 16]]
+            if not parameter.do_not_specialize_on_alignment:
+                attributes[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(value, float):
             signature[parameter.name] = "fp32"
         else:

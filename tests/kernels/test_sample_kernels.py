@@ -55,8 +55,9 @@ MANY = ({"top_p": 0.95, "temperature": 3.0}, {"top_k": 900, "top_p": 0.8, "tempe
 
 
 def test_rows_of_every_kind_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In programs of two tiles, as a large batch has them; the tests below have few rows, and programs of one."""
-    monkeypatch.setattr(importlib.import_module("katydid_kernels.sample.launch"), "_WIDE_ROWS", 1)
+    """In programs of one tile, as a small batch has them where there are more SMs."""
+    launches = importlib.import_module("katydid_kernels.sample.launch")
+    monkeypatch.setattr(launches, "tiles_a_program", lambda rows, tiles, sms: 1)
     batch = joined(*(batch_of(1, seed, **fields) for seed, fields in enumerate((*FEW, *MANY))))
     logits = logits_of(len(FEW) + len(MANY))
     assert launched(logits, batch) == sample_reference(logits, batch).tolist()

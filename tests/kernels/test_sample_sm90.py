@@ -26,7 +26,7 @@ def compiled() -> list[dict]:
 def test_hardly_anything_spills(compiled: list[dict]) -> None:
     """The few bytes allowed are the choice's, which has paths that few rows take."""
     assert {line["case"] for line in compiled} == {"all", "logprobs", "verify", "advance"}
-    assert [line for line in compiled if line["stack_bytes"] > 16 * (line["kernel"] == "choose_kernel")] == []
+    assert [line for line in compiled if line["stack_bytes"] > 32 * (line["kernel"] == "choose_kernel")] == []
 
 
 def test_two_scans_fit_an_sm_and_their_loads_are_wide(compiled: list[dict]) -> None:

@@ -15,7 +15,15 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from katydid_kernels.sample.groups import column_maxima, kth_bound, list_groups, mass_bound
-from katydid_kernels.sample.row_values import adjusted_logits, gumbel_at, largest, noisy_bound, order_key
+from katydid_kernels.sample.row_values import (
+    adjusted_logits,
+    gumbel_about,
+    gumbel_at,
+    largest,
+    noisy_bound,
+    order_key,
+    row_terms,
+)
 
 __all__ = ["CANDIDATES", "choose_kernel", "collect", "listed_tile", "ranked"]
 
@@ -35,19 +43,19 @@ def _listed_fours(list_ptr, first, count):
 
 
 @triton.jit
-def listed_tile(row, list_ptr, first, count, vocab, source, PENDING: tl.constexpr):
+def listed_tile(row, list_ptr, first, count, vocab, source, terms, PENDING: tl.constexpr):
     """Logits and tokens, ``[2048]``, of 128 listed groups; -inf behind the last of ``count``."""
     fours, valid = _listed_fours(list_ptr, first, count)
-    x, token = adjusted_logits(row, fours, valid, vocab, 0, vocab, source, PENDING)
+    x, token = adjusted_logits(row, fours, valid, vocab, 0, vocab, source, terms, PENDING)
     return tl.reshape(x, (2048,)), tl.reshape(token, (2048,))
 
 
 @triton.jit
-def _count(row, key, list_ptr, listed, vocab, source, PENDING: tl.constexpr):
+def _count(row, key, list_ptr, listed, vocab, source, terms, PENDING: tl.constexpr):
     """How many tokens of the listed groups reach the key."""
     count = 0
     for first in range(0, listed, 128):
-        x, _token = listed_tile(row, list_ptr, first, listed, vocab, source, PENDING)
+        x, _token = listed_tile(row, list_ptr, first, listed, vocab, source, terms, PENDING)
         count += tl.sum((order_key(x) >= key).to(tl.int32), 0)
     return count
 
@@ -59,19 +67,19 @@ def _mass(x, inverse_temperature, scaled_max):
 
 
 @triton.jit
-def _mass_of_top_k(row, filters, list_ptr, listed, vocab, source, PENDING: tl.constexpr):
+def _mass_of_top_k(row, filters, list_ptr, listed, vocab, source, terms, PENDING: tl.constexpr):
     """Finds the k-th largest logit, a bit at a time."""
     inverse_temperature, top_k, _top_p, _min_p, scaled_max = filters
-    kth = tl.where(_count(row, 0, list_ptr, listed, vocab, source, PENDING) >= top_k, 0, LOWEST)
+    kth = tl.where(_count(row, 0, list_ptr, listed, vocab, source, terms, PENDING) >= top_k, 0, LOWEST)
     step = 1 << 30
     for _ in range(31):
         higher = kth + step
-        kth = tl.where(_count(row, higher, list_ptr, listed, vocab, source, PENDING) >= top_k, higher, kth)
+        kth = tl.where(_count(row, higher, list_ptr, listed, vocab, source, terms, PENDING) >= top_k, higher, kth)
         step = step >> 1
     above = 0
     total = 0.0
     for first in range(0, listed, 128):
-        x, _token = listed_tile(row, list_ptr, first, listed, vocab, source, PENDING)
+        x, _token = listed_tile(row, list_ptr, first, listed, vocab, source, terms, PENDING)
         larger = order_key(x) > kth
         above += tl.sum(larger.to(tl.int32), 0)
         total += tl.sum(tl.where(larger, _mass(x, inverse_temperature, scaled_max), 0.0), 0)
@@ -95,18 +103,17 @@ def ranked(
     x, token, found, values_ptr, ids_ptr, inverse_temperature, scaled_max, SIZE: tl.constexpr, STEP: tl.constexpr = 8
 ):
     """How many candidates come before each in the order, and their mass."""
-    rank = tl.zeros((SIZE,), tl.int32)
-    before = tl.zeros((SIZE,), tl.float32)
+    rank = tl.zeros((STEP, SIZE), tl.int32)
+    before = tl.zeros((STEP, SIZE), tl.float32)
     for first in range(0, found, STEP):
         o = first + tl.arange(0, STEP)
         other = tl.load(values_ptr + o, mask=o < found, other=float("-inf"))
         other_token = tl.load(ids_ptr + o, mask=o < found, other=2147483647)
-        precedes = other[None, :] > x[:, None]
-        precedes |= (other[None, :] == x[:, None]) & (other_token[None, :] < token[:, None])
-        rank += tl.sum(precedes.to(tl.int32), 1)
-        mass = tl.broadcast_to(_mass(other, inverse_temperature, scaled_max)[None, :], (SIZE, STEP))
-        before += tl.sum(tl.where(precedes, mass, 0.0), 1)
-    return rank, before
+        precedes = other[:, None] > x[None, :]
+        precedes |= (other[:, None] == x[None, :]) & (other_token[:, None] < token[None, :])
+        rank += precedes.to(tl.int32)
+        before += tl.where(precedes, _mass(other, inverse_temperature, scaled_max)[:, None], 0.0)
+    return tl.sum(rank, 0), tl.sum(before, 0)
 
 
 @triton.jit
@@ -117,12 +124,14 @@ def _winner(score, token, keep):
 
 
 @triton.jit
-def _best(row, noisy, inverse_temperature, seed, position, list_ptr, listed, vocab, source, PENDING: tl.constexpr):
+def _best(
+    row, noisy, inverse_temperature, seed, position, list_ptr, listed, vocab, source, terms, PENDING: tl.constexpr
+):
     """The likeliest token, or the winner of all, in the groups that may hold it."""
     best = float("-inf")
     winner = 0
     for first in range(0, listed, 128):
-        x, token = listed_tile(row, list_ptr, first, listed, vocab, source, PENDING)
+        x, token = listed_tile(row, list_ptr, first, listed, vocab, source, terms, PENDING)
         score = x
         if noisy:
             score = x * inverse_temperature + gumbel_at(seed, position, token)
@@ -149,13 +158,20 @@ def _of_few(total, filters, seed, position, found, values_ptr, ids_ptr, SIZE: tl
     keep &= before < tl.where(top_p < 1, top_p * total, float("inf"))
     keep &= mass >= min_p
     scaled = x * inverse_temperature
-    _score, winner = _winner(scaled + gumbel_at(seed, position, token), token, keep)
+    about = tl.where(keep, scaled + gumbel_about(seed, position, token), float("-inf"))
+    best = tl.max(about, 0)
+    # As a rule one alone may win; its token and how many they are come out of one sum.
+    close = about >= best - 1e-3 - tl.abs(best) * 1e-6
+    packed = tl.sum(tl.where(close & keep, (1 << 20) + token, 0), 0)
+    winner = packed - (1 << 20)
+    if (packed >> 20) != 1:
+        _score, winner = _winner(scaled + gumbel_at(seed, position, token), token, keep)
     return winner
 
 
 @triton.jit
 def _of_many(
-    row, bound, total, filters, seed, position, list_ptr, listed, vocab, source, PENDING: tl.constexpr
+    row, bound, total, filters, seed, position, list_ptr, listed, vocab, source, terms, PENDING: tl.constexpr
 ):  # fmt: skip
     """Draws from all that reach the bound, and again from what comes before the winner until the filters keep one."""
     inverse_temperature, top_k, top_p, min_p, scaled_max = filters
@@ -168,7 +184,7 @@ def _of_many(
         best_x = float("-inf")
         for first in range(0, listed, 128):
             fours, valid = _listed_fours(list_ptr, first, listed)
-            x, token = adjusted_logits(row, fours, valid, vocab, 0, vocab, source, PENDING)
+            x, token = adjusted_logits(row, fours, valid, vocab, 0, vocab, source, terms, PENDING)
             alive = (x > limit) | ((x == limit) & (token < limit_token))
             alive &= order_key(x) >= bound
             # Only a tile that may hold the winner is worth exact noise.
@@ -187,7 +203,7 @@ def _of_many(
         rank = 0
         before = 0.0
         for first in range(0, listed, 128):
-            x, token = listed_tile(row, list_ptr, first, listed, vocab, source, PENDING)
+            x, token = listed_tile(row, list_ptr, first, listed, vocab, source, terms, PENDING)
             precedes = (x > best_x) | ((x == best_x) & (token < winner))
             rank += tl.sum(precedes.to(tl.int32), 0)
             before += tl.sum(tl.where(precedes, _mass(x, inverse_temperature, scaled_max), 0.0), 0)
@@ -199,7 +215,7 @@ def _of_many(
     return winner
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["group_max_ptr"])
 def choose_kernel(
     logits_ptr, logits_stride, slots_ptr, repetition_ptr, presence_ptr, frequency_ptr, seen_ptr, seen_stride,
     pending_ptr, bias_starts_ptr, bias_ids_ptr, bias_values_ptr, allowed_ptr, allowed_stride, temperature_ptr,
@@ -227,6 +243,7 @@ def choose_kernel(
         logits_ptr, logits_stride, slots_ptr, repetition_ptr, presence_ptr, frequency_ptr, seen_ptr, seen_stride,
         pending_ptr, bias_starts_ptr, bias_ids_ptr, bias_values_ptr, allowed_ptr, allowed_stride,
     )  # fmt: skip
+    terms = row_terms(row, source)
     list_ptr += row * TILES * 256
     values_ptr += row * CANDIDATES
     ids_ptr += row * CANDIDATES
@@ -264,12 +281,14 @@ def choose_kernel(
         scaled_max = maximum * inverse_temperature
 
         if greedy | free:
-            token_out = _best(row, free, inverse_temperature, seed, position, list_ptr, listed, vocab, source, PENDING)
+            token_out = _best(
+                row, free, inverse_temperature, seed, position, list_ptr, listed, vocab, source, terms, PENDING
+            )
         else:
             found = 0
             first = 0
             while (first < listed) & (found <= CANDIDATES):
-                x, token = listed_tile(row, list_ptr, first, listed, vocab, source, PENDING)
+                x, token = listed_tile(row, list_ptr, first, listed, vocab, source, terms, PENDING)
                 found = collect(x, token, bound, found, values_ptr, ids_ptr, CANDIDATES)
                 first += 128
             tl.debug_barrier()
@@ -280,9 +299,9 @@ def choose_kernel(
                 token_out = _of_few(total, filters, seed, position, found, values_ptr, ids_ptr, CANDIDATES, 8)
             else:
                 if (top_k > 0) & (top_p < 1):
-                    total = _mass_of_top_k(row, filters, list_ptr, listed, vocab, source, PENDING)
+                    total = _mass_of_top_k(row, filters, list_ptr, listed, vocab, source, terms, PENDING)
                 token_out = _of_many(
-                    row, bound, total, filters, seed, position, list_ptr, listed, vocab, source, PENDING
+                    row, bound, total, filters, seed, position, list_ptr, listed, vocab, source, terms, PENDING
                 )
     # Of logits that are no numbers comes a token all the same.
     tl.store(out_ptr + row, tl.minimum(token_out, vocab - 1))

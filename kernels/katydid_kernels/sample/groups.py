@@ -32,33 +32,41 @@ def column_maxima(maxima_ptr, TILES: tl.constexpr):
 
 
 @triton.jit
-def _reaching(maxima_ptr, column_key, key, wide, TILES: tl.constexpr):
-    """How many maxima, or of columns' maxima, reach a key."""
-    reaching = (column_key >= key).to(tl.int32)
-    if wide:
-        reaching = tl.zeros((256,), tl.int32)
-        for tile in range(TILES):
-            reaching += (_keys(maxima_ptr, tile) >= key).to(tl.int32)
-    return tl.sum(reaching, 0)
-
-
-@triton.jit
 def kth_bound(maxima_ptr, column_max, count, TILES: tl.constexpr):
     """A key that at least ``count`` tokens reach, and not many more."""
-    key = order_key(column_max)
-    wide = count > _COLUMNS
     bound = LOWEST
-    reached = TILES * 256
-    step = 1 << 30
-    higher = 0
-    while (step > 32768) & (reached > count + 14):
-        there = _reaching(maxima_ptr, key, higher, wide, TILES)
-        if there >= count:
-            bound = higher
-            reached = there
-        # The sign first: from the lowest key or from 0 the bits below it go up.
-        higher = bound + step
-        step = step >> 1
+    unit = 1 << 30
+    if count <= _COLUMNS:
+        # Two bits at a time: how many columns reach each of three keys, in fields of one sum.
+        key = order_key(column_max)
+        reached = 256
+        while (unit > 16384) & (reached > count + 14):
+            first = bound + unit
+            second = first + unit
+            third = second + unit
+            fields = (key >= first).to(tl.int32) + ((key >= second).to(tl.int32) << 10)
+            fields = tl.sum(fields + ((key >= third).to(tl.int32) << 20), 0)
+            if (fields >> 20) >= count:
+                bound = third
+                reached = fields >> 20
+            elif ((fields >> 10) & 1023) >= count:
+                bound = second
+                reached = (fields >> 10) & 1023
+            elif (fields & 1023) >= count:
+                bound = first
+                reached = fields & 1023
+            unit = unit >> 2
+    else:
+        higher = 0
+        while unit > 16384:
+            reaching = tl.zeros((256,), tl.int32)
+            for tile in range(TILES):
+                reaching += (_keys(maxima_ptr, tile) >= higher).to(tl.int32)
+            if tl.sum(reaching, 0) >= count:
+                bound = higher
+            # The sign first: from the lowest key or from 0 the bits below it go up.
+            higher = bound + unit
+            unit = unit >> 1
     return bound
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from katydid_kernels.sample.batch import Logprobs, SamplingBatch
 from katydid_kernels.sample.choose_kernel import CANDIDATES, choose_kernel
 from katydid_kernels.sample.logprob_kernel import logprob_kernel
-from katydid_kernels.sample.scan_kernel import GROUPS, TILE, scan_kernel
+from katydid_kernels.sample.scan_kernel import GROUPS, TILE, scan_kernel, tiles_a_program
 
 __all__ = ["SampleScratch", "launch_logprobs", "launch_sample"]
 
@@ -48,8 +48,6 @@ class SampleScratch:
 
 
 _NO_PARAMETERS = (None,) * 6
-# Rows from which on the SMs have enough programs of two tiles.
-_WIDE_ROWS = 16
 
 
 def launch_sample(
@@ -74,10 +72,10 @@ def launch_sample(
     source = _source(logits, batch)
     parameters = (batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seeds, batch.positions)
     pending = 0 if batch.penalties is None or batch.penalties.pending is None else batch.penalties.pending.shape[1]
-    span = 2 if rows >= _WIDE_ROWS else 1
+    span = tiles_a_program(rows, tiles, _num_sms(logits.device))
     scan_kernel[(triton.cdiv(tiles, span), rows)](
-        *source, *parameters, group_max, tile_sums, vocab, tiles, PENDING=pending, SPAN=span, EARLY=overlap,
-        FOLLOWED=chain, num_warps=8, enable_fp_fusion=False, **({"launch_pdl": True} if overlap else {}),
+        *source, *parameters, group_max, tile_sums, vocab, tiles, span, PENDING=pending, EARLY=overlap,
+        FOLLOWED=chain, num_warps=8, maxnreg=80, enable_fp_fusion=False, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     choose_kernel[(rows,)](
         *source, *parameters, group_max, tile_sums, *candidates, out, sound, vocab, TILES=tiles,
@@ -97,9 +95,9 @@ def launch_logprobs(logits: Tensor, token_ids: Tensor, num_top: int, *, chain: b
     if rows == 0:
         return result
     tiles, group_max, tile_sums, candidates = _parts(SampleScratch.allocate(rows, vocab, logits.device), vocab)
-    span = 2 if rows >= _WIDE_ROWS else 1
+    span = tiles_a_program(rows, tiles, _num_sms(logits.device))
     scan_kernel[(triton.cdiv(tiles, span), rows)](
-        *_source(logits, None), *_NO_PARAMETERS, group_max, tile_sums, vocab, tiles, PENDING=0, SPAN=span, EARLY=False,
+        *_source(logits, None), *_NO_PARAMETERS, group_max, tile_sums, vocab, tiles, span, PENDING=0, EARLY=False,
         FOLLOWED=chain, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     logprob_kernel[(rows,)](
@@ -108,6 +106,10 @@ def launch_logprobs(logits: Tensor, token_ids: Tensor, num_top: int, *, chain: b
         FOLLOWS=chain, num_warps=8, enable_fp_fusion=False, **({"launch_pdl": True} if chain else {}),
     )  # fmt: skip
     return result
+
+
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _parts(scratch: SampleScratch, vocab: int) -> tuple[int, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:

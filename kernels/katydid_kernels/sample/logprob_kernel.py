@@ -6,11 +6,12 @@ from triton.language.extra.cuda import gdc_wait
 
 from katydid_kernels.sample.choose_kernel import collect, listed_tile, ranked
 from katydid_kernels.sample.groups import column_maxima, kth_bound, list_groups
+from katydid_kernels.sample.row_values import row_terms
 
 __all__ = ["logprob_kernel"]
 
 
-@triton.jit(do_not_specialize=["num_top"])
+@triton.jit(do_not_specialize=["num_top"], do_not_specialize_on_alignment=["group_max_ptr"])
 def logprob_kernel(
     logits_ptr, logits_stride, token_ids_ptr, group_max_ptr, tile_sums_ptr, list_ptr, values_ptr, ids_ptr, chosen_ptr,
     top_ids_ptr, top_ptr, vocab, num_top, TILES: tl.constexpr, BLOCK_TILES: tl.constexpr, CANDIDATES: tl.constexpr,
@@ -20,6 +21,7 @@ def logprob_kernel(
     row = tl.program_id(0).to(tl.int64)
     chosen = tl.load(logits_ptr + row * logits_stride + tl.load(token_ids_ptr + row)).to(tl.float32)
     source = (logits_ptr, logits_stride, None, None, None, None, None, 0, None, None, None, None, None, 0)
+    terms = row_terms(row, source)
     list_ptr += row * TILES * 256
     values_ptr += row * CANDIDATES
     ids_ptr += row * CANDIDATES
@@ -40,7 +42,7 @@ def logprob_kernel(
         found = 0
         first = 0
         while (first < listed) & (found <= CANDIDATES):
-            x, token = listed_tile(row, list_ptr, first, listed, vocab, source, 0)
+            x, token = listed_tile(row, list_ptr, first, listed, vocab, source, terms, 0)
             x = tl.where(token < vocab, x, float("-inf"))
             found = collect(x, token, bound, found, values_ptr, ids_ptr, CANDIDATES)
             first += 128
@@ -61,7 +63,7 @@ def logprob_kernel(
                 best = float("-inf")
                 best_token = 2147483647
                 for first in range(0, listed, 128):
-                    x, token = listed_tile(row, list_ptr, first, listed, vocab, source, 0)
+                    x, token = listed_tile(row, list_ptr, first, listed, vocab, source, terms, 0)
                     behind = (x < limit) | ((x == limit) & (token > limit_token))
                     behind &= token < vocab
                     tile_best = tl.max(tl.where(behind, x, float("-inf")), 0)

@@ -7,50 +7,61 @@ kernels and the torch reference come to the same bits.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
-__all__ = ["adjusted_logits", "gumbel_at", "largest", "noisy_bound", "order_key"]
+__all__ = ["adjusted_logits", "gumbel_about", "gumbel_at", "largest", "noisy_bound", "order_key", "row_terms"]
 
 
 @triton.jit
-def adjusted_logits(row, fours, valid, vocab, first, last, source, PENDING: tl.constexpr, EARLY: tl.constexpr = False):
-    """fp32 ``[A, B, 4]`` of the tokens ``first + 4 * fours + (0 .. 3)``, and these; -inf where not valid or past the
-    last of the vocabulary.
-
-    ``source`` are the kernels' arguments from the logits to the mask, in their order. ``first`` is a multiple of 32 and
-    all tokens lie before ``last``: bias of others is passed over. EARLY: the kernel that makes the logits still runs.
-    """
+def row_terms(row, source):
+    """What a row's logits are adjusted by, whichever tokens they are of: read once, before the logits are there."""
     (
-        logits_ptr, logits_stride, slots_ptr, repetition_ptr, presence_ptr, frequency_ptr, seen_ptr, seen_stride,
-        pending_ptr, bias_starts_ptr, bias_ids_ptr, bias_values_ptr, allowed_ptr, allowed_stride,
+        _logits_ptr, _logits_stride, slots_ptr, repetition_ptr, presence_ptr, frequency_ptr, seen_ptr, _seen_stride,
+        _pending_ptr, bias_starts_ptr, bias_ids_ptr, _bias_values_ptr, _allowed_ptr, _allowed_stride,
     ) = source  # fmt: skip
-    # Nothing is used before all that does not depend on it is under way: a program waits for memory twice.
+    slot = -1
+    repetition = 1.0
+    frequency = 0.0
+    presence = 0.0
+    begin = 0
+    end = 0
+    biased_ids = tl.zeros((32,), tl.int32)
     if seen_ptr is not None:
         slot = tl.load(slots_ptr + row)
         repetition = tl.load(repetition_ptr + row)
         frequency = tl.load(frequency_ptr + row)
         presence = tl.load(presence_ptr + row)
     if bias_starts_ptr is not None:
-        bias_begin = tl.load(bias_starts_ptr + row)
-        bias_end = tl.load(bias_starts_ptr + row + 1)
-    if EARLY:
-        gdc_wait()
-    # Offsets from the first token are constants but for the thread's own: addresses cost nothing.
+        begin = tl.load(bias_starts_ptr + row)
+        end = tl.load(bias_starts_ptr + row + 1)
+        place = begin + tl.arange(0, 32)
+        biased_ids = tl.load(bias_ids_ptr + place, mask=place < end, other=-1)
+    return slot, repetition, tl.div_rn(1.0, repetition), frequency, presence, begin, end, biased_ids
+
+
+@triton.jit
+def adjusted_logits(row, fours, valid, vocab, first, last, source, terms, PENDING: tl.constexpr):
+    """fp32 ``[A, B, 4]`` of the tokens ``first + 4 * fours + (0 .. 3)``, and these; -inf where not valid or past the
+    last of the vocabulary.
+
+    ``source`` are the kernels' arguments from the logits to the mask, in their order, ``terms`` of `row_terms`.
+    ``first`` is a multiple of 32 and all tokens lie before ``last``: bias of others is passed over.
+    """
+    (
+        logits_ptr, logits_stride, _slots_ptr, _repetition_ptr, _presence_ptr, _frequency_ptr, seen_ptr, seen_stride,
+        pending_ptr, bias_starts_ptr, bias_ids_ptr, bias_values_ptr, allowed_ptr, allowed_stride,
+    ) = source  # fmt: skip
+    slot, repetition, inverse_repetition, frequency, presence, begin, end, biased_ids = terms
+    # Offsets from the first token are constants but for the thread's own: addresses cost little.
     local = fours[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]
     inside = valid[:, :, None] & (local < vocab - first)
+    token = first + local
     x = tl.load(logits_ptr + row * logits_stride + first + local, mask=inside, other=float("-inf")).to(tl.float32)
+    if seen_ptr is not None:
+        entries = seen_ptr + slot.to(tl.int64) * seen_stride + first
+        entry = tl.load(entries + local, mask=inside & (slot >= 0), other=0)
     if allowed_ptr is not None:
         words = allowed_ptr + row * allowed_stride + first // 32
         word = tl.load(words + fours // 8, mask=valid & (fours * 4 < vocab - first), other=0)
-    if seen_ptr is not None:
-        # Or the assembler would put the counts, which wait for the slot, before the logits.
-        tl.debug_barrier()
-        entries = seen_ptr + slot.to(tl.int64) * seen_stride + first
-        entry = tl.load(entries + local, mask=inside & (slot >= 0), other=0)
-    if bias_starts_ptr is not None:
-        place = bias_begin + tl.arange(0, 32)
-        biased_ids = tl.load(bias_ids_ptr + place, mask=place < bias_end, other=-1)
-    token = first + local
     # Two conditions: the first is settled as the kernel is compiled.
     if seen_ptr is not None:  # noqa: SIM102
         if slot >= 0:
@@ -59,14 +70,14 @@ def adjusted_logits(row, fours, valid, vocab, first, last, source, PENDING: tl.c
             if pending_ptr is not None:
                 for i in range(PENDING):
                     count += (token == tl.load(pending_ptr + row * PENDING + i)).to(tl.int32)
-            factor = tl.where(x > 0, tl.div_rn(1.0, repetition), repetition)
+            factor = tl.where(x > 0, inverse_repetition, repetition)
             x = tl.where((seen | count) != 0, x * factor, x)
             x = x - frequency * count.to(tl.float32)
             x = x - tl.where(count > 0, presence, 0.0)
     if bias_starts_ptr is not None:
         near = tl.sum(((biased_ids >= first) & (biased_ids < last)).to(tl.int32), 0) > 0
-        if near | (bias_end - bias_begin > 32):
-            for i in range(bias_begin, bias_end):
+        if near | (end - begin > 32):
+            for i in range(begin, end):
                 biased = tl.load(bias_ids_ptr + i)
                 if (biased >= first) & (biased < last):
                     x = tl.where(token == biased, x + tl.load(bias_values_ptr + i), x)
@@ -97,13 +108,32 @@ def _uniform(word):
 
 
 @triton.jit
-def gumbel_at(seed, position, token):
-    """The noise of single tokens, as `philox.gumbel_noise` defines it."""
+def _word(seed, position, token):
+    """The random word of single tokens."""
     counter = (token // 4).to(tl.uint32)
     zero = tl.zeros_like(counter)
     w0, w1, w2, w3 = tl.philox(seed, counter, zero + position.to(tl.uint32), zero, zero)
-    word = tl.where(token % 2 == 0, tl.where(token % 4 == 0, w0, w2), tl.where(token % 4 == 1, w1, w3))
-    u = _uniform(word).to(tl.float64)
+    return tl.where(token % 2 == 0, tl.where(token % 4 == 0, w0, w2), tl.where(token % 4 == 1, w1, w3))
+
+
+@triton.jit
+def _about(word):
+    """Noise to within 1e-4, without fp64."""
+    u = tl.minimum(word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994)
+    exponential = tl.where(u < 0.01, u * (1.0 + u * (0.5 + u * (1.0 / 3.0))), -tl.log(1.0 - u))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def gumbel_about(seed, position, token):
+    """The noise of single tokens to within 1e-4: says which may win."""
+    return _about(_word(seed, position, token))
+
+
+@triton.jit
+def gumbel_at(seed, position, token):
+    """The noise of single tokens, as `philox.gumbel_noise` defines it."""
+    u = _uniform(_word(seed, position, token)).to(tl.float64)
     # log(1 - u) loses the digits of a small u; four terms of the series are exact below 1e-4.
     exponential = tl.where(u < 1e-4, u * (1.0 + u * (0.5 + u * (1.0 / 3.0 + u * 0.25))), -tl.log(1.0 - u))
     return (-tl.log(exponential)).to(tl.float32)
@@ -115,7 +145,4 @@ def noisy_bound(x, fours, seed, position):
     counter = fours.to(tl.uint32)
     zero = tl.zeros_like(counter)
     w0, w1, w2, w3 = tl.philox(seed, counter, zero + position.to(tl.uint32), zero, zero)
-    word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), x.shape)
-    u = tl.minimum(word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994)
-    exponential = tl.where(u < 0.01, u * (1.0 + u * (0.5 + u * (1.0 / 3.0))), -tl.log(1.0 - u))
-    return x - tl.log(exponential)
+    return x + _about(tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), x.shape))
