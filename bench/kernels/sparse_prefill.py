@@ -15,6 +15,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from attention_cases import BF16, FP8, Pool, Prefill, time_graph
@@ -130,17 +131,21 @@ def _between(xs: list[int], ys: list[float], x: int) -> float:
     return ys[-1]
 
 
-def rows_of(name: str, dtype: torch.dtype, heads: int, kv_heads: int, lengths: tuple[int, ...]) -> list[Row]:
+def rows_of(
+    name: str, dtype: torch.dtype, heads: int, kv_heads: int, lengths: tuple[int, ...], tail: int = 4
+) -> list[Row]:
+    """With the engine's default of four blocks of queries at the end that keep everything, or another ``tail``."""
     pool = Pool.make(2 * max(lengths) * kv_heads * HEAD_DIM * dtype.itemsize * 2.2, kv_heads, dtype)
-    rule, rows = StemRule(budget=0.25), []
-    wrong = Chunk(pool, heads, min(lengths), min(lengths), rule).wrong()
+    rule, rows = StemRule(budget=0.25, tail=tail), []
+    with preparing():
+        wrong = Chunk(pool, heads, min(lengths), min(lengths), rule).wrong()
     if wrong is not None:
         return [row(f"sparse prefill {name}: {wrong}", 0, "us", 0, None, None, None)]
     rate = FP8_TFLOPS if dtype == FP8 else BF16_TFLOPS
     for length in lengths:
         dense, sparse, select, kept = whole_prompt(pool, heads, length, rule)
         gain = dense / (sparse + select)
-        case = f"prompt of {length // 1024}K, {name}, 25 % budget"
+        case = f"prompt of {length // 1024}K, {name}, 25 % budget" + ("" if tail == 4 else f", tail of {tail}")
         floor = 1e-6 * 2 * HEAD_DIM * heads * length**2 * kept / rate
         bar = 3.4 if length == 131072 and dtype == FP8 else None
         share_bar = 80 if length in (32768, 65536) and dtype == FP8 else None
@@ -165,7 +170,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.setdefault("GEMM_BENCH_LOCK", tempfile.mkstemp()[1])
     torch.manual_seed(0)
-    cases = [(*SLICE, LENGTHS), ("bf16 8/1", BF16, 8, 1, LENGTHS[:3])]
+    cases: list[tuple[Any, ...]] = [(*SLICE, LENGTHS), (*SLICE, LENGTHS[2:3], 0), ("bf16 8/1", BF16, 8, 1, LENGTHS[:3])]
     if arguments.whole:
         cases.append((*WHOLE, LENGTHS[1:3]))
     rows: list[Row] = []

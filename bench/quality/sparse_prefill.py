@@ -27,7 +27,7 @@ from katydid_engine.sparse_prefill import SparsePrefill
 
 LENGTH, TAIL = 16384, 400
 SETTINGS: dict[str, SparsePrefill | None] = {"dense": None} | {
-    name: SparsePrefill(min_tokens=1, **fields)
+    name: SparsePrefill(min_tokens=1, **{"tail_blocks": 0, **fields})
     for name, fields in (
         *((f"{budget:.0%}", {"budget": budget}) for budget in (0.25, 0.4, 0.5, 0.6)),
         *(

@@ -36,7 +36,7 @@ def dense(folder: Path) -> Tensor:
 
 
 def scored(folder: Path, chunk: int = 2048, **options: float) -> Tensor:
-    scorer = ModelScorer(folder, sparse_prefill=SparsePrefill(**options))  # type: ignore[arg-type]
+    scorer = ModelScorer(folder, sparse_prefill=SparsePrefill(**{"tail_blocks": 0, **options}))  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("katydid_engine.scoring._CHUNK", chunk)
         return torch.tensor(scorer.score(PROMPT).logprobs)
@@ -49,6 +49,8 @@ def test_prompts_below_the_least_length_and_dense_layers_stay_as_they_are(folder
 
 def test_a_whole_budget_changes_nothing_and_a_small_one_does(folder: Path, dense: Tensor) -> None:
     torch.testing.assert_close(scored(folder, min_tokens=1, budget=1.0, dense_layers=0), dense, atol=1e-5, rtol=0)
+    everything_is_tail = scored(folder, min_tokens=1, budget=0.5, dense_layers=0, tail_blocks=13)
+    torch.testing.assert_close(everything_is_tail, dense, atol=1e-5, rtol=0)
     small = scored(folder, min_tokens=1, budget=0.5, dense_layers=1)
     # The first nine blocks keep all of theirs.
     torch.testing.assert_close(small[:1151], dense[:1151], atol=1e-5, rtol=0)
@@ -69,8 +71,8 @@ def test_chunks_end_between_blocks(start: int, chunk: int, expected: int) -> Non
 
 
 def test_the_option_as_text() -> None:
-    options = SparsePrefill.parse("stem:budget=0.3,dense_layers=1,min_tokens=1000,tail_blocks=4")
-    assert options == SparsePrefill(budget=0.3, dense_layers=1, min_tokens=1000, tail_blocks=4)
+    options = SparsePrefill.parse("stem:budget=0.3,dense_layers=1,min_tokens=1000,tail_blocks=2")
+    assert options == SparsePrefill(budget=0.3, dense_layers=1, min_tokens=1000, tail_blocks=2)
     assert SparsePrefill.parse("stem:") == SparsePrefill()
     assert SparsePrefill.parse(str(options)) == options
     assert str(options) != str(SparsePrefill())
@@ -111,7 +113,9 @@ def test_the_runner_tells_the_model_which_prompts_may_be_sparse(folder: Path, mo
 
 @pytest.mark.e2e
 def test_pages_serve_only_those_who_allow_what_made_them(folder: Path, tmp_path: Path) -> None:
-    with engine(folder, tmp_path, "--sparse-prefill", "stem:budget=0.5,dense_layers=0,min_tokens=1000") as service:
+    with engine(
+        folder, tmp_path, "--sparse-prefill", "stem:budget=0.5,dense_layers=0,min_tokens=1000,tail_blocks=0"
+    ) as service:
 
         async def scenario() -> None:
             async with session(service.address) as client:
