@@ -47,11 +47,12 @@ def plans_ahead(config: WorkerConfig, groups: RankGroups) -> bool:
 
 
 def captures(config: WorkerConfig, model: DecoderLM) -> bool:
-    """Whether steps of decodes become CUDA graphs: where the host is not waited for in one. Ranks of a TP group wait for
-    each other on their devices; those that send rows to experts, and pipeline stages, agree on a step by their hosts."""
-    if config.cuda_graphs == "off" or model.device.type != "cuda":
+    """Whether steps of decodes become CUDA graphs: where none waits for the host. Ranks wait for each other on their
+    devices; with rows at experts of other ranks, in a form that they agree on before."""
+    plan = config.plan
+    if config.cuda_graphs == "off" or model.device.type != "cuda" or plan.pp > 1:
         return False
-    if config.plan.shares_experts or config.plan.pp > 1 or model.dispatched:
+    if model.dispatched and plan.tp > 1:
         return False
     moe = model.config.moe
     return moe is None or not moe_waits(model.dtype, model.config.hidden_size, moe.intermediate_size, model.device)

@@ -9,6 +9,7 @@ goes on op by op. What is captured allocates nothing outside its pool and waits 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -22,7 +23,7 @@ from katydid_engine.collectives import Collectives
 from katydid_engine.decode_buffers import Bucket, BucketTensors, DecodeBuffers
 from katydid_engine.drafting import DraftModel, further_drafts
 from katydid_engine.kv_cache import KvCache
-from katydid_engine.models.decoder_lm import DecoderLM
+from katydid_engine.models.decoder_lm import MOST_FIXED_ROWS, DecoderLM
 from katydid_engine.step_outcome import Left
 
 __all__ = ["Captured", "DecodeSteps", "Pieces", "Uncaptured", "row_buckets"]
@@ -77,8 +78,12 @@ class Captured:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                # It fails too, and would hide why.
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         self._graphs[key] = graph
 
     def run(self, key: tuple[str, Bucket]) -> None:
@@ -115,13 +120,15 @@ class DecodeSteps:
         self._overlap = runs_gluon(model.device)
         self._depths = sorted(set(depths), reverse=True)
         self._rows = row_buckets(rows)
+        self._room: dict[Bucket, int | None] = {}
         width = 1 + max(self._depths)
         self.buffers = DecodeBuffers(rows, width, pages, model.config.hidden_size, model.dtype, model.device)
 
     @property
     def buckets(self) -> list[Bucket]:
         """The largest first: what it needs of memory is enough for the others."""
-        return [Bucket(rows, 1 + depth, depth) for depth in self._depths for rows in reversed(self._rows)]
+        sizes = [Bucket(rows, 1 + depth, depth) for depth in self._depths for rows in reversed(self._rows)]
+        return [bucket for bucket in sizes if self._holds(bucket)]
 
     @torch.inference_mode()
     def prepare(self, buckets: Iterable[Bucket] | None = None) -> None:
@@ -137,6 +144,7 @@ class DecodeSteps:
 
     def _prepare(self, bucket: Bucket) -> None:
         self.buffers.clear(bucket)
+        self._room[bucket] = self._model.exchange_rows(bucket.tokens)
         self._pieces.prepare(("forward", bucket), lambda: self._forward(bucket))
         self._pieces.prepare(("choice", bucket), lambda: self._choice(bucket))
 
@@ -145,7 +153,17 @@ class DecodeSteps:
         the step makes, unless the depth changes: then only ``forward`` is for it."""
         if width - 1 not in self._depths or rows > self._rows[-1]:
             return None
-        return Bucket(next(size for size in self._rows if size >= rows), width, width - 1)
+        bucket = Bucket(next(size for size in self._rows if size >= rows), width, width - 1)
+        return bucket if self._holds(bucket) else None
+
+    def _holds(self, bucket: Bucket) -> bool:
+        """Whether a graph can hold it: all sizes must be known before."""
+        return bucket.tokens <= MOST_FIXED_ROWS or not self._model.dispatched
+
+    def bucket_in(self, rows: int, width: int, room: int | None) -> Bucket | None:
+        """As ``bucket``, of those in which rows that go to experts on other ranks take just so much room there."""
+        sizes = [Bucket(size, width, width - 1) for size in self._rows if size >= rows]
+        return next((bucket for bucket in sizes if room is not None and self._room.get(bucket) == room), None)
 
     def forward(self, bucket: Bucket) -> Tensor:
         """Computes what the buffers hold: hidden states of the whole bucket, ``[rows * width, hidden]``."""

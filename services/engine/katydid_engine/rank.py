@@ -150,6 +150,7 @@ def _warm_up(config: WorkerConfig, model: DecoderLM, drafts: DraftDepth | None) 
         tokens=longest,
         depths=depths,
         capture=captures(config, model),
+        chunks=not model.dispatched,
     )
 
 

@@ -244,7 +244,7 @@ class Runner:
 
     def _forward(self, plan: StepPlan, batch: ForwardBatch) -> Tensor:
         steps = self._chunk_steps
-        prepared = None if steps is None or plan.waits else steps.bucket(batch)
+        prepared = None if steps is None or plan.waits or self._model.before_pass is not None else steps.bucket(batch)
         if steps is None or prepared is None:
             return self._model.forward(batch, self._kv_cache)
         return steps.forward(*prepared, batch)
@@ -258,7 +258,11 @@ class Runner:
         longest = max(run.start for run in plan.runs) + plan.decode_q_len
         if pages_for(longest) > steps.buffers.pages:
             return None
-        return steps.bucket(len(plan.runs), plan.decode_q_len)
+        rows, width = len(plan.runs), plan.decode_q_len
+        bucket = steps.bucket(rows, width)
+        if bucket is None or self._model.before_pass is None:
+            return bucket
+        return steps.bucket_in(rows, width, self._model.agree(0, rows * width))
 
     @property
     def _left_fits(self) -> bool:
@@ -276,7 +280,9 @@ class Runner:
         rows = self._batches.decode_rows(plan.runs, plan.decode_q_len)
         own = steps.buffers.fill(bucket, rows, sampling, previous, num_drafts)
         hidden = steps.forward(bucket)[: len(plan.runs) * plan.decode_q_len]
-        if plan.drafts != bucket.drafts or not all(sampler.plain for sampler in samplers):
+        # Ranks that compute together agree on the passes of a draft layer one by one.
+        passes = plan.drafts > 0 and self._model.before_pass is not None
+        if passes or plan.drafts != bucket.drafts or not all(sampler.plain for sampler in samplers):
             return self._choose(plan, own.built, hidden, self._model.logits(hidden), previous, num_drafts)
         left, self._before = steps.choose(bucket, len(plan.runs))
         self._last_rows = {run.sequence: row for row, run in enumerate(plan.runs)}

@@ -30,7 +30,8 @@ class WarmUp:
         sequences: of a step.
         tokens: of a sequence.
         depths: numbers of drafts that steps verify and make; the largest is 0 without a draft layer.
-        capture: whether decodes, and chunks of prompts beside them, become CUDA graphs.
+        capture: whether decodes become CUDA graphs.
+        chunks: whether chunks of prompts beside them do.
     """
 
     batch_tokens: int
@@ -38,6 +39,7 @@ class WarmUp:
     tokens: int
     depths: Sequence[int]
     capture: bool
+    chunks: bool = True
 
     def run(self, runner: Runner) -> None:
         """So that no request pays for first use, nor finds too little memory."""
@@ -45,7 +47,8 @@ class WarmUp:
         if self.capture:
             pieces = Captured()
             self._steps(runner, pieces).prepare()
-            self._chunk_steps(runner, pieces).prepare()
+            if self.chunks:
+                self._chunk_steps(runner, pieces).prepare()
 
     def measure(self, model: DecoderLM, collectives: Collectives) -> int:
         """Bytes of the GPU that steps and graphs will take beside what is taken when this returns."""
@@ -54,14 +57,18 @@ class WarmUp:
         more = 0
         if self.capture:
             pieces = Captured()
-            steps, chunk_steps = self._steps(runner, pieces), self._chunk_steps(runner, pieces)
+            steps = self._steps(runner, pieces)
+            chunk_steps = self._chunk_steps(runner, pieces) if self.chunks else None
             first, *others = steps.buckets
             steps.prepare([first])
-            chunk_steps.prepare(chunk_steps.buckets[:1])
+            count = len(others) - 1
+            if chunk_steps is not None:
+                chunk_steps.prepare(chunk_steps.buckets[:1])
+                count += len(chunk_steps.buckets) - 1
             taken = _used(model.device)
             steps.prepare(others[:1])
             # They share what they compute in; each has its own list of launches.
-            more = max(0, _used(model.device) - taken) * (len(others) + len(chunk_steps.buckets) - 2)
+            more = max(0, _used(model.device) - taken) * max(0, count)
             del pieces, steps, chunk_steps
         most = _used(model.device) + more
         del runner

@@ -30,7 +30,7 @@ from katydid_engine.parallel import ParallelPlan
 from katydid_engine.sparse_prefill import SparsePrefill
 from katydid_engine.weights import Weights
 
-__all__ = ["DecoderLM", "FeedForward", "FeedForwardBuilder", "RankContext", "RankPeers"]
+__all__ = ["MOST_FIXED_ROWS", "DecoderLM", "FeedForward", "FeedForwardBuilder", "RankContext", "RankPeers"]
 
 
 class RankPeers(RowPeers, FewRowPeers, Protocol):
@@ -38,7 +38,7 @@ class RankPeers(RowPeers, FewRowPeers, Protocol):
 
 
 # With more rows on a rank, sending room that stays empty takes longer than to tell and read how many go where.
-_FIXED_ROWS = 256
+MOST_FIXED_ROWS = 512
 
 FeedForwardBuilder = Callable[["RankContext", Weights, int], FeedForward | DispatchedMoe]
 """Builds the feed-forward block of layer ``index`` from that layer's scope: where architectures differ."""
@@ -99,6 +99,7 @@ class DecoderLM:
         self.device = weights.device
         self.dtype = weights.dtype
         self.before_pass: Callable[[int, int], int] | None = None
+        self._agreed = False
         self._context = context
         self._stage = context.stage
         self._exchange = _exchange(context)
@@ -186,7 +187,7 @@ class DecoderLM:
         """What this rank owes the others in a pass for which it has no tokens itself, of the kind that ``before_pass``
         names, in which no rank has more than ``most`` rows."""
         if most is not None:
-            self._exchange_rows(most)
+            self.exchange_rows(most)
         interleave([self._nothing() for _ in range(self._context.micro_batches)])
 
     @torch.inference_mode()
@@ -194,15 +195,26 @@ class DecoderLM:
         """fp32 logits ``[rows, vocab]`` of hidden rows ``[rows, hidden]`` (pick the rows that are sampled first)."""
         return self._head(hidden)
 
-    def _agree(self, kind: int, batch: ForwardBatch) -> None:
-        """Before a pass, with the ranks that compute together: whose turn it is, and the form of their exchange."""
-        if self.before_pass is not None:
-            tokens, plan = batch.num_tokens, self._context.plan
-            self._exchange_rows(self.before_pass(kind, -(-tokens // plan.tp) if plan.sp else tokens))
+    def agree(self, kind: int, tokens: int) -> int | None:
+        """Waits, before a pass of so many tokens, for its turn among the ranks that compute together, and settles the
+        form of their exchange; the pass that follows does not do so again. Returns as ``exchange_rows``."""
+        assert self.before_pass is not None
+        plan = self._context.plan
+        self._agreed = True
+        return self.exchange_rows(self.before_pass(kind, -(-tokens // plan.tp) if plan.sp else tokens))
 
-    def _exchange_rows(self, most: int) -> None:
+    def exchange_rows(self, most: int) -> int | None:
+        """From now on no rank sends more rows to experts than ``most``. Returns the room that each takes in the form
+        that a graph can hold, the same for many numbers; None for the other form."""
+        room = 1 << (most - 1).bit_length() if most <= MOST_FIXED_ROWS else None
         for block in self.dispatched:
-            block.exchange.capacity = most if most <= _FIXED_ROWS else None
+            block.exchange.capacity = room
+        return room
+
+    def _agree(self, kind: int, batch: ForwardBatch) -> None:
+        if self.before_pass is not None and not self._agreed:
+            self.agree(kind, batch.num_tokens)
+        self._agreed = False
 
     def _every_layer(self) -> list[DecoderLayer]:
         return self._layers

@@ -94,7 +94,7 @@ class HyV3(DecoderLM):
             super().take_part(0, most)
         else:
             if most is not None:
-                self._exchange_rows(most)
+                self.exchange_rows(most)
             finish(self._mtp_layers[kind - 1].take_part())
 
     def _every_layer(self) -> list[DecoderLayer]:
