@@ -8,18 +8,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from katydid_engine.checkpoint import Checkpoint
+from katydid_engine.forward_batch import ForwardBatch, TokenRun
 from katydid_engine.layers.rotary import rotary_table
 from katydid_engine.loader import load_model
 from katydid_engine.model_config import read_model_config
+from katydid_engine.models.hy_v3 import HyV3
 from katydid_engine.quantization import Scheme
 from katydid_engine.quantize.block import Block, rotary_angles
 from katydid_engine.quantize.layer_files import layer_files, read_block
 from katydid_engine.quantize.rotation import Rotation, hadamard
 from katydid_engine.quantize.smoothing import SEAMS, smooth
-from katydid_engine.quantize.whole_model import WholeModel, stacked
+from katydid_engine.quantize.whole_model import Draft, WholeModel, stacked
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.engine.models.families import FAMILIES, forward, make_family, prompt
+from tests.tiny_model import write_tiny_model
 
 LENGTH = 70
 
@@ -32,11 +36,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def whole(folder: Path) -> tuple[WholeModel, list[Block], tuple[Tensor, Tensor]]:
     checkpoint, config = Checkpoint(folder), read_model_config(folder)
     files = layer_files(checkpoint, config, Scheme.W4A8, page_scales=0, exact_router=False, untie=False)
-    blocks = [
-        read_block(checkpoint, config, file, "cpu")
-        for file in files
-        if file.index is not None and file.index < config.num_layers
-    ]
+    every = [read_block(checkpoint, config, file, "cpu") for file in files if file.index is not None]
+    blocks, drafts = every[: config.num_layers], every[config.num_layers :]
 
     def read(name: str) -> Tensor:
         shape = checkpoint.entries[name].shape
@@ -45,7 +46,8 @@ def whole(folder: Path) -> tuple[WholeModel, list[Block], tuple[Tensor, Tensor]]
     embedding = read("model.embed_tokens.weight")
     head = embedding if config.tie_embeddings else read("lm_head.weight")
     angles = rotary_angles(rotary_table(config.rope, config.head_dim, LENGTH, torch.device("cpu")), LENGTH)
-    model = WholeModel(embedding, head, read("model.norm.weight"), [stacked(block) for block in blocks])
+    layers = [stacked(block) for block in blocks]
+    model = WholeModel(embedding, head, read("model.norm.weight"), layers, [Draft(stacked(draft)) for draft in drafts])
     return model, blocks, angles
 
 
@@ -59,6 +61,33 @@ def test_same_logits_as_the_engine(folder: Path) -> None:
     torch.testing.assert_close(
         model.logits(torch.tensor([prompt(LENGTH)]), angles)[0], served(folder), atol=1e-4, rtol=0
     )
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_same_drafts_as_the_engine(tmp_path: Path, nested: bool) -> None:
+    folder = write_tiny_model(tmp_path / "model", "hy_v3", num_nextn_predict_layers=1)
+    if nested:
+        tensors = load_file(folder / "model.safetensors")
+        own = ("enorm", "hnorm", "eh_proj", "final_layernorm")
+        layer = max(name.rpartition("enorm")[0] for name in tensors if name.endswith("enorm.weight"))
+        moved = {
+            name.replace(layer, f"{layer}mtp_block.") if name.split(".")[3] not in own else name: tensor
+            for name, tensor in tensors.items()
+            if name.startswith(layer)
+        }
+        kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(layer)}
+        save_file(kept | moved, folder / "model.safetensors", metadata={"format": "pt"})
+    model = load_model(folder, dtype=torch.float32)
+    assert isinstance(model, HyV3)
+    ids = [token % model.config.vocab_size for token in prompt(LENGTH)]
+    cache = model.new_kv_cache(2)
+    hidden = model.forward(ForwardBatch.pack([TokenRun(ids, 0, [0, 1])]), cache)
+    batch = ForwardBatch.pack([TokenRun(ids[1:], 0, [0, 1])])
+    served = model.draft(batch, hidden[:-1], batch.token_ids, cache)
+    plain, _, angles = whole(folder)
+    given = torch.tensor([ids])
+    (found,) = plain.draft_hidden(given, plain.hidden(given, angles), angles)
+    torch.testing.assert_close(found[0], served, atol=1e-4, rtol=1e-4)
 
 
 def rows_of(block: Block, x: Tensor, angles: tuple[Tensor, Tensor]) -> dict[str, Tensor]:

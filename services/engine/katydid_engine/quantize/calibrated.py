@@ -284,7 +284,7 @@ class CalibratedRun:
                 )
             prefixes = [file.prefix for file in self.files if file.index is not None]
             made = {"losses": torch.tensor(losses)}
-            for prefix, layer in zip(prefixes, learned, strict=False):  # draft layers come last and are not learned
+            for prefix, layer in zip(prefixes, learned, strict=True):
                 made |= stored_tensors(prefix, layer)
             _save(path, made)
         made = load_file(path)

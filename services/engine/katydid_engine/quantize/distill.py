@@ -2,7 +2,8 @@
 
 The loss is KL(original || quantised) of the next token, averaged over positions (Hinton et al., 2015, at temperature 1;
 the loss of the public Hy3 recipe). The quantised model rounds its rows, and its pages where they are e4m3, as it will
-when it is served. Nothing else of the model is learned: norms, routers and embedding stay.
+when it is served. Draft layers learn the original's drafts in the same way. Nothing else of the model is learned:
+norms, routers and embedding stay.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from katydid_engine.matrices import Fp8Matrix, Int4Matrix
 from katydid_engine.quantize.block import Block
 from katydid_engine.quantize.learned import LearnedFp8, LearnedInt4
 from katydid_engine.quantize.recipe import Distillation
-from katydid_engine.quantize.whole_model import ExpertStack, Layer, WholeModel
+from katydid_engine.quantize.replayed import Replayed
+from katydid_engine.quantize.whole_model import Draft, ExpertStack, Layer, WholeModel
 
 __all__ = ["QuantisedMatrix", "distill"]
 
@@ -38,39 +40,64 @@ def distill(
     seed: int,
     report: Callable[[int, float], None],
 ) -> tuple[list[dict[str, QuantisedMatrix]], list[float]]:
-    """The learned matrices, by layer and name, and the loss of every step.
+    """The learned matrices, as they were given, and the loss of every step.
 
     Args:
         quantised: without its quantised matrices.
-        matrices: these, by layer and name below the layer's prefix.
+        matrices: these, by layer, draft layers last, and name below the layer's prefix.
         ids: int64 ``[sequences, tokens]``.
         seed: of the order of sequences.
         report: called with the step and its loss.
     """
-    layers = [_LearnedLayer(layer.block, found) for layer, found in zip(quantised.layers, matrices, strict=True)]
+    every = [*quantised.layers, *(draft.layer for draft in quantised.drafts)]
+    learned = [_LearnedLayer(layer.block, found) for layer, found in zip(every, matrices, strict=True)]
+    layers, drafts = learned[: len(quantised.layers)], learned[len(quantised.layers) :]
     by_rate: dict[float, list[Tensor]] = {}
-    for tensor, rate in (pair for layer in layers for pair in layer.parameters(options)):
+    for tensor, rate in (pair for layer in learned for pair in layer.parameters(options)):
         by_rate.setdefault(rate, []).append(tensor)
-    optimizer = torch.optim.Adam([{"params": tensors} for tensors in by_rate.values()], betas=(0.9, 0.98))
+    device = original.embedding.device
+    optimizer = torch.optim.Adam(
+        [{"params": tensors, "lr": torch.zeros((), device=device)} for tensors in by_rate.values()],
+        betas=(0.9, 0.98),
+        capturable=device.type == "cuda",
+    )
+
+    def one_step(batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            hidden = original.hidden(batch, angles)
+            wanted = [hidden, *original.draft_hidden(batch, hidden, angles)]
+        student = replace(
+            quantised,
+            layers=[layer.rounded() for layer in layers],
+            drafts=[Draft(draft.rounded()) for draft in drafts],
+        )
+        hidden = student.hidden(batch, angles)
+        # A draft layer learns from the hidden states that it will see; they do not learn from it.
+        found = [hidden, *student.draft_hidden(batch, hidden.detach(), angles)]
+        pairs = zip(found, wanted, strict=True)
+        loss = torch.stack([_divergence(x @ student.head.T, y @ original.head.T) for x, y in pairs]).sum()
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss.detach()
+
+    run = Replayed(one_step)
     generator = torch.Generator().manual_seed(seed)
     losses: list[float] = []
     for step in range(options.steps):
         part = min(1.0, (step + 1) / _WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / options.steps))
         for group, rate in zip(optimizer.param_groups, by_rate, strict=True):
-            group["lr"] = rate * part
+            group["lr"].fill_(rate * part)
         chosen = torch.randint(len(ids), (options.sequences,), generator=generator)
-        batch = ids[chosen].to(original.embedding.device)
-        with torch.no_grad():
-            wanted = original.logits(batch, angles).log_softmax(-1)
-        student = replace(quantised, layers=[layer.rounded() for layer in layers])
-        found = student.logits(batch, angles).log_softmax(-1)
-        loss = F.kl_div(found, wanted, reduction="sum", log_target=True) / batch.numel()
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        losses.append(float(loss.detach()))
+        losses.append(float(run(ids[chosen].to(device))))
         report(step + 1, losses[-1])
-    return [layer.matrices() for layer in layers], losses
+    return [layer.matrices() for layer in learned], losses
+
+
+def _divergence(found: Tensor, wanted: Tensor) -> Tensor:
+    """KL(wanted || found) of logits ``[S, T, vocab]``, a position."""
+    whole = F.kl_div(found.log_softmax(-1), wanted.log_softmax(-1), reduction="sum", log_target=True)
+    return whole / (found.shape[0] * found.shape[1])
 
 
 @dataclass(frozen=True)

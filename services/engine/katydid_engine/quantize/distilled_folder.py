@@ -20,7 +20,7 @@ from katydid_engine.quantize.layout import Shard
 from katydid_engine.quantize.pages import PageRounding, PageScales
 from katydid_engine.quantize.partial_folder import PartialFolder
 from katydid_engine.quantize.rows import e4m3_rows
-from katydid_engine.quantize.whole_model import Layer, WholeModel, stacked
+from katydid_engine.quantize.whole_model import Draft, Layer, WholeModel, stacked
 from katydid_engine.weights import FLOATS, Weights
 
 __all__ = ["read_both", "stored_tensors", "with_new_tensors"]
@@ -38,7 +38,7 @@ def read_both(
     try:
         blocks, folded, matrices = [], [], []
         for file in files:
-            if file.index is None or file.index >= config.num_layers:
+            if file.index is None:
                 continue
             block = read_block(original, config, file, device)
             found: dict[str, QuantisedMatrix] = {}
@@ -51,7 +51,8 @@ def read_both(
             blocks.append(stacked(block))
             folded.append(Layer(_folded(made, block, file.prefix, found, rotate)))
             matrices.append(found)
-        return _whole(original, blocks, device), _whole(made, folded, device), matrices
+        count = config.num_layers
+        return _whole(original, blocks, count, device), _whole(made, folded, count, device), matrices
     finally:
         made.close()
 
@@ -82,7 +83,7 @@ def _folded(
 ) -> Block:
     device = next(iter(block.tensors.values())).device
     tensors = {
-        name: _read(made, prefix + name, device)
+        name: _read(made, _stored_name(made, prefix, name), device)
         for name in block.tensors
         if name.removesuffix(".weight") not in matrices
     }
@@ -93,10 +94,16 @@ def _folded(
     return replace(block, tensors=tensors, rows=e4m3_rows, pages=pages)
 
 
-def _whole(checkpoint: Checkpoint, layers: Sequence[Layer], device: str) -> WholeModel:
+def _whole(checkpoint: Checkpoint, layers: Sequence[Layer], count: int, device: str) -> WholeModel:
     embedding = _read(checkpoint, "model.embed_tokens.weight", device)
     head = _read(checkpoint, "lm_head.weight", device) if checkpoint.has("lm_head.weight") else embedding
-    return WholeModel(embedding, head, _read(checkpoint, "model.norm.weight", device), layers)
+    norm, drafts = _read(checkpoint, "model.norm.weight", device), [Draft(layer) for layer in layers[count:]]
+    return WholeModel(embedding, head, norm, layers[:count], drafts)
+
+
+def _stored_name(checkpoint: Checkpoint, prefix: str, name: str) -> str:
+    """Of a tensor that lies in a draft layer, but not in its nested decoder layer."""
+    return prefix + name if checkpoint.has(prefix + name) else prefix.removesuffix("mtp_block.") + name
 
 
 def _read(checkpoint: Checkpoint, name: str, device: torch.device | str) -> Tensor:

@@ -23,6 +23,7 @@ __all__ = ["LayerFile", "layer_files", "layer_tensors", "read_block"]
 
 _EMBEDDING = "model.embed_tokens."
 _HEAD = "lm_head.weight"
+_NESTED = "mtp_block."  # between a draft layer and its decoder layer, as some exporters have it
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ def layer_files(
     for number, group in enumerate(groups):
         name = f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
         index = number - 1 if 0 < number < len(groups) - 1 else None
-        nested = index is not None and any(".mtp_block." in step.source for step in group)
-        prefix = "" if index is None else f"model.layers.{index}." + ("mtp_block." if nested else "")
+        nested = index is not None and any(f".{_NESTED}" in step.source for step in group)
+        prefix = "" if index is None else f"model.layers.{index}." + (_NESTED if nested else "")
         files.append(LayerFile(Shard(name, tuple(group)), prefix, index))
     return files
 
@@ -136,5 +137,5 @@ def _with_extras(step: Step, page_scales: int, exact_router: bool) -> Step:
 
 def _name(step: Step, prefix: str) -> str:
     """Of what a step reads, below the layer's prefix, as a matrix of its own."""
-    name = step.outputs[0].name.removeprefix(prefix)
+    name = step.outputs[0].name.removeprefix(prefix).removeprefix(prefix.removesuffix(_NESTED))
     return f"{name.removesuffix('_packed')}" if step.quantises else name
