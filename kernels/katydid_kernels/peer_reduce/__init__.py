@@ -5,8 +5,9 @@
     quantized_all_gather:      rows of all ranks, in e4m3 with a scale a token
 
 Two ways for the first. Few tokens: every rank writes its rows to all others and each sums all of them (one crossing of
-the link; the data are their own flags, see `lamport_kernel`). Many: each rank reads and sums its share of the rows, and
-sends the results to all others (two crossings of 1/n of the data, see `two_shot_kernel`). NVLink multicast is not used.
+the link; the data are their own flags, see `lamport_kernel`). Many: ranks write rows to their owners, which sum them and
+write the results to all (two crossings of 1/n of the data, in bf16 or e4m3, see `two_shot_kernel`). NVLink multicast is
+not used.
 
 Sums run over the ranks in order, so all ranks come to the same bits.
 """
