@@ -159,7 +159,6 @@ class Rank:
         for batch in batches:
             rows = own[batch]
             if not self.dry and (plan.dp > 1 or batch == batches[0]):
-                steps.fix_exchange(rows)
                 most = rows if plan.dp > 1 else max(batches)
                 steps.capture(most, context + 256, agreement=AGREEMENT if drafts else None)
             took = self.slowest(float(np.median(Decoding(steps, rows, context).time(30, 6))))

@@ -37,7 +37,6 @@ def test_prompts_and_steps(plan: str, rank: int, dtype: str) -> None:
     )
     assert prompt.seconds > prompt.floor > 0
     traffic = step_traffic(steps, 3, 100, LINKS)
-    steps.fix_exchange(3)
     step = measure_step(steps, 3, 100, traffic, repeats=2, phases=False)
     assert step.gained == 3
     assert step.row()["tokens_per_s"] == pytest.approx(3 / step.seconds)

@@ -202,7 +202,6 @@ def _figures(steps: SliceSteps, bench: SliceBench) -> Iterator[Figure]:
     if not bench.batches:
         return
     cases = list(zip(bench.batches, bench.contexts, strict=True))
-    steps.fix_exchange(max(bench.batches))
     traffic = [step_traffic(steps, batch, context, links) for batch, context in cases]
     if bench.graphs:
         agreement = bench.agreement if steps.drafts else None

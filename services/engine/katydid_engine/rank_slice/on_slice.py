@@ -23,12 +23,13 @@ class OnSlice:
     ahead = 1
 
     def __init__(self, steps: SliceSteps) -> None:
-        self._runner = steps.runner
+        self._steps = steps
         self._last_end = 0.0
 
     def begin(self, plan: StepPlan) -> Callable[[], tuple[StepOutput, float]]:
         began = time.perf_counter()
-        launched = self._runner.launch(plan)
+        self._steps.slice.model.exchange_rows(plan.num_decodes * plan.decode_q_len + plan.num_prefill_tokens)
+        launched = self._steps.runner.launch(plan)
 
         def end() -> tuple[StepOutput, float]:
             output = launched.output()
@@ -68,6 +69,7 @@ def measure_chunk(steps: SliceSteps, tokens: int, context: int, repeats: int) ->
         for sequence, length in ((stream, 1), (prompt, context + tokens + 1))
     )
     runs = (Run(stream, 0, ids[:1], 0, tables[0]), Run(prompt, context, ids[1:], 0, tables[1]))
+    steps.slice.model.exchange_rows(tokens + 1)
     seconds = []
     for index in range(_SKIPPED + repeats):
         plan = StepPlan(

@@ -41,12 +41,6 @@ class SliceSteps:
         fill_pages(self.runner.kv_cache)
         self._sequence = 0
 
-    def fix_exchange(self, rows: int) -> None:
-        """Rows go to experts in the form that a graph can hold: for steps of up to ``rows`` sequences, and nothing
-        larger from now on."""
-        for block in self.slice.model.dispatched:
-            block.exchange.capacity = rows * (1 + self.drafts)
-
     def capture(self, rows: int, tokens: int, *, agreement: float | None = None, chunks: bool = False) -> None:
         """Decode steps of up to ``rows`` sequences of up to ``tokens`` tokens are graphs from now on; ``agreement`` is
         the share of drafts that count as right, for these weights predict nothing; with ``chunks`` also passes with a
@@ -63,6 +57,7 @@ class SliceSteps:
         sequence = self.next_sequence()
         pages = array("I", range(pages_for(tokens)))
         starts = (Start(sequence, Sampling(ignore_eos=True), tokens, ids, sparse_prefill=sparse),)
+        self.slice.model.exchange_rows(min(tokens, chunk))
         self.synchronize()
         started = time.perf_counter()
         for first in range(0, tokens, chunk):
@@ -111,6 +106,7 @@ class Decoding:
             Run(sequence, context - 1, array("I", [token]), 0, array("I", range(row * each, (row + 1) * each)))
             for row, (sequence, token) in enumerate(zip(self._sequences, self._ids, strict=True))
         )
+        steps.slice.model.exchange_rows(batch * (1 + steps.drafts))
         self._width = 1
         self._under_way = self._launch(runs, starts)
 

@@ -86,7 +86,6 @@ def run_workload(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.step_times is None or arguments.real_s or arguments.streams:
         rank_slice = build_slice(options_of(arguments, most_tokens=arguments.max_batch_tokens))
         steps = SliceSteps(rank_slice, arguments.pages * BLOCK_TOKENS)
-        steps.fix_exchange(64)
         record |= origin(rank_slice)
         if rank_slice.model.device.type == "cuda":
             steps.capture(64, rank_slice.options.config.max_positions, chunks=True)
