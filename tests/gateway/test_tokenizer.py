@@ -53,7 +53,7 @@ def test_conversations_that_grow_and_branch_have_the_ids_of_the_whole(turns: lis
         assert encoded.prefix is not None
         assert encoded.ids.startswith(bytes(encoded.prefix.ids))
         chain = chains.chain(encoded.ids, key, encoded.known, encoded.prefix)
-        assert chain == key.extend(encoded.ids)
+        assert b"".join(chain) == key.extend(encoded.ids)
         # From what was just kept.
         assert chains.chain(encoded.ids, key, encoded.prefix) == chain
 
@@ -62,12 +62,15 @@ def test_prefixes_stay_within_their_memory() -> None:
     prefixes = RecentPrefixes(40_000)
     for number in range(10):
         text = f"{number}" * 10_000
-        assert prefixes.put(text, b"1234" * 2000, 7000) is not None
+        assert prefixes.put(f"{text} and less", len(text), b"1234" * 2000, 7000) is not None
         assert prefixes.bytes <= 40_000
-        assert prefixes.of(f"{text} and more") is not None
+        for found in (f"{text} and less, or more", f"{text} and more", text):
+            assert prefixes.of(found) is not None
+        # The end alone is the same.
+        assert prefixes.of(f"x{text[1:]}") is None
     assert prefixes.of("0" * 10_000) is None
-    assert prefixes.put("x" * 50_000, b"", 0) is None
-    assert prefixes.put("short", b"", 0) is None
+    assert prefixes.put("x" * 50_000, 50_000, b"", 0) is None
+    assert prefixes.put("short", 5, b"", 0) is None
 
 
 def test_special_tokens_of_the_tokenizer_are_added_once() -> None:

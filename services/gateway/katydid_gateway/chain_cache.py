@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from hashlib import sha256
 
-from katydid_runtime.block_hash import BLOCK_TOKENS, HASH_BYTES, ChainKey
+from katydid_runtime.block_hash import BLOCK_TOKENS, HASH_BYTES, ChainKey, split_hashes
 
 from katydid_gateway.text.prefixes import Prefix
 
@@ -35,20 +35,21 @@ class ChainCache:
     def size_bytes(self) -> int:
         return len(self._entries) * _ENTRY_BYTES
 
-    def chain(self, ids: bytes, key: ChainKey, known: Prefix | None = None, prefix: Prefix | None = None) -> bytes:
-        """What `key.extend(ids)` gives, for packed ids that begin with those of `known` and of `prefix`.
+    def chain(
+        self, ids: bytes, key: ChainKey, known: Prefix | None = None, prefix: Prefix | None = None
+    ) -> tuple[bytes, ...]:
+        """The hashes that `key.extend(ids)` gives, for packed ids that begin with those of `known` and of `prefix`.
 
         What is kept with `known` is not hashed again; `prefix` keeps its part for the next turn.
         """
         start = known.chains.get(key) if known is not None else None
         if start:
-            blocks = len(start) // HASH_BYTES
-            rest = memoryview(ids)[blocks * _BLOCK_BYTES :]
-            chain = start + key.extend(rest, first_block=blocks, previous=start[-HASH_BYTES:])
+            rest = memoryview(ids)[len(start) * _BLOCK_BYTES :]
+            chain = start + tuple(split_hashes(key.extend(rest, first_block=len(start), previous=start[-1])))
         else:
-            chain = self._by_strides(ids, key)
+            chain = tuple(split_hashes(self._by_strides(ids, key)))
         if prefix is not None and len(prefix.chains) < _MOST_KEYS:
-            prefix.chains[key] = chain[: prefix.id_bytes // _BLOCK_BYTES * HASH_BYTES]
+            prefix.chains[key] = chain[: prefix.id_bytes // _BLOCK_BYTES]
         return chain
 
     def _by_strides(self, ids: bytes, key: ChainKey) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 from hashlib import sha256
 
-from katydid_runtime.block_hash import ChainKey, split_hashes
+from katydid_runtime.block_hash import ChainKey
 
 from katydid_gateway.chain_cache import ChainCache
 from katydid_gateway.engines.fleet import Fleet
@@ -37,9 +37,9 @@ class PromptHashes:
 
     def routed(self, prompt: EncodedPrompt, affinity: str, salt: bytes, *, bypass: bool) -> RoutedPrompt:
         """The prompt for the router; one that bypasses caches has no hashes."""
-        chain = b""
+        chain: tuple[bytes, ...] = ()
         if not bypass:
             key = ChainKey(self._fleet.identity, salt=salt, public_blocks=self.public_blocks(salt))
             chain = self._chains.chain(prompt.ids, key, prompt.known, prompt.prefix)
         digest = b"" if chain else sha256(prompt.ids).digest()
-        return RoutedPrompt(tuple(split_hashes(chain)), prompt.tokens, affinity, digest)
+        return RoutedPrompt(chain, prompt.tokens, affinity, digest)

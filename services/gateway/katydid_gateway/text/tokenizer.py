@@ -107,12 +107,12 @@ class TextTokenizer:
         if self._boundary is None:
             return EncodedText(b"".join(await self._segments([text])))
         known = self._prefixes.of(text)
-        pieces = self._boundary.split(text[len(known.text) :] if known is not None else text)
+        pieces = self._boundary.split(text[known.length :] if known is not None else text)
         ids = await self._segments(pieces)
         body = b"".join(ids if known is None else (known.ids, *ids))
         if known is not None and len(pieces) == 1:
             return EncodedText(body, known, known)
-        prefix = self._prefixes.put(text[: len(text) - len(pieces[-1])], body, len(body) - len(ids[-1]))
+        prefix = self._prefixes.put(text, len(text) - len(pieces[-1]), body, len(body) - len(ids[-1]))
         return EncodedText(body, known, prefix)
 
     def ids_of(self, marker: str) -> bytes:
