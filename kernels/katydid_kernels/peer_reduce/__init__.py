@@ -4,8 +4,8 @@
     quantized_reduce_scatter:  rows of a rank's share, each summand in e4m3 with a scale a token
     quantized_all_gather:      rows of all ranks, in e4m3 with a scale a token
 
-Two ways for the first. Few tokens: every rank writes its rows to all others and each sums all of them (one crossing of
-the link; the data are their own flags, see `lamport_kernel`). Many: ranks write rows to their owners, which sum them and
+Two ways for the first. Few tokens: every rank writes its rows to all others and each sums them all (one crossing of
+the link; the data are their own flags: `lamport_kernel`). Many: ranks write rows to their owners, which sum them and
 write the results to all (two crossings of 1/n of the data, in bf16 or e4m3, see `two_shot_kernel`). NVLink multicast is
 not used.
 
