@@ -34,7 +34,7 @@ class Replayed:
         if rows.device.type != "cuda":
             return self._work(rows)
         if self._calls <= _BEFORE:
-            side = torch.cuda.Stream(rows.device)
+            side = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 made = self._work(rows)

@@ -182,16 +182,17 @@ def _fold(tensors: dict[str, Tensor], seam: _Seam, factors: Tensor, gain_dtype: 
 
 
 def _shared(channels: Tensor, seam: _Seam) -> Tensor:
-    """Channels of the rows ``[*, K]`` reduced to those of the source: the largest of the heads that read it."""
+    """Channels of the rows ``[B, K]`` reduced to those of the source: the largest of the heads that read it."""
     if seam.repeat == 1:
         return channels
-    return channels.unflatten(-1, (-1, seam.repeat, seam.head_dim)).amax(-2).flatten(-2)
+    return channels.view(len(channels), -1, seam.repeat, seam.head_dim).amax(2).flatten(1)
 
 
 def _widened(factors: Tensor, seam: _Seam) -> Tensor:
     if seam.repeat == 1:
         return factors
-    return factors.unflatten(-1, (-1, seam.head_dim)).repeat_interleave(seam.repeat, -2).flatten(-2)
+    heads = factors.reshape(*factors.shape[:-1], -1, seam.head_dim)
+    return heads.repeat_interleave(seam.repeat, -2).flatten(-2)
 
 
 def _as_many(rows: Tensor, count: int) -> Tensor:
