@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from katydid_engine.layers.experts import Fp8Experts
+from katydid_engine.matrices import PlainMatrix, read_matrix
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.planning.measured import measured
+from katydid_engine.quantization import Scheme, StoredQuantization
 from katydid_engine.rank_slice.build import SliceOptions
 from katydid_engine.rank_slice.measure import measure_prompt, measure_step, step_traffic
 from katydid_engine.rank_slice.steps import Decoding, SliceSteps
+from katydid_engine.rank_slice.synthetic_weights import SyntheticWeights
 from katydid_engine.sparse_prefill import SparsePrefill
+from katydid_engine.weights import Weights
 from katydid_runtime.errors import SettingsError
 
 from tests.engine.rank_slice.small import CONFIG, small_slice
@@ -99,3 +103,16 @@ def test_what_cannot_be_built(change: dict, message: str) -> None:
     arguments = {"config": CONFIG, "plan": ParallelPlan(tp=8), "device": torch.device("cpu")} | change
     with pytest.raises(SettingsError, match=message):
         SliceOptions(**arguments)
+
+
+@pytest.mark.parametrize("scheme", list(Scheme))
+def test_weights_have_no_mean(scheme: Scheme) -> None:
+    """Otherwise hidden states of all tokens come to look alike, and choose the same experts."""
+    config = StoredQuantization(scheme)
+    source = SyntheticWeights(torch.device("cpu"), torch.float32, scheme, pool=1 << 16)
+    weights = Weights(source, torch.device("cpu"), torch.float32, quantization=config)
+    matrix = read_matrix(weights.scope("q_proj"), (128, 256), (slice(0, 128), slice(0, 256)), row_scales=False)
+    values = matrix.weight if isinstance(matrix, PlainMatrix) else matrix.dequantised()
+    deviation = values.std().item()
+    assert deviation == pytest.approx(0.02, rel=0.05)
+    assert abs(values.mean().item()) < 5 * deviation / values.numel() ** 0.5

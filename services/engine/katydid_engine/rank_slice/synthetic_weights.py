@@ -19,9 +19,11 @@ from katydid_engine.weights import FLOATS
 __all__ = ["DEVIATION", "SyntheticWeights"]
 
 DEVIATION = 0.02
-# e4m3 codes are drawn so that four deviations fill the range; int4 codes are even over -8..7 (deviation 4.6).
+# e4m3 codes are drawn so that four deviations fill the range; int4 codes are even over -7..7: with a mean other than
+# zero all tokens would come to look alike, and choose the same experts.
 _FP8_SCALE = 4 * DEVIATION / 448
-_INT4_SCALE = DEVIATION / 4.6
+_INT4_SCALE = DEVIATION / 4.32
+_CODES_A_WORD = 8
 _ALIGNMENT = 64
 _SEED = 20
 
@@ -105,8 +107,12 @@ class SyntheticWeights:
     def _draw(self, count: int, kind: str, seed: int) -> Tensor:
         generator = torch.Generator(self._device).manual_seed(seed)
         if kind == "I32":
-            drawn = torch.randint(-(1 << 31), 1 << 31, (count,), generator=generator, device=self._device)
-            return drawn.to(torch.int32)
+            words = torch.zeros(count, dtype=torch.int32, device=self._device)
+            for place in range(_CODES_A_WORD):
+                # As stored, plus 8.
+                code = torch.randint(1, 16, (count,), generator=generator, device=self._device, dtype=torch.int32)
+                words |= code << 4 * place
+            return words
         if kind == "F8_E4M3":
             drawn = torch.empty(count, device=self._device, dtype=torch.bfloat16)
             drawn.normal_(0.0, DEVIATION / _FP8_SCALE, generator=generator).clamp_(-448, 448)

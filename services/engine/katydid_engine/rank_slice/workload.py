@@ -55,6 +55,7 @@ _CHUNKS = (
 _FEW_DECODES = ((1, 64), (1, 256), (4, 64))
 _FEW_CHUNKS = ((64, 0), (256, 0), (64, 256))
 _STEADY = 20
+_MORE_TOKENS = 128
 _LINK_ROWS = (1, 8, 64, 256, 1024, 4096, 16384)
 
 
@@ -95,12 +96,17 @@ def run_workload(arguments: argparse.Namespace) -> dict[str, Any]:
         assert steps is not None
         on_gpu = steps.slice.model.device.type == "cuda"
         decodes, chunks = (_DECODES, _CHUNKS) if on_gpu else (_FEW_DECODES, _FEW_CHUNKS)
-        known = measure_steps(steps, _fitting(decodes, steps), _fitting(chunks, steps))
+        room, longest = steps.pages * BLOCK_TOKENS, steps.slice.options.config.max_positions
+        known = measure_steps(
+            steps,
+            [(n, past) for n, past in decodes if past + _MORE_TOKENS <= longest and n * (past + _MORE_TOKENS) <= room],
+            [(n, past) for n, past in chunks if n + past + _MORE_TOKENS <= min(room, longest)],
+        )
     record["step_times"] = {
         kind: [[*key, seconds] for key, seconds in points.items()] for kind, points in asdict(known).items()
     }
-    times = fit_step_times(known)
     _write(arguments.json, record)
+    times = fit_step_times(known)
     if steps is not None and arguments.streams:
         record["rows"].append(_streams(arguments, steps))
         _write(arguments.json, record)
@@ -253,13 +259,6 @@ def _sending(arguments: argparse.Namespace) -> Sequence[tuple[int, float]]:
     """The link model's seconds of a step by its rows."""
     phases = Phases(KNOWN_MODELS["hy3"], ParallelPlan.parse(arguments.plan), measured("h200"))
     return [(rows, phases.prefill(rows).exposed) for rows in _LINK_ROWS]
-
-
-def _fitting(cases: Sequence[tuple[int, int]], steps: SliceSteps) -> list[tuple[int, int]]:
-    """Those that the model's positions and the pages have room for."""
-    longest = steps.slice.options.config.max_positions
-    room = steps.pages * BLOCK_TOKENS
-    return [(n, context) for n, context in cases if n + context < longest and n * (context + 128) <= room]
 
 
 def _rates(text: str) -> list[float]:
