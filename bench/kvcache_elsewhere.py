@@ -16,7 +16,8 @@ Row = dict[str, Any]
 
 
 def elsewhere() -> list[Row]:
-    """The trace's hit rates (cache_replay.json), and blocks between the arena and a GPU's pages (fused.json)."""
+    """The trace's hit rates (cache_replay.json), and blocks between the arena and a GPU's pages: by the kernels alone
+    (fused.json), and by the engine's way (kvcache_gpu.json), whose other rows come along."""
     replayed = {row["name"]: row for row in _rows("cache_replay.json")}
     traces = [
         (f"replay.lru.adaptive.{share}", f"trace replay, memory {share} of unique blocks") for share in TRACE_SHARES
@@ -27,7 +28,9 @@ def elsewhere() -> list[Row]:
     for kernel, told in ways:
         row = moved[f"{kernel}, 8 of 8 heads, with checksum"]
         rows.append(_row(row, f"{told}, checksums on, H200", LINK_BAR, "fused.json"))
-    return rows
+    kept = ("figure", "value", "unit", "bar", "met", "commit", "note")
+    source = {"source": "bench/results/kvcache_gpu.json"}
+    return rows + [{name: row[name] for name in kept if name in row} | source for row in _rows("kvcache_gpu.json")]
 
 
 def _rows(name: str) -> list[Row]:
