@@ -76,6 +76,7 @@ def test_ranks_with_more_and_fewer_rows_and_none(folder: Path) -> None:
         requests = Requests(model, of_rank[group.rank])
         steps = requests.runner.use_decode_steps(Uncaptured(), rows=8, tokens=128)
         steps.prepare()
+        assert {block.exchange.capacity for block in model.dispatched} == {None}
         lockstep = Lockstep(group, model.take_part)
         model.before_pass = lockstep.enter
         forward = steps.forward

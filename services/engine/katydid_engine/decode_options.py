@@ -55,4 +55,7 @@ def captures(config: WorkerConfig, model: DecoderLM) -> bool:
     if model.dispatched and plan.tp > 1:
         return False
     moe = model.config.moe
-    return moe is None or not moe_waits(model.dtype, model.config.hidden_size, moe.intermediate_size, model.device)
+    if moe is None:
+        return True
+    width = moe.intermediate_size // (plan.tp if plan.ep == 1 else 1)
+    return not moe_waits(model.dtype, model.config.hidden_size, width, model.device)

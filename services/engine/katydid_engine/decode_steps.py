@@ -137,8 +137,9 @@ class DecodeSteps:
         gc.collect()
         gc.disable()
         try:
-            for bucket in self.buckets if buckets is None else buckets:
-                self._prepare(bucket)
+            with self._model.exchange_kept():
+                for bucket in self.buckets if buckets is None else buckets:
+                    self._prepare(bucket)
         finally:
             gc.enable()
 

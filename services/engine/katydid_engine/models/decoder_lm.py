@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -210,6 +211,16 @@ class DecoderLM:
         for block in self.dispatched:
             block.exchange.capacity = room
         return room
+
+    @contextlib.contextmanager
+    def exchange_kept(self) -> Iterator[None]:
+        """Whatever ``exchange_rows`` is told within, behind it all is as before."""
+        rooms = [block.exchange.capacity for block in self.dispatched]
+        try:
+            yield
+        finally:
+            for block, room in zip(self.dispatched, rooms, strict=True):
+                block.exchange.capacity = room
 
     def _agree(self, kind: int, batch: ForwardBatch) -> None:
         if self.before_pass is not None and not self._agreed:
