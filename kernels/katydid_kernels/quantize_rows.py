@@ -90,12 +90,11 @@ def swiglu_quantize(gate_up: Tensor, *, scale: Tensor | None = None, group: int 
         parts = 3 if n % 3 == 0 and (n // 3) & (n // 3 - 1) == 0 and n >= 192 and group is None else 1
         block = triton.next_power_of_2(n // parts)
         # A program of few bytes does not pay for its start: narrow rows share one.
-        rows = max(1, 4096 // (block * parts))
-        rows = 1 << (rows.bit_length() - 1)
+        rows = 1 << max(0, (2048 // (block * parts)).bit_length() - 1)
         _swiglu_quantize_kernel[(triton.cdiv(tokens, rows),)](
             gate_up, scales, q, tokens, n, gate_up.stride(0),
             STATIC=scale is not None, GROUP=group, ROWS=rows, BLOCK=block, PARTS=parts,
-            EVEN=n == block * parts and tokens % rows == 0, num_warps=8, **_early(gate_up),
+            EVEN=n == block * parts and tokens % rows == 0, num_warps=4, **_early(gate_up),
         )  # fmt: skip
     return q, scales
 
@@ -199,7 +198,11 @@ def _add_rms_norm_quantize_kernel(
     x_ptr, residual_ptr, weight_ptr, scale_ptr, total_ptr, plain_ptr, q_ptr, n, x_row_stride, residual_row_stride, eps,
     STATIC: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    _start(EARLY)
+    if EARLY:
+        # In this order: what stands before a norm is often bound by memory (experts), and the kernel behind it would
+        # read its weights, and hold its registers, at that kernel's cost.
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0)
     col = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row.to(tl.int64) * x_row_stride + col, mask=col < n, other=0.0).to(tl.float32)

@@ -27,7 +27,7 @@ from tests.engine.test_decode_steps import flips, prompts
 pytestmark = pytest.mark.gpu
 
 TINY = Path(__file__).parents[2] / "models" / "hy3-tiny"
-SECONDS, CHECKED = 60.0, 40
+SECONDS, CHECKED = 60.0, 12
 
 
 def a_request(handle: int, chance: random.Random, text: array[int]) -> Request:
