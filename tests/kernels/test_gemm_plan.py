@@ -49,15 +49,6 @@ def test_many_pairs_take_the_two_launch_way(experts: int, first: int, count: int
     check(routes(tokens, 8, experts), count, 64, first_expert=first)
 
 
-def test_tiles_hardly_filled_come_last() -> None:
-    tokens = SINGLE_LAUNCH_PAIRS // 8 + 5
-    # 215 rows an expert: full tiles of 192 and, of most, one of some 23 rows.
-    plan = check(routes(tokens, 8, 19), 19, 192)
-    filled = (plan.tiles[:, 2] - plan.tiles[:, 1])[: int(plan.tile_count)].clamp(max=192) > 64
-    assert 0 < filled.sum() < len(filled)
-    assert torch.equal(filled, filled.sort(descending=True, stable=True).values)
-
-
 def test_an_expert_that_every_token_goes_to() -> None:
     tokens = SINGLE_LAUNCH_PAIRS // 4 + 3
     shared = torch.full((tokens, 1), 24, dtype=torch.int32, device=DEVICE)

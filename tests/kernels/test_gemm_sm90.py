@@ -1,4 +1,4 @@
-"""Every Gluon GEMM kernel assembles for sm_90 as good as without spilling, with wgmma and TMA."""
+"""Every Gluon GEMM kernel assembles for sm_90 without spilling, multiplies with wgmma and copies with TMA."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ def compiled() -> list[dict]:
 
 
 def test_nothing_spills(compiled: list[dict]) -> None:
-    # Beside the down product the sum leaves so few registers that addresses go to the stack, once a tile.
-    allowed = {"experts_down_kernel": 16}
-    found = {(k["case"], k["kernel"]): k["stack_bytes"] for k in compiled if k["spills"]}
-    assert {case: size for case, size in found.items() if size > allowed.get(case[1], 0)} == {}
+    assert {(k["case"], k["kernel"]): k["spills"] for k in compiled if k["spills"]} == {}
 
 
 def test_shared_memory_fits(compiled: list[dict]) -> None:
@@ -39,7 +36,6 @@ def test_hopper_instructions(compiled: list[dict]) -> None:
         "wide_gemm_kernel",
         "narrow_gemm_kernel",
         "experts_up_kernel",
-        "experts_down_kernel",
         "experts_decode_kernel",
         "experts_few_kernel",
     }

@@ -2,7 +2,7 @@
 
 The fewest tokens go through one persistent launch without a plan (`experts_few_kernel`), few tokens an expert through
 one after the plan (`experts_decode_kernel`), many through the grouped GEMMs: gate-up with the weights as wgmma's rows,
-then down with the sum beside it (`experts_down_kernel`) or, of wide experts, by the wide kernel and `combine`.
+down by the wide kernel, then `combine`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from katydid_kernels.gemm.combine import combine
 from katydid_kernels.gemm.dense import BLOCK
 from katydid_kernels.gemm.expert_scales import ExpertScales
 from katydid_kernels.gemm.experts_decode_kernel import experts_decode_kernel
-from katydid_kernels.gemm.experts_down_kernel import experts_down_kernel
 from katydid_kernels.gemm.experts_few_kernel import experts_few_kernel
 from katydid_kernels.gemm.experts_up_kernel import experts_up_kernel
 from katydid_kernels.gemm.launch import GLUON_TYPE, REGISTERS, box_layout, descriptor, launch_wide, sm_count
@@ -36,7 +35,6 @@ from katydid_kernels.gemm.tuning import (
     down_tile,
     few_tokens_tile,
     summed_at_once,
-    summed_columns,
     up_tile,
 )
 from katydid_kernels.quantize_rows import quantize_fp8
@@ -62,7 +60,6 @@ class ExpertWorkspace:
     y: Tensor
     ready: Tensor
     sync: Tensor
-    sums: Tensor
 
     @staticmethod
     def allocate(
@@ -92,7 +89,6 @@ class ExpertWorkspace:
             torch.empty(pairs, hidden, dtype=torch.bfloat16, device=device),
             torch.zeros(max(len(plan.tiles), tokens), dtype=torch.int32, device=device),
             torch.zeros(2, dtype=torch.int32, device=device),
-            torch.zeros(hidden // 128 + 1, dtype=torch.int32, device=device),
         )
 
 
@@ -100,7 +96,7 @@ def choose_tile(
     pairs: int, experts: int, intermediate: int, hidden: int, dtype: torch.dtype, *, of_blocks: bool = False
 ) -> FewTile | DecodeTile | UpTile:
     """The tuned tile: decode's as long as an expert sees few rows."""
-    few = None if of_blocks else few_tokens_tile(pairs, experts, dtype)
+    few = None if of_blocks else few_tokens_tile(pairs, experts, intermediate, dtype)
     many = BLOCK_UP_TILE if of_blocks else up_tile(pairs / experts, intermediate, hidden, dtype)
     return few or decode_tile(pairs, experts, intermediate, dtype, of_blocks=of_blocks) or many
 
@@ -138,15 +134,11 @@ def run_experts(
             combine(workspace.y, plan.slots[: len(ids)], weights, out, shared=shared, early=True, paired=paired)
     else:
         _launch_up(x, w13, scales, workspace, tile)
-        cols = None if down else summed_columns(w2.shape[1], w2.shape[2], w2.dtype)
-        if cols:
-            _launch_down_sum(w2, weights, shared, out, scales, workspace, tile.tokens, cols)
-        else:
-            launch_wide(
-                workspace.h, w2, workspace.y, down or down_tile(w2.shape[1], tile.tokens), col_scale=scales.down,
-                tiles=plan.tiles, tile_count=plan.tile_count,
-            )  # fmt: skip
-            combine(workspace.y, plan.slots[: len(ids)], weights, out, shared=shared, early=True)
+        launch_wide(
+            workspace.h, w2, workspace.y, down or down_tile(w2.shape[1], tile.tokens), col_scale=scales.down,
+            tiles=plan.tiles, tile_count=plan.tile_count,
+        )  # fmt: skip
+        combine(workspace.y, plan.slots[: len(ids)], weights, out, shared=shared, early=True)
     return out
 
 
@@ -250,36 +242,6 @@ def _launch_decode(
     )  # fmt: skip
 
 
-def _launch_down_sum(
-    w2: Tensor,
-    weights: Tensor,
-    shared: Tensor | None,
-    out: Tensor,
-    scales: ExpertScales,
-    workspace: ExpertWorkspace,
-    rows: int,
-    cols: int,
-    summed: bool = True,
-) -> None:
-    """Down product and weighted sum of a plan with tiles of `rows` rows, y in blocks of `cols` columns."""
-    _, hidden, width = w2.shape
-    tokens, top_k = weights.shape
-    pairs, block_k, plan = weights.numel(), _K_BYTES // w2.element_size(), workspace.plan
-    y = workspace.y.view(-1)[: pairs * hidden].view(-1, cols)
-    steps = triton.cdiv(width, block_k)
-    # Stages, and registers at launch, of a consumer and of the summing warpgroup.
-    stages, maxnreg, consumer, summing = (4, 96, 96, 168) if rows == 192 else (5, 128, 144, 168)
-    experts_down_kernel[(sm_count(w2.device),)](
-        descriptor(workspace.h, [64, block_k]), descriptor(w2.view(-1, width), [128, block_k]),
-        descriptor(y, [64, 64]), y, plan.tiles, plan.tile_count, scales.down, plan.slots, weights, shared, out,
-        workspace.sums, pairs, tokens,
-        H=hidden, WIDTH=width, TOP_K=top_k, PADDED=triton.next_power_of_2(top_k), TILES_N=cols // 128,
-        SETS=2 if steps * rows <= 384 else 1, STAGES=stages, WGS=rows // 64, SUM=summed,
-        CONSUMER_REGISTERS=consumer, SUM_REGISTERS=summing,
-        num_warps=4, maxnreg=maxnreg, launch_pdl=True,
-    )  # fmt: skip
-
-
 def _launch_few(
     x: Tensor,
     w13: Tensor,
@@ -294,7 +256,7 @@ def _launch_few(
     tile: FewTile,
 ) -> None:
     h, top_k, block_k = workspace.h, ids.shape[1], _K_BYTES // x.element_size()
-    experts_few_kernel[(sm_count(x.device),)](
+    experts_few_kernel[(tile.ctas * sm_count(x.device),)](
         descriptor(x, [tile.tokens, block_k]), _interleaved(w13, tile.rows), _down_weights(w2, tile.rows),
         descriptor(h, [tile.tokens, block_k]), h, h.stride(0), weights, shared, out, ids, first_expert, len(w2),
         workspace.ready, workspace.sync,

@@ -4,9 +4,7 @@ The grouped GEMMs read token rows through `rows`, so nothing is gathered; `slots
 the weighted sum. Few pairs (decode) take one launch of one CTA. Many take two: every CTA counts its chunk and takes a
 range of each expert's rows with one atomic an expert, the last CTA places the experts, and in the second launch every
 pair claims a row of its chunk's range with an atomic that few others want. Rows of one expert come in no particular
-order, which no result depends on: a row's product is the same wherever it stands. Where experts have a tile or two,
-last tiles that they hardly fill come after all others: they take a third of a tile's time, so the last round ends
-early.
+order, which no result depends on: a row's product is the same wherever it stands.
 """
 
 from __future__ import annotations
@@ -25,8 +23,6 @@ PLAN_FIELDS = 4
 SINGLE_LAUNCH_PAIRS = 4096
 SMALLEST_TILE = 8
 CHUNK_PAIRS = 1024
-# Rows up to which the last of an expert's large tiles comes late, and what a large tile is.
-LATE_ROWS, LARGE_TILE = 64, 128
 
 
 @dataclass(frozen=True)
@@ -88,20 +84,13 @@ def plan_routes(topk_ids: Tensor, plan: RoutePlan, experts: int, tile_rows: int,
     chunks = triton.cdiv(pairs, CHUNK_PAIRS)
     _place_many_kernel[(chunks,)](
         topk_ids, plan.scratch, plan.bases, plan.tiles, plan.tile_count, pairs, first_expert, experts,
-        TILE=tile_rows, LATE=_late_rows(pairs, experts, tile_rows),
-        BLOCK=CHUNK_PAIRS, BLOCK_E=block_e, EARLY=early, num_warps=8, launch_pdl=early,
+        TILE=tile_rows, BLOCK=CHUNK_PAIRS, BLOCK_E=block_e, EARLY=early, num_warps=8, launch_pdl=early,
     )  # fmt: skip
     _claim_kernel[(chunks,)](
         topk_ids, plan.scratch, plan.bases, plan.rows, plan.slots, pairs, top_k, first_expert, experts,
         BLOCK=CHUNK_PAIRS, EARLY=early, num_warps=8, launch_pdl=early,
     )  # fmt: skip
     return plan
-
-
-def _late_rows(pairs: int, experts: int, tile_rows: int) -> int:
-    """Rows up to which an expert's last tile comes late. With many tiles an expert the last round weighs little, and
-    the weights of late tiles would be read twice."""
-    return LATE_ROWS if tile_rows >= LARGE_TILE and pairs <= 2 * tile_rows * experts else 0
 
 
 @triton.jit
@@ -112,23 +101,19 @@ def _local_expert(ids_ptr, pair, pairs, first_expert, experts):
 
 @triton.jit
 def _lay_out(
-    counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr,
-    TILE: tl.constexpr, LATE: tl.constexpr, AT_ONCE: tl.constexpr,
+    counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr, TILE: tl.constexpr, AT_ONCE: tl.constexpr
 ):  # fmt: skip
     """Experts one after the other: the first row of each, and the tiles its rows are cut into, AT_ONCE of them at a
-    time. An expert's last tile comes late if it has up to LATE rows."""
+    time."""
     end = tl.cumsum(counts, 0)
     start = end - counts
     tl.store(starts_ptr + bins, start, mask=bins < experts)
     tiles = (counts + TILE - 1) // TILE
-    late = ((counts > 0) & (counts - (tiles - 1) * TILE <= LATE)).to(tl.int32)
-    soon = tiles - late
-    first_tile = tl.cumsum(soon, 0) - soon
-    late_tile = tl.sum(soon, 0) + tl.cumsum(late, 0) - late
+    first_tile = tl.cumsum(tiles, 0) - tiles
     tl.store(tile_count_ptr, tl.sum(tiles, 0))
     for first in range(0, tl.max(tiles, 0), AT_ONCE):
         i = first + tl.arange(0, AT_ONCE)[None, :]
-        entry = tiles_ptr + tl.where(i < soon[:, None], first_tile[:, None] + i, late_tile[:, None]) * 4
+        entry = tiles_ptr + (first_tile[:, None] + i) * 4
         there = i < tiles[:, None]
         tl.store(entry, bins[:, None] + 0 * i, mask=there)
         tl.store(entry + 1, start[:, None] + i * TILE, mask=there)
@@ -153,7 +138,7 @@ def _place_few_kernel(
     tl.debug_barrier()
     counts = tl.atomic_xchg(scratch_ptr + bins, 0, mask=bins < experts, sem="relaxed")
     counts = tl.where(bins < experts, counts, 0)
-    _lay_out(counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr, TILE, 0, 1)
+    _lay_out(counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr, TILE, 1)
     tl.debug_barrier()
     slot = tl.load(starts_ptr + expert, mask=valid, other=0) + rank
     tl.store(rows_ptr + slot, pair // top_k, mask=valid)
@@ -163,7 +148,7 @@ def _place_few_kernel(
 @triton.jit
 def _place_many_kernel(
     ids_ptr, scratch_ptr, bases_ptr, tiles_ptr, tile_count_ptr, pairs, first_expert, experts,
-    TILE: tl.constexpr, LATE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
@@ -180,7 +165,7 @@ def _place_many_kernel(
         counts = tl.atomic_xchg(scratch_ptr + bins, 0, mask=bins < experts, sem="relaxed")
         counts = tl.where(bins < experts, counts, 0)
         tl.store(arrivals_ptr, 0)
-        _lay_out(counts, experts, bins, scratch_ptr + experts, tiles_ptr, tile_count_ptr, TILE, LATE, 8)
+        _lay_out(counts, experts, bins, scratch_ptr + experts, tiles_ptr, tile_count_ptr, TILE, 8)
 
 
 @triton.jit
@@ -207,18 +192,15 @@ def plan_routes_reference(topk_ids: Tensor, experts: int, tile_rows: int, *, fir
     order = torch.argsort(key, stable=True)[: int((key < experts).sum())]
     slots = torch.full_like(local, -1)
     slots[order] = torch.arange(len(order), device=order.device)
-    tiles, late, start = [], [], 0
-    pairs = topk_ids.numel()
-    late_rows = _late_rows(pairs, experts, tile_rows) if pairs > SINGLE_LAUNCH_PAIRS else 0
+    tiles, start = [], 0
     for expert, count in enumerate(torch.bincount(key, minlength=experts + 1)[:experts].tolist()):
-        for row in range(start, start + count, tile_rows):
-            (late if start + count - row <= late_rows else tiles).append((expert, row, start + count, 0))
+        tiles += [(expert, row, start + count, 0) for row in range(start, start + count, tile_rows)]
         start += count
     return RoutePlan(
         (order // topk_ids.shape[1]).int(),
         slots.view(topk_ids.shape).int(),
-        torch.tensor(tiles + late, dtype=torch.int32, device=topk_ids.device).view(-1, PLAN_FIELDS),
-        torch.tensor([len(tiles) + len(late)], dtype=torch.int32, device=topk_ids.device),
+        torch.tensor(tiles, dtype=torch.int32, device=topk_ids.device).view(-1, PLAN_FIELDS),
+        torch.tensor([len(tiles)], dtype=torch.int32, device=topk_ids.device),
         torch.empty(0, dtype=torch.int32, device=topk_ids.device),
         torch.empty(0, dtype=torch.int32, device=topk_ids.device),
     )

@@ -19,7 +19,6 @@ __all__ = [
     "few_tokens_tile",
     "narrow_tile",
     "summed_at_once",
-    "summed_columns",
     "up_tile",
     "wide_tile",
 ]
@@ -107,12 +106,16 @@ class DecodeTile:
 
 @dataclass(frozen=True)
 class FewTile:
-    """One configuration of the kernel for the fewest tokens: 64 weight rows by one row of x, padded to 8."""
+    """One configuration of the kernel for the fewest tokens: 64 weight rows by one row of x, padded to 8.
+
+    ctas: of them on an SM; two need 11 stages or fewer.
+    """
 
     stages: int
     promote: bool
     tokens: int = 8
     rows: int = 64
+    ctas: int = 1
 
 
 def up_tile(rows: float, intermediate: int, hidden: int, dtype: torch.dtype) -> UpTile:
@@ -142,33 +145,25 @@ def down_tile(hidden: int, tokens: int) -> WideTile:
     return WideTile(64, 256, 64, 4, 3, 1) if hidden % 256 == 0 else WideTile(64, 128, 64, 2, 6, 1)
 
 
-# Bytes of a row of w2. Wider experts have so much to multiply that the sum hardly counts, and want larger tiles.
-_SUMMED_BYTES = 384
-
-
-def summed_columns(hidden: int, intermediate: int, dtype: torch.dtype) -> int | None:
-    """Columns of a block of y where its weighted sum runs beside the down product, or None where they are better
-    launches of their own."""
-    if intermediate * dtype.itemsize > _SUMMED_BYTES:
-        return None
-    return next(cols for cols in (512, 256, 128) if hidden % cols == 0)
-
-
 def summed_at_once(tokens: int) -> int:
     """Tokens of a piece of the sum inside a kernel: more have more loads in flight, fewer give every warpgroup one."""
     return 4 if tokens <= 64 else 8
 
 
-# Up to here every pair is a tile of its own: making a plan would take longer than reading an expert twice.
-_UNPLANNED_PAIRS = 24
+# Up to so many pairs or, of narrow experts, gate-up tiles every pair is a tile of its own: making a plan would take
+# longer than reading an expert twice.
+_UNPLANNED_PAIRS, _UNPLANNED_TILES = 24, 288
+_SMS = 132
 
 
-def few_tokens_tile(pairs: int, experts: int, dtype: torch.dtype) -> FewTile | None:
+def few_tokens_tile(pairs: int, experts: int, intermediate: int, dtype: torch.dtype) -> FewTile | None:
     """The tile for batches whose pairs hardly share an expert, or None for larger ones."""
-    if pairs > min(_UNPLANNED_PAIRS, experts):
+    tiles = pairs * intermediate // 32
+    if pairs > experts or (pairs > _UNPLANNED_PAIRS and tiles > _UNPLANNED_TILES):
         return None
-    # Half an SM's shared memory: the next layer's kernel sets itself up meanwhile.
-    return FewTile(11, dtype == _E4M3)
+    # Half an SM's shared memory: where tiles are more than SMs, two CTAs share one; else the next layer's kernel sets
+    # itself up there meanwhile.
+    return FewTile(11, dtype == _E4M3, ctas=2 if _SMS < tiles <= 2 * _SMS else 1)
 
 
 # Rows an expert up to which a tile is best: tokens, stages.
