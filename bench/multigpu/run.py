@@ -56,7 +56,7 @@ def jobs(gpus: int, parts: list[str], lengths: list[int], batches: list[int], *,
             {**common, "plan": f"tp{gpus}", "peers": False},
         ]
     if "overlap" in parts:
-        made += [{"part": "overlap", "plan": dp, "tokens": tokens} for tokens in ([64] if dry else [2048, 8192])]
+        made += [{"part": "overlap", "plan": dp, "tokens": tokens} for tokens in ([64] if dry else [8192, 2048])]
     if "rebalance" in parts:
         made.append({"part": "rebalance", "plan": f"{dp}+{gpus}", "batch": 2 if dry else 64, "context": 64})
     return made
