@@ -44,17 +44,21 @@ VOCAB, PROMPT = 120832, 8192
 L2_BYTES = 130e6
 # Best public sampler measured earlier on this GPU, us: FlashInfer 0.6.14 with top-k and top-p.
 PUBLIC = {1: 71.0, 64: 192.0, 512: 614.0}
-BATCHES = (1, 16, 64, 256, 512)
+# What has a figure of the peers' beside it: they know top-k and top-p alone.
+COMPARED = ("all filters", "top-k, top-p", "top-k, top-p, normal logits")
+BATCHES = (64, 1, 512, 16, 256)
 
 
 def int32(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
-def logits_of(rows: int) -> Tensor:
+def logits_of(rows: int, kind: str = "") -> Tensor:
     """As a model's: most tokens far below a few; a third of the rows is undecided among hundreds. All but 200 tokens
-    have less than 2 % of the mass together."""
+    have less than 2 % of the mass together. Normal ones, as samplers are often measured on, where the kind says so."""
     logits = torch.randn(rows, VOCAB, device="cuda")
+    if kind.endswith("normal logits"):
+        return logits
     likely = torch.randint(0, VOCAB, (rows, 200), device="cuda")
     steps = torch.linspace(14, 6, 200, device="cuda").expand(rows, -1).clone()
     steps[::3] = steps[::3].clamp(max=10)
@@ -68,7 +72,7 @@ def batch_of(rows: int, kind: str) -> SamplingBatch:
     fields = {
         "all filters": (0.9, 50, 0.95, 0.02), "temperature": (0.9, 0, 1.0, 0.0), "greedy": (0.0, 0, 1.0, 0.0),
         "top-k, top-p": (0.9, 50, 0.95, 0.0), "top-p": (0.9, 0, 0.95, 0.0), "top-k 1000": (0.9, 1000, 1.0, 0.0),
-        "top-p, hot": (3.0, 0, 0.95, 0.0),
+        "top-p, hot": (3.0, 0, 0.95, 0.0), "top-k, top-p, normal logits": (0.9, 50, 0.95, 0.0),
     }[kind]  # fmt: skip
     temperature, top_k, top_p, min_p = fields
     penalties = bias = allowed = None
@@ -101,26 +105,38 @@ def sets_of(rows: int) -> int:
     return min(64, max(2, math.ceil(L2_BYTES / (rows * VOCAB * 4)) + 1))
 
 
-def time_kind(rows: int, kind: str) -> list[Row]:
+def time_kind(rows: int, kind: str, own: dict[tuple[int, str], float]) -> list[Row]:
+    """Of our kernels, and kept in ``own`` for the peers' rows."""
     with preparing():
-        batch, inputs = batch_of(rows, kind), [logits_of(rows) for _ in range(sets_of(rows))]
+        batch, inputs = batch_of(rows, kind), [logits_of(rows, kind) for _ in range(sets_of(rows))]
         differing = int((sample(inputs[0], batch) != sample_reference(inputs[0], batch)).sum())
     name = f"sample, {kind}, batch {rows}"
     if differing > rows // 256:
         return [row(f"{name}: {differing} tokens differ from the reference's", 0, "us", 0, None, None, None)]
     with measuring():
-        us = median_us([partial(sample, logits, batch, overlap=True) for logits in inputs])
+        us = own[rows, kind] = median_us([partial(sample, logits, batch, overlap=True) for logits in inputs])
     floor = 1e-6 * bytes_read(rows, kind) / COPY_TB_PER_S
-    rows_of_kind = [row(name, us, "us", floor, 25 if (rows, kind) == (64, "all filters") else None, None, None)]
+    found = [row(name, us, "us", floor, 25 if (rows, kind) == (64, "all filters") else None, None, None)]
+    if rows in PUBLIC and kind in COMPARED:
+        figure = f"{name}: times faster than the best public sampler, measured earlier"
+        found.append(row(figure, PUBLIC[rows] / us, "x", 1, 5, "FlashInfer 0.6.14, us", PUBLIC[rows]))
+    return found
+
+
+def time_peers(rows: int, kind: str, own: dict[tuple[int, str], float]) -> list[Row]:
+    if (rows, kind) not in own:
+        return []
+    found = []
     for peer, run in peers(rows).items():
+        with preparing():
+            inputs = [logits_of(rows, kind) for _ in range(sets_of(rows))]
+            run(inputs[0])
         with measuring():
             theirs = median_us([partial(run, logits) for logits in inputs])
-        bar = 5 if peer == "FlashInfer" and kind in ("all filters", "top-k, top-p") else None
-        rows_of_kind.append(row(f"{name}: times faster than {peer}", theirs / us, "x", 1, bar, f"{peer}, us", theirs))
-    if kind in ("all filters", "top-k, top-p") and rows in PUBLIC:
-        figure = f"{name}: times faster than the best public sampler, measured earlier"
-        rows_of_kind.append(row(figure, PUBLIC[rows] / us, "x", 1, 5, "FlashInfer 0.6.14, us", PUBLIC[rows]))
-    return rows_of_kind
+        figure = f"sample, {kind}, batch {rows}: times faster than {peer}"
+        bar = 5 if peer == "FlashInfer" else None
+        found.append(row(figure, theirs / own[rows, kind], "x", 1, bar, f"{peer}, us", theirs))
+    return found
 
 
 def peers(rows: int) -> dict[str, Callable[[Tensor], object]]:
@@ -139,7 +155,6 @@ def peers(rows: int) -> dict[str, Callable[[Tensor], object]]:
                 probabilities, top_k, top_p, filter_apply_order="joint", deterministic=True, seed=17, offset=0
             )
 
-        with_flashinfer(logits_of(rows))
         found["FlashInfer"] = with_flashinfer
     return found
 
@@ -202,15 +217,14 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.setdefault("GEMM_BENCH_LOCK", tempfile.mkstemp()[1])
     torch.manual_seed(0)
-    runs: list[Callable[[], list[Row]]] = [partial(time_kind, rows, "all filters") for rows in BATCHES]
-    runs += [partial(time_kind, rows, "top-k, top-p") for rows in BATCHES]
-    runs += [partial(time_kind, 64, kind) for kind in ("temperature", "greedy", "top-p", "top-p, hot", "top-k 1000")]
-    runs += [
-        partial(time_logprobs, 64),
-        partial(time_step, 64),
-        partial(time_step, 256),
-        partial(time_flashinfer_norm, 32),
-    ]
+    own: dict[tuple[int, str], float] = {}
+    cases = [(rows, kind) for kind in COMPARED for rows in BATCHES]
+    others = ("temperature", "greedy", "top-p", "top-p, hot", "top-k 1000")
+    runs: list[Callable[[], list[Row]]] = [partial(time_kind, *case, own) for case in cases]
+    runs += [partial(time_kind, 64, kind, own) for kind in others]
+    runs += [partial(time_logprobs, 64), partial(time_step, 64), partial(time_step, 256)]
+    runs += [partial(time_peers, *case, own) for case in cases]
+    runs.append(partial(time_flashinfer_norm, 32))
     rows: list[Row] = []
     for run in runs:
         for found in run():

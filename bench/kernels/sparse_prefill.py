@@ -106,10 +106,11 @@ class Chunk:
 def whole_prompt(pool: Pool, heads: int, prompt: int, rule: StemRule) -> tuple[float, float, float, float]:
     """Microseconds of dense attention, sparse attention and selection, and the share of pairs kept, over all chunks.
 
-    Four chunks are timed and the others lie on the line between them: all three grow linearly along a prompt.
+    Five chunks are timed and the others lie on the line between them: all three grow linearly along a prompt, but for
+    its last chunk, which has the tail.
     """
     ends = list(range(CHUNK, prompt + 1, CHUNK))
-    timed = sorted({ends[0], ends[len(ends) // 3], ends[2 * len(ends) // 3], ends[-1]})
+    timed = sorted({ends[0], ends[len(ends) // 3], ends[2 * len(ends) // 3], ends[-2], ends[-1]})
     points = []
     for end in timed:
         with preparing():

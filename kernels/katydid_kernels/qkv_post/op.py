@@ -170,12 +170,15 @@ def _launch(
     if tokens == 0:
         return
     # Few tokens are spread over many programs; of many, a program takes a token whole, with few threads, so that what
-    # depends on the position alone is computed once and an SM has many tokens on their way.
-    few = tokens <= FEW_TOKENS
-    rows = min((2048 if few else 1024) // head_dim, triton.next_power_of_2(q_heads))
+    # depends on the position alone is computed once and an SM has many tokens on their way. One warp hands the scales
+    # of a head on without a barrier, and half the heads at a time leave room for twice as many tokens; wider pages are
+    # bound by memory alone and want the wider stores.
+    few, narrow = tokens <= FEW_TOKENS, k_pages.element_size() == 1
+    elements, warps, columns = (2048, 4, 16) if few else (512, 1, 32) if narrow else (1024, 2, head_dim)
+    rows = min(max(1, elements // head_dim), triton.next_power_of_2(q_heads))
     groups = triton.cdiv(q_heads, rows) + triton.cdiv(kv_heads, rows)
-    loop, warps = (1, 4) if few else (groups, 2)
-    v_tokens, v_columns = (16, min(16, head_dim)) if few else (32, head_dim)
+    loop = 1 if few else groups
+    v_tokens, v_columns = 16 if few else 32, min(columns, head_dim)
     programs = triton.cdiv(tokens, v_tokens) * kv_heads * (head_dim // v_columns) + tokens * triton.cdiv(groups, loop)
     options = {"launch_pdl": True} if overlap else {}
     qkv_post_kernel[(programs,)](

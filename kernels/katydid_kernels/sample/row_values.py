@@ -67,11 +67,13 @@ def adjusted_logits(row, fours, valid, vocab, first, last, source, terms, PENDIN
         if slot >= 0:
             seen = entry.to(tl.int32)
             count = seen & 0x7FFF
+            touched = seen != 0
             if pending_ptr is not None:
                 for i in range(PENDING):
                     count += (token == tl.load(pending_ptr + row * PENDING + i)).to(tl.int32)
+                touched |= count > 0
             factor = tl.where(x > 0, inverse_repetition, repetition)
-            x = tl.where((seen | count) != 0, x * factor, x)
+            x = tl.where(touched, x * factor, x)
             x = x - frequency * count.to(tl.float32)
             x = x - tl.where(count > 0, presence, 0.0)
     if bias_starts_ptr is not None:

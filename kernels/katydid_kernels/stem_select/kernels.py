@@ -36,12 +36,13 @@ def pool_keys_kernel(
         v_factor = tl.load(v_scale_ptr + head * PER_HEAD)
     total = tl.zeros((STRIDE, D), tl.float32)
     largest = 0.0
-    for half in range(2):
+    # Unrolled, so that all reads are under way at once.
+    for half in tl.static_range(2):
         first = block * 128 + half * 64
         if first < length:
             page = tl.load(table_ptr + block * 2 + half).to(tl.int64)
             base = (page * kv_heads + head) * (64 * D)
-            for step in range(64 // STRIDE):
+            for step in tl.static_range(64 // STRIDE):
                 token = step * STRIDE + residue
                 inside = (first + token < length)[:, None]
                 k = tl.load(k_ptr + base + token[:, None] * D + d[None, :], mask=inside, other=0.0)
@@ -75,7 +76,7 @@ def pool_queries_kernel(
     d = tl.arange(0, D)
     residue = tl.arange(0, STRIDE)
     total = tl.zeros((STRIDE, D), tl.float32)
-    for step in range(128 // STRIDE):
+    for step in tl.static_range(128 // STRIDE):
         token = first - offset + step * STRIDE + residue
         inside = (token >= first) & (token < end)
         place = token.to(tl.int64) * heads + head

@@ -92,11 +92,12 @@ def launch_select(
         )  # fmt: skip
         score_kernel[(triton.cdiv(row.tiles, 64), triton.cdiv(row.blocks, 64), heads)](
             queries, keys, bias, scores, row.tiles, row.blocks, heads // kv_heads, K=width, BLOCK_M=64, BLOCK_N=64,
-            BLOCK_K=64, num_warps=4, num_stages=4, **follows,
+            BLOCK_K=128 if width % 128 == 0 else 64, num_warps=4, num_stages=4, **follows,
         )  # fmt: skip
+        # One warp counts without a barrier, as long as its registers hold a row of scores.
+        block = max(32, triton.next_power_of_2(row.blocks))
         select_kernel[(row.tiles, heads)](
             scores, plan.in_order, lists, row.first_tile, row.blocks, heads, plan.most, rule.sink, rule.window,
-            BLOCK=max(32, triton.next_power_of_2(row.blocks)), DENSE=False, num_warps=4,
-            **follows,
+            BLOCK=block, DENSE=False, num_warps=triton.cdiv(block, 1024), **follows,
         )  # fmt: skip
     return lists
