@@ -19,6 +19,7 @@ tests/engine/test_engine_ranks.py`` and ``tests/engine/test_hand_off.py``.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import signal
@@ -130,6 +131,26 @@ def write(path: Path, rows: Rows, origin: dict[str, Any]) -> None:
     path.write_text(json.dumps({**origin, "rows": kept + rows}, indent=1) + "\n")
 
 
+@functools.cache
+def _gpu() -> tuple[str, dict[str, str]]:
+    import torch
+
+    versions = {"torch": torch.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    return torch.cuda.get_device_name(), versions
+
+
+def origin(options: argparse.Namespace) -> dict[str, Any]:
+    name, versions = _gpu()
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "gpu": f"{options.gpus} x {name}",
+        "versions": versions,
+        "commit": os.environ.get("KATYDID_COMMIT") or head.stdout.strip(),
+        "command": " ".join(sys.argv),
+        "layers": options.layers,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, required=True, choices=(2, 4, 8))
@@ -153,18 +174,8 @@ def main() -> None:
         rows += told
         for row in told:
             print(f"{row['figure']}: {row['value']} {row['unit']} (bar {row['bar']}, met {row['met']})", flush=True)
-    if not options.dry:
-        import torch
-
-        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        origin = {
-            "gpu": f"{options.gpus} x {torch.cuda.get_device_name()}",
-            "versions": {"torch": torch.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version()))},
-            "commit": os.environ.get("KATYDID_COMMIT") or head.stdout.strip(),
-            "command": " ".join(sys.argv),
-            "layers": options.layers,
-        }
-        write(options.out / f"multigpu_{options.gpus}.json", rows, origin)
+        if not options.dry:
+            write(options.out / f"multigpu_{options.gpus}.json", rows, origin(options))
     if any(row["value"] is None for row in rows):
         sys.exit("some jobs failed")
 
