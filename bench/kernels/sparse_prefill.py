@@ -113,9 +113,8 @@ def whole_prompt(pool: Pool, heads: int, prompt: int, rule: StemRule) -> tuple[f
     timed = sorted({ends[0], ends[len(ends) // 3], ends[2 * len(ends) // 3], ends[-2], ends[-1]})
     points = []
     for end in timed:
-        with preparing():
-            chunk = Chunk(pool, heads, end, prompt, rule)
-            chunk.once()
+        chunk = Chunk(pool, heads, end, prompt, rule)
+        chunk.once()
         sparse = bool(chunk.plan.sparse_rows)
         with measuring():
             dense = chunk.dense.time()
