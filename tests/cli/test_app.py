@@ -106,6 +106,15 @@ def test_help(capsys):
     assert "--kv-disk-dir" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["slice", "workload"])
+def test_a_bench_of_the_engine_gets_its_words(name, monkeypatch):
+    handed = []
+    monkeypatch.setattr("os.execv", lambda path, words: handed.append((path, words)))
+    assert run(["bench", name, "--plan", "tp8", "--rank", "3"]) == 0
+    words = [sys.executable, "-m", "katydid_engine.rank_slice", name, "--plan", "tp8", "--rank", "3"]
+    assert handed == [(sys.executable, words)]
+
+
 def test_a_group_alone_shows_what_it_has(capsys):
     assert run(["models"]) == 0
     assert "prepare" in capsys.readouterr().out
