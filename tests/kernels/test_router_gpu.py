@@ -17,8 +17,7 @@ from torch import Tensor  # noqa: E402
 
 Scoring = Literal["sigmoid", "softmax"]
 FEW_SLICES = {
-    1: Slices(64, 2, 1, 1), 2: Slices(64, 4, 2, 2), 4: Slices(32, 4, 4, 1), 8: Slices(16, 8, 2, 1),
-    16: Slices(16, 4, 1, 4),
+    1: Slices(2, 1, 1), 2: Slices(4, 2, 2), 4: Slices(4, 4, 1, 64), 8: Slices(8, 2, 1, 32), 16: Slices(4, 1, 4, 8),
 }  # fmt: skip
 TOKENS = [1, 7, 8, 33, 64, 65, 130, 1000, 4097, 17000]
 

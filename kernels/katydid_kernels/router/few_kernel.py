@@ -1,8 +1,8 @@
 """The router for few tokens in one launch: every CTA multiplies a slice of K, then a CTA for a token or two finishes.
 
-All of a CTA's weights are requested at once, before it waits for the kernel that makes x, so the launch costs little
-more than one trip to memory. Up to 16 tokens are wgmma's columns and 64 experts its rows; more tokens are its rows, for
-then a tile can be of fewer experts, and more CTAs share the choosing.
+All of a CTA's weights, 64 experts, are requested at once, before it waits for the kernel that makes x, so the launch
+costs little more than one trip to memory. It reads a slice of a group of tokens: several groups are several times the
+CTAs, which share the choosing.
 
 Partial logits are handed over without counters or fences, as Lamport's queue does: the place of a value that has not
 arrived holds EMPTY, which no product is, and whoever reads a value puts EMPTY back for the next launch. The CTAs of the
@@ -81,19 +81,16 @@ def _request_tokens(x_ptr, x_pitch, x_bufs, split, tokens):
 def multiply_slice(
     x_bufs, w_bufs, landed, partial_ptr, first_expert, first_token, end, split, tokens, E_PAD: gl.constexpr
 ):  # fmt: skip
-    """Store the partial logits of a slice of K: a tile of experts of the tokens from `first_token` to `end`. 64 of the
-    one are wgmma's rows, 8 to 64 of the other its columns."""
+    """Store the partial logits of a slice of K: 64 experts, wgmma's rows, of tokens `first_token` to `end`, its
+    columns."""
     PARTS: gl.constexpr = x_bufs.type.shape[0]
     DEPTH: gl.constexpr = x_bufs.type.shape[1]
     TOKENS: gl.constexpr = x_bufs.type.shape[2]
     BLOCK_K: gl.constexpr = x_bufs.type.shape[3]
     TERMS: gl.constexpr = w_bufs.type.shape[0] // PARTS
     EXPERTS: gl.constexpr = w_bufs.type.shape[2]
-    TOKENS_FIRST: gl.constexpr = EXPERTS < 64
-    ROWS: gl.constexpr = TOKENS if TOKENS_FIRST else EXPERTS
-    COLUMNS: gl.constexpr = EXPERTS if TOKENS_FIRST else TOKENS
-    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    acc = gl.zeros([ROWS, COLUMNS], gl.float32, product)
+    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
+    acc = gl.zeros([EXPERTS, TOKENS], gl.float32, product)
     for part in gl.static_range(PARTS):
         async_copy.wait_group(PARTS - 1 - part)
         fence_async_shared()
@@ -101,20 +98,14 @@ def multiply_slice(
         mbarrier.wait(landed.index(part), 0)
         x_part = x_bufs.index(part).reshape([DEPTH * TOKENS, BLOCK_K])
         for d in gl.static_range(DEPTH):
-            x = x_part.slice(d * TOKENS, TOKENS)
+            x = x_part.slice(d * TOKENS, TOKENS).permute((1, 0))
             for term in gl.static_range(TERMS):
                 w_part = w_bufs.index(part * TERMS + term).reshape([DEPTH * EXPERTS, BLOCK_K])
                 w = w_part.slice(d * EXPERTS, EXPERTS)
-                more = part + d + term > 0
-                if TOKENS_FIRST:
-                    acc = warpgroup_mma(x, w.permute((1, 0)), acc, use_acc=more, is_async=True)
-                else:
-                    acc = warpgroup_mma(w, x.permute((1, 0)), acc, use_acc=more, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    if not TOKENS_FIRST:
-        acc = acc.permute((1, 0))
+                acc = warpgroup_mma(w, x, acc, use_acc=part + d + term > 0, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,)).permute((1, 0))
     # Up to 256 bytes of a token's logits at once.
-    lines: gl.constexpr = gl.BlockedLayout([1, 4], [128 // EXPERTS, EXPERTS // 4], [4, 1], [1, 0])
+    lines: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     bits = gl.convert_layout(acc, lines).to(gl.int32, bitcast=True)
     bits = gl.where(bits == _EMPTY, _NAN, bits)
     token = first_token + gl.arange(0, TOKENS, gl.SliceLayout(1, lines))[:, None]
@@ -180,8 +171,8 @@ def few_tokens_kernel(
     """A grid of ``SPLITS * E_PAD / EXPERTS`` CTAs for every GROUP of tokens, each for a tile of experts and ``PARTS *
     DEPTH`` blocks of K.
 
-    x: bf16 ``[tokens, K]``, a row every `x_pitch` times 16 bytes; w_desc: boxes ``[DEPTH, EXPERTS, 64]`` of the terms
-    seen as ``[K / 64, TERMS * E_PAD, 64]``: TOKENS, at least those of a group, or EXPERTS is 64. partial: int32
+    x: bf16 ``[tokens, K]``, a row every `x_pitch` times 16 bytes; w_desc: boxes ``[DEPTH, EXPERTS, 64]``, EXPERTS 64,
+    of the terms seen as ``[K / 64, TERMS * E_PAD, 64]``. TOKENS: 8 or more, at least those of a group. partial: int32
     ``[SPLITS, tokens, E_PAD]``, all EMPTY between calls.
     """
     DEPTH: gl.constexpr = w_desc.block_type.shape[0]

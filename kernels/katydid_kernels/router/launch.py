@@ -15,7 +15,7 @@ from katydid_kernels.gemm.launch import REGISTERS, descriptor, sm_count
 from katydid_kernels.router.few_kernel import few_tokens_kernel
 from katydid_kernels.router.many_kernel import many_tokens_kernel
 from katydid_kernels.router.normed_kernel import normed_router_kernel
-from katydid_kernels.router.weight import BLOCK_K, CHUNK_EXPERTS, FEW_TOKENS, OnHopper, experts_per_tile
+from katydid_kernels.router.weight import BLOCK_K, CHUNK_EXPERTS, OnHopper, experts_per_tile
 
 __all__ = ["Choice", "Slices", "launch_few", "launch_many", "launch_normed", "many_splits"]
 
@@ -49,25 +49,23 @@ class Choice:
 class Slices:
     """How `few_tokens_kernel` cuts the weight.
 
-    experts: of a tile, 64, or fewer where 64 tokens are wgmma's rows.
     depth: blocks of K a CTA.
     parts: of a slice, multiplied as they arrive.
     at_once: tokens that a CTA chooses for.
     group: tokens of which a CTA reads a slice.
     """
 
-    experts: int
     depth: int
     parts: int
     at_once: int
-    group: int = FEW_TOKENS
+    group: int = 16
 
 
 def few_slices(hidden: int) -> Slices:
     """Measured on one H200 with 192 experts of 4096: long slices, for each is a trip through L2 for every token, and
     little of x for each CTA, since x is what it waits for. A token's bits do not depend on the batch.
     """
-    return Slices(64, slice_depth(hidden), 1, 1, 16)
+    return Slices(slice_depth(hidden), 1, 1)
 
 
 def slice_depth(hidden: int) -> int:
@@ -75,10 +73,10 @@ def slice_depth(hidden: int) -> int:
     return next(depth for depth in (8, 4, 2, 1) if hidden % (depth * BLOCK_K) == 0)
 
 
-def _blocked_terms(terms: Tensor, depth: int, experts: int) -> TensorDescriptor:
+def _blocked_terms(terms: Tensor, depth: int) -> TensorDescriptor:
     """A TMA descriptor over ``[TERMS, E_PAD, K]`` seen as ``[K / 64, TERMS * E_PAD, 64]``."""
     count, padded, hidden = terms.shape
-    box = [depth, experts, BLOCK_K]
+    box = [depth, CHUNK_EXPERTS, BLOCK_K]
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
     shape = [hidden // BLOCK_K, count * padded, BLOCK_K]
     return TensorDescriptor(terms, shape, [BLOCK_K, hidden, 1], box, layout)
@@ -91,10 +89,9 @@ def launch_few(x: Tensor, weight: OnHopper, experts: int, choice: Choice, *, sli
     slices = few_slices(hidden) if slices is None else slices
     splits = hidden // (slices.depth * BLOCK_K)
     depth = slices.depth // slices.parts
-    some = min(tokens, slices.group)
-    rows = max(8, triton.next_power_of_2(some)) if slices.experts == CHUNK_EXPERTS else FEW_TOKENS
-    few_tokens_kernel[(splits * (padded // slices.experts) * triton.cdiv(tokens, slices.group),)](
-        x, x.stride(0) // 8, _blocked_terms(weight.terms, depth, slices.experts),
+    rows = max(8, triton.next_power_of_2(min(tokens, slices.group)))
+    few_tokens_kernel[(splits * (padded // CHUNK_EXPERTS) * triton.cdiv(tokens, slices.group),)](
+        x, x.stride(0) // 8, _blocked_terms(weight.terms, depth),
         weight.handover, choice.selection_bias, choice.scale, choice.weights, choice.ids, tokens, experts,
         TOKENS=rows, GROUP=slices.group,
         X_LAYOUT=gl.NVMMASharedLayout.get_default_for([depth, rows, BLOCK_K], gl.bfloat16),
@@ -128,7 +125,7 @@ def launch_normed(
     splits = hidden // (depth * BLOCK_K)
     normed_router_kernel[(splits * (padded // CHUNK_EXPERTS),)](
         x, x.stride(0), residual, residual.stride(0), norm_weight, eps, total, y, q, given_scale, q_scale,
-        _blocked_terms(weight.terms, depth, CHUNK_EXPERTS),
+        _blocked_terms(weight.terms, depth),
         weight.handover, choice.selection_bias, choice.scale, choice.weights, choice.ids, tokens, experts,
         HIDDEN=hidden, ROWS=triton.next_power_of_2(tokens),
         X_LAYOUT=gl.NVMMASharedLayout.get_default_for([depth, 8, BLOCK_K], gl.bfloat16),
