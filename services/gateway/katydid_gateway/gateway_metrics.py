@@ -100,6 +100,8 @@ class GatewayMetrics:
             "decode_headroom_seconds", "Time until KV pages are full if every token made now stayed", role
         )
         self.cache_pressure = metrics.gauge("cache_pressure_ratio", "Share of KV pages that running choices hold", role)
+        # Looking a label up takes as long as counting; and a tier that nothing was found in has a series, of zero.
+        self._tiers = {tier: self.cached_tokens.labels(tier) for tier in CachedTokens.__dataclass_fields__}
         self._tenants: set[str] = set()
         self._phases: dict[str, Histogram] = {}
 
@@ -115,7 +117,6 @@ class GatewayMetrics:
     def spent(self, phases_s: Mapping[str, float]) -> None:
         """The phases of one answer's time to first token."""
         for name, seconds in phases_s.items():
-            # Looking a label up takes as long as counting.
             series = self._phases.get(name)
             if series is None:
                 series = self._phases[name] = self.phase.labels(name)
@@ -139,5 +140,6 @@ class GatewayMetrics:
         self.prompt_tokens.observe(usage.prompt_tokens)
         self.output_tokens.inc(usage.completion_tokens)
         self.computed_tokens.inc(max(0, usage.prompt_tokens - usage.cached.total))
-        for tier in CachedTokens.__dataclass_fields__:
-            self.cached_tokens.labels(tier).inc(getattr(usage.cached, tier))
+        if usage.cached.total:
+            for tier, series in self._tiers.items():
+                series.inc(getattr(usage.cached, tier))

@@ -76,9 +76,10 @@ class Preparer:
             public_blocks=self._hashes.public_blocks(salt),
             tenant=sha256(caller.tenant.encode()).digest()[:16] if caller.tenant else b"",
         )
-        clock.span.set_all(
-            {"request.prompt_tokens": encoded.tokens, "request.n": sampling.n, "request.model": limits.model}
-        )
+        if clock.span.recording:
+            clock.span.set_all(
+                {"request.prompt_tokens": encoded.tokens, "request.n": sampling.n, "request.model": limits.model}
+            )
         timeout_s = self._longest_s if caller.timeout_s is None else min(caller.timeout_s, self._longest_s)
         return Prepared(
             request_id=request_id,

@@ -30,15 +30,18 @@ def record_finished(
     if clock.ttft_s:
         metrics.answered(clock.ttft_s, clock.tpot_s(tokens), tokens, clock.trace_id)
         metrics.spent(clock.phases_s)
-    clock.span.set_all(
-        {
-            "request.outcome": outcome,
-            "request.engine": clock.engine,
-            "request.output_tokens": usage.completion_tokens,
-            "request.cached_tokens": usage.cached.total,
-            "request.resumes": answer.resumes,
-        }
-    )
+    if clock.span.recording:
+        clock.span.set_all(
+            {
+                "request.outcome": outcome,
+                "request.engine": clock.engine,
+                "request.output_tokens": usage.completion_tokens,
+                "request.cached_tokens": usage.cached.total,
+                "request.resumes": answer.resumes,
+            }
+        )
+    if not logger.isEnabledFor(logging.INFO):
+        return
     logger.info(
         "request finished",
         extra={
