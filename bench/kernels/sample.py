@@ -184,12 +184,15 @@ def time_step(rows: int, width: int = 4) -> list[Row]:
         pending = torch.zeros(rows * width, width - 1, dtype=torch.int32, device="cuda")
         step = StepInputs(flat[0], flat[1], flat[2], limits.clone(), table, flat[3], limits, pending)
 
-    def between() -> None:
-        accepted = verify_draft(tokens, drafts, slots=slots, seen=seen)
-        advance(step, Sampled(tokens, accepted, limits - 1000, drafts), slots)
+        left = Sampled(tokens.clone(), slots.clone(), slots.clone(), drafts)
+    first = limits - 1000
 
     def verify() -> None:
-        verify_draft(tokens, drafts, slots=slots, seen=seen)
+        verify_draft(tokens, drafts, slots=slots, seen=seen, first_positions=first, left=left, overlap=True)
+
+    def between() -> None:
+        verify()
+        advance(step, left, slots, overlap=True)
 
     with measuring():
         both, alone = median_us([between] * 20), median_us([verify] * 20)
