@@ -194,6 +194,7 @@ def time_step(rows: int, width: int = 4) -> list[Row]:
         verify()
         advance(step, left, slots, overlap=True)
 
+    between()
     with measuring():
         both, alone = median_us([between] * 20), median_us([verify] * 20)
     return [
