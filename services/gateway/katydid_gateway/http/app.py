@@ -11,7 +11,6 @@ from katydid_runtime.errors import KatydidError, NotFoundError, RequestAbortedEr
 from katydid_runtime.rpc_errors import internal_error
 from katydid_runtime.trace_context import TraceContext
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -65,11 +64,13 @@ class _Post:
         exchange = Exchange(scope, receive, send)
         exchange.errors = self._errors
         try:
-            tenant = await self._door.tenant(_authorization(exchange.headers), self._needed)
+            header = exchange.header
+            shown = _authorization(header(b"authorization"), header(b"x-api-key"))
+            tenant = await self._door.tenant(shown, self._needed)
             with self._door.place(tenant):
                 raw = await exchange.body(self._max_body_bytes)
-                session = exchange.headers.get("x-session-id", "")
-                caller = Caller(received_ns, tenant, TraceContext.from_headers(exchange.headers.raw), session=session)
+                trace = TraceContext.parse(header(b"traceparent"), header(b"tracestate"))
+                caller = Caller(received_ns, tenant, trace, session=header(b"x-session-id"))
                 await self._work.handle(exchange, raw, caller)
         except RequestAbortedError as error:
             # A slow client gets the reason if it comes back in time; of one that left nobody is there to tell.
@@ -81,10 +82,9 @@ class _Post:
             await exchange.send_error(internal_error(error, f"HTTP {scope['path']}"))
 
 
-def _authorization(headers: Headers) -> str:
+def _authorization(authorization: str, api_key: str) -> str:
     """The key where OpenAI's clients put it, or where Anthropic's do."""
-    key = headers.get("x-api-key", "")
-    return headers.get("authorization") or (f"Bearer {key}" if key else "")
+    return authorization or (f"Bearer {api_key}" if api_key else "")
 
 
 def http_app(
@@ -125,7 +125,8 @@ def http_app(
         return Response(text, headers={"content-type": content_type})
 
     async def tenant(request: Request, needed: Allowed | None = None) -> str:
-        return await door.tenant(_authorization(request.headers), needed)
+        shown = _authorization(request.headers.get("authorization", ""), request.headers.get("x-api-key", ""))
+        return await door.tenant(shown, needed)
 
     posts = {
         "/v1/chat/completions": post(ChatCompletions(generator, keepalive_s)),

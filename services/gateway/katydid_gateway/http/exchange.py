@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Coroutine
 
 from katydid_runtime.errors import InvalidRequestError, KatydidError, PayloadTooLargeError, RequestAbortedError
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from katydid_gateway.answer import SLOW_CLIENT_GRACE_S, Answer
@@ -31,10 +30,15 @@ class Exchange:
         self._scope = scope
         self._receive = receive
         self._send = send
-        self.headers = Headers(scope=scope)
-        self.request_id = self.headers.get("x-request-id") or f"req-{uuid.uuid4().hex}"
+        # Of a header that is there twice the first counts.
+        self._headers: dict[bytes, bytes] = dict(reversed(list(scope["headers"])))
+        self.request_id = self.header(b"x-request-id") or f"req-{uuid.uuid4().hex}"
         self.started = False
         self.errors = OPENAI_ERRORS
+
+    def header(self, name: bytes) -> str:
+        """A header by its name in lower case; "" where it is not there."""
+        return self._headers.get(name, b"").decode("latin-1")
 
     async def body(self, limit: int) -> bytes:
         """The whole body.
@@ -42,7 +46,7 @@ class Exchange:
         Raises PayloadTooLargeError as soon as it is known, InvalidRequestError for an empty one or one that does not
         come, RequestAbortedError when the client is gone.
         """
-        declared = self.headers.get("content-length", "")
+        declared = self.header(b"content-length")
         if declared.isdecimal() and int(declared) > limit:
             raise _too_large(declared, limit)
         try:
