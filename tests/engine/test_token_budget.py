@@ -14,7 +14,7 @@ from katydid_engine.block_pool import BlockPool
 from katydid_engine.plan import StepOutput, StepPlan
 from katydid_engine.request import Request, Sampling
 from katydid_engine.scheduler import Scheduler, SchedulerConfig
-from katydid_engine.token_budget import TokenBudget, deal_chunks
+from katydid_engine.token_budget import TokenBudget, deal_chunks, deal_turn
 from katydid_runtime.block_hash import ChainKey
 
 
@@ -56,13 +56,25 @@ def test_prepared_sizes() -> None:
         assert budget.prompt_tokens(8) == pytest.approx(tokens, rel=0.02)
 
 
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=6), st.integers(1, 2000))
+def test_turns(wanted: list[int], budget: int) -> None:
+    dealt = [deal_turn(wanted, budget, turn) for turn in range(2 * len(wanted))]
+    for chunks in dealt:
+        (index,) = (index for index, chunk in enumerate(chunks) if chunk)
+        assert chunks[index] == min(wanted[index], budget)
+    assert sum(chunks[0] > 0 for chunks in dealt) >= len(wanted), "the first has every other turn at least"
+    assert all(any(chunks[index] for chunks in dealt) for index in range(len(wanted))), "everybody has one"
+    assert deal_turn([], budget, 3) == []
+
+
+@pytest.mark.parametrize("sizes", [(), (64, 128, 256, 1024)])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_running_streams_keep_their_pace_while_a_long_prompt_comes(ahead: bool) -> None:
+def test_running_streams_keep_their_pace_while_a_long_prompt_comes(ahead: bool, sizes: tuple[int, ...]) -> None:
     """Steps that cost 5 ms, 0.1 ms a token and more with context; 8 streams, then a prompt of 128,000 tokens and, in
     the middle of it, a short one."""
     now, handles = 0.0, itertools.count(1)
     config = SchedulerConfig(max_model_tokens=131_072, max_batch_tokens=8192, max_sequences=16)
-    scheduler = Scheduler(config, BlockPool(2300), lambda: now, budget=TokenBudget(0.05, 64))
+    scheduler = Scheduler(config, BlockPool(2300), lambda: now, budget=TokenBudget(0.05, 64, sizes))
 
     def submit(length: int, **sampling: int) -> int:
         request = Request(next(handles), array("I", [7] * length), ChainKey(b"m" * 32), Sampling(**sampling))

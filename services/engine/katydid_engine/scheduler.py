@@ -36,7 +36,7 @@ from katydid_engine.residency import Residency
 from katydid_engine.scheduler_config import SchedulerConfig
 from katydid_engine.sparse_prefill import whole_blocks
 from katydid_engine.step_flight import StepFlight, decode_run, prefill_run, start_of
-from katydid_engine.token_budget import TokenBudget, deal_chunks
+from katydid_engine.token_budget import TokenBudget, deal_chunks, deal_turn
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
@@ -265,7 +265,11 @@ class Scheduler:
         in_time = self._budget.prompt_tokens(decodes, self._depth.tokens(q_len - 1))
         if in_time is not None:
             budget = min(budget, in_time)
-        chunks = deal_chunks([sequence.num_unscheduled for sequence in prefills], budget)
+        wanted = [sequence.num_unscheduled for sequence in prefills]
+        if in_time is not None and self._budget.prepared:
+            chunks = deal_turn(wanted, budget, self._step)
+        else:
+            chunks = deal_chunks(wanted, budget)
         chosen = zip(prefills, chunks, strict=True)
         return [(sequence, _between_blocks(sequence, chunk)) for sequence, chunk in chosen if chunk]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from katydid_runtime.block_hash import BLOCK_TOKENS
 
-__all__ = ["TokenBudget", "deal_chunks"]
+__all__ = ["TokenBudget", "deal_chunks", "deal_turn"]
 
 _SMOOTHING = 0.3
 # Single outliers, such as a first use or a page fault, say little of the steps to come.
@@ -29,6 +29,11 @@ class TokenBudget:
         self._sizes = sorted(sizes)
         self._decodes_s: float | None = None
         self._token_s: float | None = None
+
+    @property
+    def prepared(self) -> bool:
+        """Whether steps are prepared for chunks of one prompt."""
+        return bool(self._sizes)
 
     def prompt_tokens(self, decodes: int, tokens_per_row: float = 1.0) -> int | None:
         """Prompt tokens beside so many decodes, each of which yields ``tokens_per_row``; None for any number."""
@@ -49,6 +54,16 @@ class TokenBudget:
             return
         alone = min(self._decodes_s or 0.0, 0.9 * seconds) if decodes else 0.0
         self._token_s = _average(self._token_s, (seconds - alone) / prompt_tokens)
+
+
+def deal_turn(wanted: Sequence[int], budget: int, turn: int) -> list[int]:
+    """The whole budget for one prompt, as prepared steps have it: every other turn for the first, those in between for
+    the others in order."""
+    chunks = [0] * len(wanted)
+    if wanted:
+        index = 1 + turn // 2 % (len(wanted) - 1) if turn % 2 and len(wanted) > 1 else 0
+        chunks[index] = min(wanted[index], budget)
+    return chunks
 
 
 def deal_chunks(wanted: Sequence[int], budget: int) -> list[int]:
