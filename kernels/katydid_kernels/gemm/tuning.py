@@ -150,8 +150,8 @@ def summed_at_once(tokens: int) -> int:
     return 4 if tokens <= 64 else 8
 
 
-# Up to so many pairs or, of narrow experts, gate-up tiles every pair is a tile of its own: making a plan would take
-# longer than reading an expert twice.
+# Up to so many pairs, of narrow experts twice as many, every pair is a tile of its own: making a plan would take longer
+# than reading an expert twice. Narrow is what has up to so many gate-up tiles.
 _UNPLANNED_PAIRS, _UNPLANNED_TILES = 24, 288
 _SMS = 132
 
@@ -159,7 +159,8 @@ _SMS = 132
 def few_tokens_tile(pairs: int, experts: int, intermediate: int, dtype: torch.dtype) -> FewTile | None:
     """The tile for batches whose pairs hardly share an expert, or None for larger ones."""
     tiles = pairs * intermediate // 32
-    if pairs > experts or (pairs > _UNPLANNED_PAIRS and tiles > _UNPLANNED_TILES):
+    most = 2 * _UNPLANNED_PAIRS if tiles <= _UNPLANNED_TILES else _UNPLANNED_PAIRS
+    if pairs > min(most, experts):
         return None
     # Half an SM's shared memory: where tiles are more than SMs, two CTAs share one; else the next layer's kernel sets
     # itself up there meanwhile.
