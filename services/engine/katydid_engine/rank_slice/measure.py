@@ -230,4 +230,5 @@ def _figure(
 
 def _prefix(rank_slice: RankSlice) -> str:
     options = rank_slice.options
-    return f"{options.plan} rank {options.rank}, {options.dtype}, {options.kv} KV"
+    name = f"{options.plan} rank {options.rank}, {options.dtype}, {options.kv} KV"
+    return f"{name}, skewed routing" if options.skewed else name
