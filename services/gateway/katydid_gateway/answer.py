@@ -73,6 +73,7 @@ class Answer:
         self.on_failed: Callable[[], object] | None = None
         self.resumes = 0
         self._choices = choices
+        self._unfinished = len(choices)
         self._vocabulary = vocabulary
         self._dispatcher = dispatcher
         self._buffer_bytes = buffer_bytes
@@ -124,7 +125,7 @@ class Answer:
 
     @property
     def _done(self) -> bool:
-        return all(choice.done for choice in self._choices)
+        return not self._unfinished
 
     def close(self) -> None:
         """Nobody listens any more: an unfinished request is aborted on its engine."""
@@ -225,6 +226,7 @@ class Answer:
             if not choice.done:
                 self._generated[index].extend(row.ids)
                 self._push(choice.feed(row))
+                self._unfinished -= choice.done
         for finish in step.finishes:
             self._on_finish(flight, finish)
         if self._done:
@@ -252,6 +254,7 @@ class Answer:
             return
         if not choice.done:
             self._push(choice.finish(finish.reason or FinishReason.STOP))
+            self._unfinished -= 1
         if not flight.running:
             self._land(flight)
 

@@ -94,7 +94,7 @@ class RequestStep:
 def sort_frame(frame: pb.SessionResponse) -> dict[int, RequestStep]:
     """Steps by request number. Raises ValueError when the frame's columns do not fit each other."""
     steps: dict[int, RequestStep] = {}
-    rows = _rows(frame.tokens, steps)
+    rows = _rows(frame, steps)
     for first in frame.first_tokens:
         step = steps.setdefault(first.request, RequestStep())
         step.first, step.cached, step.trace = True, _cached(first.cached), _trace(first.trace)
@@ -112,19 +112,28 @@ def sort_frame(frame: pb.SessionResponse) -> dict[int, RequestStep]:
     return steps
 
 
-def _rows(columns: pb.TokenColumns, steps: dict[int, RequestStep]) -> dict[tuple[int, int], list[Row]]:
-    """Rows by request and choice; a frame that merges several steps has several rows of one choice, in order."""
+def _rows(frame: pb.SessionResponse, steps: dict[int, RequestStep]) -> dict[tuple[int, int], list[Row]]:
+    """Rows by request and choice, where they will be asked for; a frame that merges several steps has several of one
+    choice, in order."""
+    columns = frame.tokens
     requests, counts, tokens = unpack_ids(columns.requests), unpack_ids(columns.counts), unpack_ids(columns.tokens)
     choices = unpack_ids(columns.choices) if columns.choices else array("I", bytes(4 * len(requests)))
     if not len(requests) == len(counts) == len(choices) or sum(counts) != len(tokens):
         raise ValueError("token columns of different lengths")
     rows: dict[tuple[int, int], list[Row]] = {}
+    # Only what else there is in a frame has to find its row.
+    wanted = bool(frame.logprobs or frame.finishes)
     start = 0
     for request, choice, count in zip(requests, choices, counts, strict=True):
         row = Row(choice, tokens[start : start + count])
-        rows.setdefault((request, choice), []).append(row)
         start += count
-        steps.setdefault(request, RequestStep()).rows.append(row)
+        if wanted:
+            rows.setdefault((request, choice), []).append(row)
+        step = steps.get(request)
+        if step is None:
+            steps[request] = RequestStep([row])
+        else:
+            step.rows.append(row)
     return rows
 
 

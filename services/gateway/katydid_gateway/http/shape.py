@@ -100,13 +100,26 @@ async def send_answers(
 
 
 async def _stream(exchange: Exchange, answers: list[Answer], form: Form, keepalive_s: float) -> None:
+    if len(answers) == 1:
+        await _stream_one(exchange, answers[0], form, keepalive_s)
+        return
     async for place, batch in merged(answers, keepalive_s):
         # The head waits for the first output, so that a request an engine refuses still gets its own status.
         if not exchange.started:
             await exchange.start_events()
         content = b"".join([form.chunk(place, delta) for delta in batch]) if batch else _KEEP_ALIVE
-        if len(answers) == 1 and answers[0].ended:
-            # The last output and the end are one write.
+        if content:
+            await exchange.write(content)
+    await exchange.end(form.last_events())
+
+
+async def _stream_one(exchange: Exchange, answer: Answer, form: Form, keepalive_s: float) -> None:
+    """The same for one answer, of which nearly all are; its last output and the end are one write."""
+    async for batch in answer.batches(keepalive_s):
+        if not exchange.started:
+            await exchange.start_events()
+        content = b"".join([form.chunk(0, delta) for delta in batch]) if batch else _KEEP_ALIVE
+        if answer.ended:
             await exchange.end(content + form.last_events())
             return
         if content:
