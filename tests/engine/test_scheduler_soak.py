@@ -140,6 +140,11 @@ def test_disorder(seed: int) -> None:
     Disorder(seed).run(120)
 
 
+def test_choices_that_are_resumed_in_one_block() -> None:
+    """Found by the soak: two choices, preempted with equal tokens, whose newest token fills a block that both have."""
+    Disorder(1126).run(200)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_disorder_of_a_hundred_thousand_requests() -> None:

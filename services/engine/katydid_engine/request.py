@@ -261,8 +261,12 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """Whether all that is left to compute is its newest sampled token, known or coming."""
-        return self.num_coming > 0 or (self.num_unscheduled == 1 and self.num_new_output > 0)
+        """Whether all that is left to compute is its newest sampled token, known or coming. One whose place lies in a
+        block that may be others', too, is computed like the end of a prompt, which does not write there."""
+        if self.num_coming > 0:
+            return True
+        own = self.num_scheduled >= self.num_published * BLOCK_TOKENS
+        return own and self.num_unscheduled == 1 and self.num_new_output > 0
 
     @property
     def most_reused(self) -> int:
