@@ -86,7 +86,7 @@ def test_a_minute_of_everything() -> None:
                 reasons[one.handle] = one.reason
     scheduler.check_integrity()
     assert pool.num_available == 96
-    assert steps > 500
+    assert steps > 100
     lengths = {handle for handle, reason in reasons.items() if reason is FinishReason.LENGTH}
     assert all(len(outputs[handle]) == requests[handle].sampling.max_tokens for handle in lengths)
     reference = load_model(TINY)
