@@ -3,8 +3,7 @@
 A decode step of one row reads its weights once, and then what counts is the way from one kernel to the next. Here a
 program holds 16 KB of weights, whole rows of W: it has them in registers before the kernel ahead has ended (PDL), waits
 for x, multiplies in fp32 and writes its columns of y. x may come in 16 bits: each program then quantises it for itself,
-as `quantize_fp8` does, which takes less than another launch. Bound by memory: W is read once. Two rows take so many
-registers that the kernel behind cannot start beside this one; there the tensor cores are as fast.
+as `quantize_fp8` does, which takes less than another launch. Bound by memory: W is read once.
 """
 
 from __future__ import annotations
