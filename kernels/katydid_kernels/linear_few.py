@@ -1,4 +1,4 @@
-"""y = (x W^T) * x_scale * weight_scale + bias with W in e4m3, for a row or a few: no tensor core, no meeting of CTAs.
+"""y = (x W^T) * x_scale * weight_scale + bias with W in e4m3, for one or two rows: no tensor core, no meeting of CTAs.
 
 A decode step of one row reads its weights once, and then what counts is the way from one kernel to the next. Here a
 program holds 16 KB of weights, whole rows of W: it has them in registers before the kernel ahead has ended (PDL), waits
@@ -20,7 +20,7 @@ from katydid_kernels.quantize_rows import quantize_fp8_reference
 
 __all__ = ["FEW_ROWS", "linear_few", "linear_few_reference", "takes_few"]
 
-FEW_ROWS = 1
+FEW_ROWS = 2
 _TILE = 16384
 _MOST_COLUMNS = 8192
 
