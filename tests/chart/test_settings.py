@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.chart.rendered import CONFIGURATIONS, Pod, pods
@@ -18,6 +20,8 @@ ALL = [
 def test_a_service_starts_with_its_environment(configuration: str, pod: Pod, monkeypatch: pytest.MonkeyPatch) -> None:
     service = SERVICES[pod.component.partition("-")[0]]
     given = pod.environment
+    for name in [name for name in os.environ if name.startswith("KATYDID_")]:
+        monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     settings = service.load()
