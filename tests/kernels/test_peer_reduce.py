@@ -178,12 +178,15 @@ class Streams:
     """Ranks that run at once: a stream each, and now and then one that comes late."""
 
     def __init__(self, ranks: int, seed: int) -> None:
+        held: list[Tensor] = []
         self.streams = [torch.cuda.Stream() for _ in range(ranks)]
         for stream in self.streams:
-            # Memory that a call takes is there already: to get more the device waits for all that runs, and who runs
-            # waits for the others.
+            # The driver takes memory and loads a kernel (the sleep of a late rank, too) when all that runs has ended,
+            # and who runs waits for the rank whose call that is: it would give it up. So both are there already.
             with torch.cuda.stream(stream):
-                torch.empty(1 << 26, dtype=torch.uint8, device="cuda")
+                torch.cuda._sleep(1)
+                held += [torch.empty(size, dtype=torch.uint8, device="cuda") for size in (1 << 26, *[1 << 20] * 4)]
+        torch.cuda.synchronize()
         self.random = random.Random(seed)
 
     def run(self, calls: Sequence[Callable[[], object]]) -> list:
@@ -208,7 +211,7 @@ class Streams:
 def test_ranks_at_once(ranks: int) -> None:
     """Every kind of call, shapes that change, data that are compared each round."""
     hidden, ctas = 4096, 128 // ranks
-    group = reducers(ranks, hidden, few_tokens=16, tokens=64 * ranks, ctas=ctas, patience=1 << 16)
+    group = reducers(ranks, hidden, few_tokens=16, tokens=64 * ranks, ctas=ctas, patience=1 << 20)
     weight = torch.rand(hidden, device="cuda") + 0.5
     streams = Streams(ranks, ranks)
     for number in range(40):
