@@ -15,14 +15,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from katydid_engine.collectives import Pending, ShapeOnly
 from katydid_engine.eplb.balance import imbalance, place_experts
 from katydid_engine.forward_batch import ForwardBatch, TokenRun
 from katydid_engine.loader import build_model
@@ -32,8 +30,8 @@ from katydid_engine.planning.known_models import KNOWN_MODELS
 from katydid_engine.planning.measured import measured
 from katydid_engine.planning.phases import Phases
 from katydid_engine.planning.pool import Pool
+from katydid_engine.rank_slice.absent_ranks import AbsentRanks
 from katydid_engine.weights import RandomSource
-from torch import Tensor
 
 from bench.fit_planner import SLICE, held_out
 
@@ -74,38 +72,6 @@ def balance() -> Rows:
     return rows
 
 
-class Counting(ShapeOnly):
-    """A rank of eight alone, which counts what it would send to others."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)
-        self.sent = 0.0
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        self.sent += 2 * _bytes(x) * (self.size - 1) / self.size
-        return super().all_reduce(x)
-
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        self.sent += _bytes(x) * (self.size - 1)
-        return super().all_gather(x, dim)
-
-    def all_to_all(
-        self,
-        x: Tensor,
-        send: Sequence[int] | None = None,
-        receive: Sequence[int] | None = None,
-        out: Tensor | None = None,
-    ) -> Pending:
-        each = [len(x) // self.size] * self.size if send is None else send
-        others = sum(rows for rank, rows in enumerate(each) if rank != self.rank)
-        self.sent += _bytes(x) / max(1, len(x)) * others
-        return super().all_to_all(x, send, receive, out)
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
 def sent_bytes() -> Rows:
     """Of one sparse layer at Hy3's width with few heads and narrow experts, bf16: two layers less one."""
 
@@ -123,7 +89,7 @@ def sent_bytes() -> Rows:
                 max_positions=2048,
                 moe=replace(HY3.moe, intermediate_size=16, shared_intermediate_size=16),
             )
-            group = Counting(3, 8)
+            group = AbsentRanks(3, 8)
             model = build_model(
                 config,
                 RandomSource(dtype=torch.bfloat16),
@@ -134,7 +100,7 @@ def sent_bytes() -> Rows:
             # Of this rank's part of the vocabulary: the others' rows are zeros here, and all would choose alike.
             ids = [96 + index % 32 for index in range(400)]
             model.forward(ForwardBatch.pack([TokenRun(ids, 0, list(range(7)))]), model.new_kv_cache(7))
-            counts.append(group.sent)
+            counts.append(sum(carried.sent_bytes for carried in group.traffic.values()))
         return counts[1] - counts[0]
 
     rows = []

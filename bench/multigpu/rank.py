@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from katydid_engine.collectives import ShapeOnly
 from katydid_engine.eplb.rebalancer import Rebalancer
 from katydid_engine.forward_batch import ForwardBatch, TokenRun
 from katydid_engine.loader import load_model
@@ -23,6 +22,7 @@ from katydid_engine.lockstep import Lockstep
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.rank_groups import RankGroups, join_groups
+from katydid_engine.rank_slice.absent_ranks import AbsentRanks
 from katydid_engine.rank_slice.steps import Decoding
 from katydid_kernels.peer_reduce import PeerReducer, symmetric_peers
 from serving import Share, build_share, cut_hy3, steps_of
@@ -184,7 +184,7 @@ class Rank:
         for way, parts in (("alone", 1), ("alone", 2), ("together", 1), ("together", 2)):
             present = groups
             if way == "alone":
-                present = replace(groups, experts=ShapeOnly(groups.experts.rank, groups.experts.size))
+                present = replace(groups, experts=AbsentRanks(groups.experts.rank, groups.experts.size))
             model = self.share(plan, present, micro_batches=parts).model
             cache = model.new_kv_cache(8 * each)
             step = partial(model.forward, ForwardBatch.pack(runs, device=self.device), cache)

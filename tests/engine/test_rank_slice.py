@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from katydid_engine.collectives import ShapeOnly, SingleRank
+from katydid_engine.collectives import SingleRank
 from katydid_engine.forward_batch import ForwardBatch, TokenRun
 from katydid_engine.loader import build_model
 from katydid_engine.model_config import ModelConfig, MoeConfig, RopeConfig
 from katydid_engine.models.hy_v3 import HyV3
 from katydid_engine.parallel import ParallelPlan
+from katydid_engine.rank_slice.absent_ranks import AbsentRanks
 from katydid_engine.weights import RandomSource
 
 MOE = MoeConfig(
@@ -52,7 +53,7 @@ CONFIG = ModelConfig(
 @pytest.mark.parametrize("rank", [0, 7])
 @pytest.mark.parametrize("plan", [ParallelPlan(tp=8), ParallelPlan(tp=8, sp=True, ep=8)])
 def test_one_rank_of_eight(plan: ParallelPlan, rank: int) -> None:
-    model = build_model(CONFIG, RandomSource(), plan=plan, collectives=ShapeOnly(rank, 8))
+    model = build_model(CONFIG, RandomSource(), plan=plan, collectives=AbsentRanks(rank, 8))
     assert isinstance(model, HyV3)
     cache = model.new_kv_cache(4)
     assert cache.k_pages[0].shape == (4, 1, 64, 16)
@@ -61,18 +62,6 @@ def test_one_rank_of_eight(plan: ParallelPlan, rank: int) -> None:
     assert hidden.shape == (51, 64)
     assert model.logits(hidden[-2:]).shape == (2, 1000)
     assert model.draft(batch, hidden, batch.token_ids, cache).shape == (51, 64)
-
-
-def test_shape_only() -> None:
-    group = ShapeOnly(1, 4)
-    x = torch.arange(8.0).view(8, 1)
-    assert group.all_reduce(x).shape == (8, 1)
-    assert group.all_gather(x, 0).shape == (32, 1)
-    assert group.all_gather(x, 1).shape == (8, 4)
-    assert torch.equal(group.all_to_all(x).wait(), x)
-    assert group.all_to_all(x, [2, 2, 2, 2], [1, 4, 0, 6]).wait().shape == (11, 1)
-    with pytest.raises(ValueError, match="rank=4: expected 0 <= rank < size=4"):
-        ShapeOnly(4, 4)
 
 
 def test_single_rank_moves_nothing() -> None:

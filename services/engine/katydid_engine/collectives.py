@@ -1,4 +1,4 @@
-"""The seam between layers and the ranks that share them: three ways to answer the same questions."""
+"""The seam between layers and the ranks that share them: alone, or over torch.distributed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 from katydid_runtime.errors import EngineLostError
 from torch import Tensor
 
-__all__ = ["Collectives", "Pending", "Settled", "ShapeOnly", "SingleRank", "TorchCollectives"]
+__all__ = ["Collectives", "Pending", "Settled", "SingleRank", "TorchCollectives"]
 
 # Its name from torch 2.13 on, and before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -164,31 +163,3 @@ class _Sent:
         with _ranks_answer():
             self._work.wait()
         return self._rows
-
-
-class ShapeOnly:
-    """Stands in for the other ranks of a plan when one rank runs alone: results have the right shape, not the right
-    values, and nothing is sent. For timing a rank slice."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        if not 0 <= rank < size:
-            raise ValueError(f"rank={rank}: expected 0 <= rank < size={size}")
-        self.rank = rank
-        self.size = size
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return x
-
-    def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        return torch.cat([x] * self.size, dim=dim)
-
-    def all_to_all(
-        self,
-        x: Tensor,
-        send: Sequence[int] | None = None,
-        receive: Sequence[int] | None = None,
-        out: Tensor | None = None,  # noqa: ARG002
-    ) -> Pending:
-        if send is None or receive is None:
-            return Settled(x)
-        return Settled(x[torch.arange(sum(receive), device=x.device) % max(1, len(x))] if len(x) else x)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from katydid_engine.collectives import ShapeOnly
 from katydid_engine.layers.activations import Activations
 from katydid_engine.layers.expert_exchange import ExpertExchange
 from katydid_engine.layers.experts import PlainExperts
 from katydid_engine.layers.steps import finish, interleave
+from katydid_engine.rank_slice.absent_ranks import AbsentRanks
 from torch import Tensor
 
 from tests.engine.thread_group import ThreadGroup, on_ranks
@@ -80,7 +80,7 @@ def test_a_row_goes_once_to_a_rank_and_rows_to_nowhere_stay() -> None:
     """Counted where they are handed over; the fixed form sends as many whatever the routing is."""
     sent = []
 
-    class Noting(ShapeOnly):
+    class Noting(AbsentRanks):
         def all_to_all(self, x: Tensor, send=None, receive=None, out=None):  # type: ignore[no-untyped-def]
             if x.ndim == 2:
                 sent.append(len(x))

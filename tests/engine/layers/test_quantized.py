@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from katydid_engine.checkpoint import Checkpoint
-from katydid_engine.collectives import ShapeOnly
 from katydid_engine.layers.activations import Fp8Input, QuantizedRows
 from katydid_engine.layers.expert_loading import load_experts
 from katydid_engine.layers.expert_share import ExpertShare
 from katydid_engine.layers.linear import ColumnLinear, RowLinear
 from katydid_engine.model_config import MoeConfig
 from katydid_engine.quantization import Scheme, StoredQuantization
+from katydid_engine.rank_slice.absent_ranks import AbsentRanks
 from katydid_engine.weights import Weights
 from katydid_runtime.errors import ModelFolderError, SettingsError
 from safetensors.torch import save_file
@@ -131,7 +131,7 @@ def experts_of(folder: Path, form: str, *, rank: int = 0, size: int = 1, expert_
     share = ExpertShare.of_columns(EXPERTS, rank, size)
     if expert_parallel:
         weights = replace(weights, rank=0, size=1)
-        share = ExpertShare.of_whole(EXPERTS, ShapeOnly(rank, size))
+        share = ExpertShare.of_whole(EXPERTS, AbsentRanks(rank, size))
     experts = load_experts(weights, MOE, HIDDEN, torch.ones(HIDDEN), share)
     torch.manual_seed(3)
     x, ids = torch.randn(9, HIDDEN), torch.rand(9, EXPERTS).topk(2).indices.int()

@@ -20,6 +20,11 @@ def test_what_arrives_lies_where_it_lay_before() -> None:
     assert group.traffic["all_gather"].sent_bytes == 2 * 3 * 24
 
 
+def test_a_group_has_its_ranks() -> None:
+    with pytest.raises(ValueError, match="rank=4: expected 0 <= rank < size=4"):
+        AbsentRanks(4, 4)
+
+
 def test_other_ranks_logits_are_never_chosen() -> None:
     logits = AbsentRanks(2, 4).all_gather(torch.full((1, 8), -50.0), 1)
     assert logits.argmax().item() == 16
