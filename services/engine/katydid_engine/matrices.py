@@ -88,14 +88,20 @@ class Fp8Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Int4Matrix:
-    """``codes`` int8 ``[out, in]`` in -8..7, ``scales`` bf16 ``[out, ceil(in / 128)]``; activations are e4m3."""
+    """``codes`` int8 ``[out, lead + in]`` in -8..7, ``scales`` bf16 ``[out, ceil((lead + in) / 128)]``; activations are
+    e4m3.
+
+    Attributes:
+        lead: columns of zeros that stand for what another rank has of the first group.
+    """
 
     codes: Tensor
     scales: Tensor
+    lead: int = 0
 
     def dequantised(self) -> Tensor:
         """fp32 ``[out, in]``."""
-        return dequantize_int4(self.codes, self.scales)
+        return dequantize_int4(self.codes, self.scales)[:, self.lead :]
 
 
 Matrix = PlainMatrix | Fp8Matrix | Int4Matrix
@@ -206,14 +212,7 @@ def _read_fp8(weights: Weights, shape: tuple[int, int], part: tuple[slice, slice
 def _read_int4(weights: Weights, shape: tuple[int, int], part: tuple[slice, slice]) -> Int4Matrix:
     out_size, in_size = shape
     start, stop = part[1].start, part[1].stop
-    # A part that ends inside a group keeps the group's scale for what it has of it.
-    if start % GROUP:
-        raise ModelFolderError(
-            f"{weights.prefix}weight_packed: columns {start} to {stop} begin inside a group of {GROUP} of one scale",
-            field=f"{weights.prefix}weight_packed",
-            value=in_size,
-            allowed=f"parts of the TP group that are multiples of {GROUP} columns",
-        )
+    # A part that begins or ends inside a group keeps the group's scale for what it has of it.
     words = weights.encoded(
         "weight_packed", (out_size, -(-in_size // _WORD)), (part[0], slice(start // _WORD, -(-stop // _WORD))), "I32"
     )
@@ -227,7 +226,9 @@ def _read_int4(weights: Weights, shape: tuple[int, int], part: tuple[slice, slic
             value=told,
             allowed=str(list(shape)),
         )
-    return Int4Matrix(_unpack_words(words)[:, : stop - start].contiguous(), scales)
+    first, lead = start % _WORD, start % GROUP
+    codes = _unpack_words(words)[:, first : first + stop - start]
+    return Int4Matrix(F.pad(codes, (lead, 0)).contiguous(), scales, lead)
 
 
 def pack_words(codes: Tensor) -> Tensor:

@@ -99,6 +99,19 @@ def test_rows_of_two_ranks_add_up(tmp_path: Path, x: Tensor, form: str) -> None:
     )  # each rank's rows, and its part of the weight, have scales of their own
 
 
+def test_int4_rows_cut_inside_a_group_add_up(tmp_path: Path) -> None:
+    """Where one token's rows have one scale on all ranks, the sums are one rank's but for the order of adding."""
+    weight, x = matrix(64, 384, 4), torch.randn(9, 384).to(E4M3)
+    scale = torch.rand(9) + 0.5
+    whole, first, second = (
+        RowLinear(weights_of(tmp_path, {"o": weight}, "int4", rank=rank, size=size).scope("o"), 384, 64, bias=False)(
+            QuantizedRows(x[:, slice(384 // size * rank, 384 // size * (rank + 1))].contiguous(), scale)
+        )
+        for rank, size in ((0, 1), (0, 2), (1, 2))
+    )
+    assert relative_error(first + second, whole) < 4e-3  # each is rounded to bf16
+
+
 def test_constant_scales_of_activations(tmp_path: Path, x: Tensor) -> None:
     """The largest of the joined matrices' scales quantises the rows, whatever they hold."""
     weights = weights_of(tmp_path, {"a": matrix(64, HIDDEN, 5), "b": matrix(32, HIDDEN, 6)}, "hy3")
@@ -121,18 +134,20 @@ def test_what_a_product_wants_of_its_rows(tmp_path: Path, form: str, expected: F
     assert ColumnLinear(weights, [("q", 128)], HIDDEN, bias=False).input == expected
 
 
-def experts_of(folder: Path, form: str, *, rank: int = 0, size: int = 1, expert_parallel: bool = False) -> Tensor:
+def experts_of(
+    folder: Path, form: str, *, rank: int = 0, size: int = 1, expert_parallel: bool = False, width: int = WIDTH
+) -> Tensor:
     matrices = {}
     for expert in range(EXPERTS):
-        matrices[f"experts.{expert}.gate_proj"] = 2 * matrix(WIDTH, HIDDEN, 10 * expert)
-        matrices[f"experts.{expert}.up_proj"] = matrix(WIDTH, HIDDEN, 10 * expert + 1)
-        matrices[f"experts.{expert}.down_proj"] = matrix(HIDDEN, WIDTH, 10 * expert + 2)
+        matrices[f"experts.{expert}.gate_proj"] = 2 * matrix(width, HIDDEN, 10 * expert)
+        matrices[f"experts.{expert}.up_proj"] = matrix(width, HIDDEN, 10 * expert + 1)
+        matrices[f"experts.{expert}.down_proj"] = matrix(HIDDEN, width, 10 * expert + 2)
     weights = weights_of(folder, matrices, form, rank=rank, size=size)
     share = ExpertShare.of_columns(EXPERTS, rank, size)
     if expert_parallel:
         weights = replace(weights, rank=0, size=1)
         share = ExpertShare.of_whole(EXPERTS, AbsentRanks(rank, size))
-    experts = load_experts(weights, MOE, HIDDEN, torch.ones(HIDDEN), share)
+    experts = load_experts(weights, replace(MOE, intermediate_size=width), HIDDEN, torch.ones(HIDDEN), share)
     torch.manual_seed(3)
     x, ids = torch.randn(9, HIDDEN), torch.rand(9, EXPERTS).topk(2).indices.int()
     return experts(x, torch.rand(9, 2), ids, None)
@@ -152,9 +167,12 @@ def test_experts_cut_by_id_add_up(tmp_path: Path, form: str) -> None:
     assert relative_error(parts[0] + parts[1], whole) < 0.03
 
 
-def test_int4_experts_are_not_cut_inside_a_group(tmp_path: Path) -> None:
-    with pytest.raises(ModelFolderError, match="columns 64 to 128 begin inside a group of 128"):
-        experts_of(tmp_path, "int4", rank=1, size=2)
+@pytest.mark.parametrize(("width", "size"), [(256, 2), (384, 2), (128, 2), (128, 4), (192, 2), (576, 6)])
+def test_int4_experts_cut_inside_a_group_add_up(tmp_path: Path, width: int, size: int) -> None:
+    """Ranks that begin between two groups, or in the middle of one that ends before they do, or after."""
+    whole = experts_of(tmp_path, "int4", width=width)
+    parts = [experts_of(tmp_path, "int4", rank=rank, size=size, width=width) for rank in range(size)]
+    assert relative_error(torch.stack(parts).sum(0), whole) < 0.04
 
 
 def test_narrow_int4_experts(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from katydid_engine.forward_batch import ForwardBatch, TokenRun
 from katydid_engine.loader import load_model
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.models.hy_v3 import HyV3
+from katydid_engine.parallel import ParallelPlan
 from katydid_runtime.errors import ModelFolderError, SettingsError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -22,6 +23,7 @@ from transformers import Qwen3MoeConfig
 
 from tests.engine.models.families import EXPERTS, SIZES, forward, greedy, make_family, prompt
 from tests.engine.models.stored_quantized import FORMS, TINY, write_pair
+from tests.engine.thread_group import ThreadGroup, on_ranks
 
 TEXT = '''"""Reads records from a file of lines, each a name and a number."""
 
@@ -96,6 +98,20 @@ def test_stored_forms(pairs: dict[str, tuple[Path, Path]], ids: list[int], form:
     sure = expected.topk(2, dim=-1).values.diff().squeeze(1).abs() > 2 * (found - expected).abs().amax(-1)
     assert sure.float().mean() > 0.25
     assert torch.equal(found.argmax(-1)[sure], expected.argmax(-1)[sure])
+
+
+@torch.inference_mode()
+def test_ranks_that_begin_inside_a_group(pairs: dict[str, tuple[Path, Path]], ids: list[int]) -> None:
+    """Two ranks of 32 columns an expert, of groups of 128: one rank's logits but for other roundings of activations."""
+    folder, plain = pairs["int4"]
+
+    def work(group: ThreadGroup) -> Tensor:
+        return logits_of(load_model(folder, plan=ParallelPlan(tp=2), collectives=group), ids)
+
+    first, second = on_ranks(2, work)
+    assert torch.equal(first, second)
+    assert relative_error(first, logits_of(load_model(folder), ids)) < 0.055
+    assert relative_error(first, reference_logits(plain, ids)) < 0.055
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "w4a8"])

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from katydid_kernels import ExpertScales, Int4Weight, pack_int4
 from katydid_runtime.errors import ModelFolderError, SettingsError
 from torch import Tensor
@@ -34,6 +35,7 @@ from katydid_engine.matrices import (
     skip_matrix,
 )
 from katydid_engine.model_config import MoeConfig
+from katydid_engine.quantization import GROUP
 from katydid_engine.weights import Weights
 
 __all__ = ["load_experts"]
@@ -216,6 +218,8 @@ class _Int4:
         self._h_scales: list[Tensor] = []
 
     def put(self, local: int, gate: Int4Matrix, up: Int4Matrix, down: Int4Matrix) -> None:
+        self._h_scales.append(_h_scale(gate, up, self._gain))
+        gate, up, down = _from_whole_groups(gate, up, down)
         if len(gate.codes) % _GATED_ROWS:
             raise SettingsError(
                 f"this rank's experts have {len(gate.codes)} columns, int4 needs a multiple of {_GATED_ROWS}",
@@ -226,10 +230,25 @@ class _Int4:
         codes, scales = torch.cat((gate.codes, up.codes)), torch.cat((gate.scales, up.scales))
         self._w13.put(local, pack_int4(codes, scales, gated=True))
         self._w2.put(local, pack_int4(down.codes, down.scales))
-        self._h_scales.append(_h_scale(gate, up, self._gain))
 
     def finish(self, share: ExpertShare, dtype: torch.dtype) -> Int4Experts:
         return Int4Experts(self._w13.whole, self._w2.whole, _largest(self._h_scales, share), share.first, dtype)
+
+
+def _from_whole_groups(gate: Int4Matrix, up: Int4Matrix, down: Int4Matrix) -> tuple[Int4Matrix, Int4Matrix, Int4Matrix]:
+    """The same expert with its columns in another order, where down's begin inside a group: that part of a group comes
+    last, behind as many zeros as fill the group ahead of it."""
+    if not down.lead:
+        return gate, up, down
+    codes, rest = down.codes[:, down.lead : GROUP], down.codes[:, GROUP:]
+    fill, first = -rest.shape[1] % GROUP, codes.shape[1]
+
+    def turned(rows: Tensor) -> Tensor:
+        return torch.cat((F.pad(rows[first:], (0, 0, 0, fill)), rows[:first]))
+
+    scales = torch.cat((down.scales[:, 1:], down.scales[:, :1]), 1)
+    gate, up = (Int4Matrix(turned(matrix.codes), turned(matrix.scales)) for matrix in (gate, up))
+    return gate, up, Int4Matrix(torch.cat((F.pad(rest, (0, fill)), codes), 1), scales)
 
 
 class _PackedStack:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from katydid_kernels import linear, linear_fp8, linear_w4a8, pack_int4, segment_scale
 from katydid_kernels.linear_few import linear_few, takes_few
 from katydid_runtime.errors import ModelFolderError
@@ -70,18 +71,22 @@ class Fp8Product:
 
 
 class Int4Product:
-    """Weights in int4, rows in e4m3 with a scale a token."""
+    """Weights in int4, rows in e4m3 with a scale a token; a part that begins inside a group has zeros before it."""
 
     def __init__(self, matrices: Sequence[Int4Matrix], bias: Tensor | None, dtype: torch.dtype) -> None:
         codes = torch.cat([matrix.codes for matrix in matrices])
         self._weight = pack_int4(codes, torch.cat([matrix.scales for matrix in matrices]))
+        self._lead = matrices[0].lead
         self._bias = bias
         self._dtype = dtype
         self.input = Fp8Input()
 
     def __call__(self, x: Activations) -> Tensor:
         rows = self.input.quantize(x)
-        return linear_w4a8(rows.values, self._weight, rows.scale, bias=self._bias).to(self._dtype)
+        values = rows.values
+        if self._lead:
+            values = F.pad(values.view(torch.uint8), (self._lead, 0)).view(values.dtype)
+        return linear_w4a8(values, self._weight, rows.scale, bias=self._bias).to(self._dtype)
 
 
 class ColumnLinear:
