@@ -53,7 +53,7 @@ class Int4ExpertWorkspace:
             # Zeros, because what pads a row up to a whole stage is multiplied (by zeros, but NaN would stay NaN).
             torch.zeros(pairs, padded, dtype=torch.uint8, device=device).view(_E4M3),
             torch.empty(pairs, hidden, dtype=torch.bfloat16, device=device),
-            torch.empty(2 * sm_count(device), 2, 64, 64, device=device),
+            torch.empty(4 * sm_count(device), 2, 64, 64, device=device),
             torch.zeros(max(pairs, len(plan.tiles)) * (intermediate // 32 + 2), dtype=torch.int32, device=device),
             torch.zeros(3, dtype=torch.int32, device=device),
         )
@@ -112,12 +112,12 @@ def _launch_decode(
 ) -> None:
     plan = workspace.plan
     sorted_pairs = (plan.rows, plan.slots, plan.tiles, plan.tile_count) if planned else (None, None, None, None)
-    experts_decode_w4a8_kernel[(sm_count(x.device),)](
+    experts_decode_w4a8_kernel[(tile.ctas * sm_count(x.device),)](
         x, x.stride(0), *weight_descriptors(w13), *weight_descriptors(w2), workspace.h, workspace.h.stride(0),
         workspace.y, weights, shared, out, ids, first_expert, len(w2.codes), *sorted_pairs,
         workspace.partial, workspace.counters, workspace.sync, x_scale, h_scale, x.shape[0],
         H=w2.rows, WIDTH=w2.cols, TOP_K=ids.shape[1], PADDED=triton.next_power_of_2(ids.shape[1]),
-        SUM=summed_at_once(len(x)), TOKENS=tile.tokens,
-        STAGES=tile.stages, SCALE_A_TOKEN=x_scale.numel() > 1, X_LAYOUT=rows_layout(tile.tokens),
-        num_warps=4, maxnreg=128, launch_pdl=True,
+        SUM=summed_at_once(len(x)), TOKENS=tile.tokens, STAGES=tile.stages, CTAS=tile.ctas,
+        SCALE_A_TOKEN=x_scale.numel() > 1, X_LAYOUT=rows_layout(tile.tokens),
+        num_warps=4, maxnreg=128 // tile.ctas, launch_pdl=True,
     )  # fmt: skip

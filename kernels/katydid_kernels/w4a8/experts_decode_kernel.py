@@ -201,8 +201,7 @@ def experts_decode_w4a8_kernel(
     shared_ptr, out_ptr, ids_ptr, first_expert, experts, rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr,
     partial_ptr, counters_ptr, sync_ptr, x_scale_ptr, h_scale_ptr, tokens,
     H: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr, PADDED: gl.constexpr, SUM: gl.constexpr,
-    TOKENS: gl.constexpr,
-    STAGES: gl.constexpr, SCALE_A_TOKEN: gl.constexpr, X_LAYOUT: gl.constexpr,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr, CTAS: gl.constexpr, SCALE_A_TOKEN: gl.constexpr, X_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``, e the expert of pair (t, j).
 
@@ -210,8 +209,8 @@ def experts_decode_w4a8_kernel(
     with zeros to a multiple of 256; y: bf16 ``[pairs, H]``; partial: fp32 ``[2 * CTAs, 2, 64, TOKENS]``; counters:
     int32 zeros, one a gate-up strip of every tile; sync: three zeros. Rows, slots and tiles are a `RoutePlan`'s, or
     None where few pairs share an expert: then every pair is a tile. PADDED:
-    TOP_K rounded up to a power of two; SUM: tokens whose rows are summed at a time, 4 or 8. x_scale: fp32 ``[T]`` where
-    SCALE_A_TOKEN, else one.
+    TOP_K rounded up to a power of two; CTAS: of them on an SM; SUM: tokens whose rows are summed at a time, 4 or 8.
+    x_scale: fp32 ``[T]`` where SCALE_A_TOKEN, else one.
     """
     WGS: gl.constexpr = 2
     x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES * 2, TOKENS, 128], X_LAYOUT)
@@ -252,5 +251,5 @@ def experts_decode_w4a8_kernel(
             (_produce_weights, (w13, w2, plan, ring, shape, interval, RUN, STAGES, WGS)),
         ],
         [4, 4, 1],
-        [200, 72, 40],
+        [200, 72, 40] if CTAS == 1 else [96, 40, 24],
     )  # fmt: skip

@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from katydid_kernels.gemm.launch import descriptor, sm_count
 from katydid_kernels.gemm.plain import scale_step
+from katydid_kernels.w4a8.few_kernel import few_w4a8_kernel
 from katydid_kernels.w4a8.grouped_kernel import grouped_w4a8_kernel
 from katydid_kernels.w4a8.narrow_kernel import narrow_w4a8_kernel
 from katydid_kernels.w4a8.packing import Int4Weight
-from katydid_kernels.w4a8.tuning import GroupedTile, NarrowTile
+from katydid_kernels.w4a8.tuning import FewTile, GroupedTile, NarrowTile
 
-__all__ = ["launch_grouped", "launch_narrow", "rows_layout", "weight_descriptors"]
+__all__ = ["launch_few", "launch_grouped", "launch_narrow", "rows_layout", "weight_descriptors"]
 
 
 def weight_descriptors(weight: Int4Weight) -> tuple[TensorDescriptor, TensorDescriptor]:
@@ -59,6 +61,29 @@ def launch_narrow(
         x_scale, scale_step(x_scale), bias, residual, 0 if residual is None else residual.stride(0),
         x.shape[0], weight.rows, weight.cols, STAGES=tile.stages, WGS=tile.warpgroups, PIECES=tile.pieces,
         num_warps=4, maxnreg=128 if tile.warpgroups == 1 else 80, launch_pdl=True,
+    )  # fmt: skip
+    return out
+
+
+def launch_few(
+    x: Tensor,
+    weight: Int4Weight,
+    x_scale: Tensor | None,
+    out: Tensor,
+    tile: FewTile,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """The kernel for up to 16 rows of x in e4m3 or, up to 8 and without a scale, in bf16."""
+    groups = weight.scales.shape[-2]
+    words = x.view(torch.int64 if x_scale is None else torch.int32)
+    few_w4a8_kernel[(len(weight.codes) * 4,)](
+        words, words.stride(0), x_scale, 0 if x_scale is None else scale_step(x_scale),
+        weight.codes.view(torch.int32), weight.scales, bias, residual, 0 if residual is None else residual.stride(0),
+        out, out.stride(0), x.shape[0], weight.rows, weight.cols,
+        WARPS=tile.warps, GROUPS=triton.next_power_of_2(triton.cdiv(groups, tile.warps)),
+        BLOCKS=1 if len(x) <= 8 else 2, QUANTISE=x_scale is None, num_warps=tile.warps, launch_pdl=True,
     )  # fmt: skip
     return out
 

@@ -4,7 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DecodeTile", "GroupedTile", "NarrowTile", "expert_tile", "grouped_tile", "narrow_tile"]
+__all__ = [
+    "DecodeTile",
+    "FewTile",
+    "GroupedTile",
+    "NarrowTile",
+    "expert_tile",
+    "few_tile",
+    "grouped_tile",
+    "narrow_tile",
+]
+
+
+@dataclass(frozen=True)
+class FewTile:
+    """One configuration of the kernel for the fewest rows: 16 rows of weights a CTA, shared by its `warps`."""
+
+    warps: int
+
+
+def few_tile(groups: int) -> FewTile:
+    """The tile for rows of so many groups of 128 columns."""
+    return FewTile(4 if groups <= 8 else 8 if groups <= 32 else 16)
 
 
 @dataclass(frozen=True)
@@ -38,10 +59,12 @@ class DecodeTile:
 
     tokens: rows of x in a tile.
     stages: stages of the ring, 256 columns deep.
+    ctas: of them on an SM; two need half the stages.
     """
 
     tokens: int
     stages: int
+    ctas: int = 1
 
 
 @dataclass(frozen=True)
