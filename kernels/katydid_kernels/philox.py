@@ -47,7 +47,7 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor
     return c0, c1, c2, c3
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int, *, first: int = 0) -> Tensor:
     """Standard Gumbel noise, fp32 ``[R, vocab_size]``; ``argmax(logits + noise)`` samples ``softmax(logits)`` exactly.
 
     A word w becomes u = (w + 1/2) / 2**32 in fp32 and the noise -log(-log1p(-u)). Small u, the large noise that wins,
@@ -57,15 +57,16 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     Args:
         seeds: int64 ``[R]``, the 64 bits of an unsigned seed.
         positions: int ``[R]``, index in its sequence of the token to be sampled.
+        first: token id that the noise begins with.
     """
     seeds = seeds.long().unsqueeze(1)
     positions = positions.long().unsqueeze(1)
-    lanes = torch.arange(-(-vocab_size // 4), device=seeds.device).unsqueeze(0)
+    lanes = torch.arange(first // 4, -(-(first + vocab_size) // 4), device=seeds.device).unsqueeze(0)
     zero = torch.zeros_like(positions)
     words = philox4x32(
         (lanes, positions & _WORD, (positions >> 32) & _WORD, zero),
         (seeds & _WORD, (seeds >> 32) & _WORD),
     )
-    word = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
+    word = torch.stack(words, dim=-1).flatten(1)[:, first % 4 : first % 4 + vocab_size]
     uniform = ((word.double() + 0.5) * 2.0**-32).float().clamp_(max=1.0 - 2.0**-24)
     return uniform.double().neg_().log1p_().neg_().log_().neg_().float()

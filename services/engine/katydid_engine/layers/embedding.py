@@ -33,7 +33,12 @@ class Embedding:
 
 
 class LmHead:
-    """Logits over the whole vocabulary, in fp32, on every rank.
+    """Logits in fp32: of this rank's part of the vocabulary, or of all of it on every rank.
+
+    Attributes:
+        first: token id that this rank's part begins with.
+        room: tokens of a part; the last ranks' may be shorter.
+        vocab_size: of all parts.
 
     Args:
         tied: the embedding whose rows are the head's; otherwise the head has a weight of its own.
@@ -60,21 +65,24 @@ class LmHead:
         self._unrounded = fp32 and _is_narrow(self.weight, weights.dtype)
         if self._unrounded:
             self.weight = self.weight.to(weights.dtype)
-        self._vocab_size = vocab_size
-        self._step = -(-vocab_size // weights.size)
+        self.vocab_size = vocab_size
+        self.first = part.start
+        self.room = -(-vocab_size // weights.size)
         self._collectives = collectives
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """``[rows, hidden] -> [rows, vocab]``."""
-        if self._unrounded:
-            logits = linear_unrounded(hidden, self.weight)
-        else:
-            logits = linear(hidden.to(self.weight.dtype), self.weight).float()
+        logits = self.part(hidden)
         if self._collectives.size == 1:
             return logits
-        missing = self._step - logits.shape[1]
-        padded = F.pad(logits, (0, missing)) if missing else logits
-        return self._collectives.all_gather(padded, 1)[:, : self._vocab_size]
+        padded = F.pad(logits, (0, self.room - logits.shape[1]))
+        return self._collectives.all_gather(padded, 1)[:, : self.vocab_size]
+
+    def part(self, hidden: Tensor) -> Tensor:
+        """``[rows, hidden]`` -> this rank's part of the logits, ``[rows, at most room]``."""
+        if self._unrounded:
+            return linear_unrounded(hidden, self.weight)
+        return linear(hidden.to(self.weight.dtype), self.weight).float()
 
 
 def _is_narrow(weight: Tensor, dtype: torch.dtype) -> bool:

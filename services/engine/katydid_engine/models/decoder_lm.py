@@ -90,6 +90,7 @@ class DecoderLM:
         config: of the whole model, not of this rank's share.
         device: of weights, pages and batches.
         dtype: of hidden states.
+        head: on a pipeline's first stage.
         before_pass: None, or called at the beginning of every ``forward`` with 0, of every ``draft`` with 1 + depth,
             and with the rows of this rank; returns the most that any rank has which computes with this one.
     """
@@ -116,7 +117,7 @@ class DecoderLM:
         ]
         if self._stage.first:
             self._embedding = Embedding(weights.scope("model.embed_tokens"), config.vocab_size, config.hidden_size)
-            self._head = LmHead(
+            self.head = LmHead(
                 weights.scope("lm_head"),
                 context.collectives,
                 config.vocab_size,
@@ -194,7 +195,7 @@ class DecoderLM:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits ``[rows, vocab]`` of hidden rows ``[rows, hidden]`` (pick the rows that are sampled first)."""
-        return self._head(hidden)
+        return self.head(hidden)
 
     def agree(self, kind: int, tokens: int) -> int | None:
         """Waits, before a pass of so many tokens, for its turn among the ranks that compute together, and settles the

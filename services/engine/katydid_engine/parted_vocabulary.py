@@ -1,0 +1,67 @@
+"""Sampling where the logits are: each rank of a TP group holds a part of the vocabulary, and all come to the same tokens.
+
+Two ways, both to the tokens of `sample` over whole rows on one rank, bit for bit:
+
+    without filters   each rank takes the best of its part, the noise included, and tells the others (score, id): twelve
+                      bytes a row and chunk instead of the logits
+    with filters      what top-k, top-p and min-p keep hangs on the whole row; so rows are dealt over the ranks, each gets
+                      whole those that it samples, and tells the others their tokens: 1 / n of what a gather sends
+
+No size comes from the device, so that a CUDA graph can hold either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from katydid_kernels import SamplingBatch, sample
+from katydid_kernels.sample_part import best_of_part, best_of_parts
+from torch import Tensor
+
+from katydid_engine.collectives import Collectives
+from katydid_engine.layers.embedding import LmHead
+
+__all__ = ["sample_parts"]
+
+
+def sample_parts(
+    head: LmHead, group: Collectives, hidden: Tensor, batch: SamplingBatch, *, filters: bool, sound: Tensor
+) -> Tensor:
+    """Token ids int32 ``[R]``, the same on every rank of ``group``.
+
+    Args:
+        hidden: ``[R, hidden]``, the same on every rank.
+        batch: without penalties, bias and mask, which one rank alone may know.
+        filters: whether a row may have top_k, top_p or min_p set.
+        sound: bool ``[R]``, written, as `sample` does.
+    """
+    logits = head.part(hidden)
+    if filters:
+        return _of_dealt_rows(head, group, logits, batch, sound)
+    told = best_of_part(logits, batch.temperature, batch.seeds, batch.positions, first=head.first, room=head.room)
+    tokens, numbers = best_of_parts(group.all_gather(told, 1))
+    sound.copy_(numbers)
+    return tokens
+
+
+def _of_dealt_rows(head: LmHead, group: Collectives, logits: Tensor, batch: SamplingBatch, sound: Tensor) -> Tensor:
+    rows, size = len(logits), group.size
+    each = -(-rows // size)
+    padded = F.pad(logits, (0, head.room - logits.shape[1], 0, size * each - rows))
+    arrived = group.all_to_all(padded).wait().view(size, each, head.room)
+    whole = arrived.transpose(0, 1).reshape(each, size * head.room)[:, : head.vocab_size]
+    # Rows that only fill up repeat the last one's parameters.
+    own = torch.arange(group.rank * each, (group.rank + 1) * each, device=logits.device).clamp(max=rows - 1)
+    dealt = replace(
+        batch,
+        **{
+            name: getattr(batch, name)[own] for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
+        },
+    )
+    numbers = torch.empty(each, dtype=torch.bool, device=logits.device)
+    tokens = sample(whole, dealt, sound=numbers)
+    told = group.all_gather(torch.stack((tokens, numbers.to(torch.int32)), dim=1), 0)[:rows]
+    sound.copy_(told[:, 1] != 0)
+    return told[:, 0].contiguous()
