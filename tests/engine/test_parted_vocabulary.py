@@ -78,9 +78,11 @@ def test_every_rank_comes_to_the_tokens_of_whole_rows(
     expected = sample(logits, batch, sound=expected_sound)
     good = expected_sound.nonzero().squeeze(1)
     for tokens, sound, _ in found:
-        assert tokens.dtype == torch.int32 and tokens[good].tolist() == expected[good].tolist()
+        assert tokens.dtype == torch.int32
+        assert tokens[good].tolist() == expected[good].tolist()
         assert sound.tolist() == expected_sound.tolist()
-        assert tokens.tolist() == found[0][0].tolist() and 0 <= int(tokens.min()) <= int(tokens.max()) < vocab
+        assert tokens.tolist() == found[0][0].tolist()
+        assert 0 <= int(tokens.min()) <= int(tokens.max()) < vocab
 
 
 @pytest.mark.parametrize("filters", [False, True])

@@ -1,11 +1,11 @@
-"""Sampling where the logits are: each rank of a TP group holds a part of the vocabulary, and all come to the same tokens.
+"""Sampling where the logits are: ranks of a TP group hold parts of the vocabulary and come to the same tokens.
 
 Two ways, both to the tokens of `sample` over whole rows on one rank, bit for bit:
 
     without filters   each rank takes the best of its part, the noise included, and tells the others (score, id): twelve
                       bytes a row and chunk instead of the logits
-    with filters      what top-k, top-p and min-p keep hangs on the whole row; so rows are dealt over the ranks, each gets
-                      whole those that it samples, and tells the others their tokens: 1 / n of what a gather sends
+    with filters      what top-k, top-p and min-p keep hangs on the whole row; so rows are dealt over the ranks, each
+                      gets those that it samples whole, and tells the others their tokens: 1 / n of what a gather sends
 
 No size comes from the device, so that a CUDA graph can hold either.
 """
