@@ -38,9 +38,10 @@ def operands(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 def main() -> None:
     for name in ("pool_keys_kernel", "pool_queries_kernel", "score_kernel", "select_kernel"):
         setattr(select, name, plain_recorder.Recorder(getattr(select, name)))
+    sparse.combine_kernel = plain_recorder.Recorder(sparse.combine_kernel)
     sparse.sparse_hopper_kernel = compile_gluon.Recorder(sparse.sparse_hopper_kernel)
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132)  # type: ignore[assignment]
-    plan = plans.sparse_plan(rules.StemRule(), [CHUNK], [CONTEXT], [131072])
+    plan = plans.sparse_plan(rules.StemRule(tail=4), [CHUNK], [CONTEXT], [131072])
     keeps_all = plans.sparse_plan(rules.StemRule(), [CHUNK], [CONTEXT], [None])
     for name, dtype in (("fp8", E4M3), ("bf16", BF16)):
         scales = [torch.ones(CHUNK, HEADS), *[torch.ones(1)] * 2] if dtype == E4M3 else [None] * 3
@@ -50,10 +51,13 @@ def main() -> None:
             select.launch_select(*operands(dtype), each, BF16, scale=None, **named)
         for line in plain_recorder.Recorder.launched:
             print(json.dumps({"case": "select", **line}))
+        plain_recorder.Recorder.launched.clear()
         compile_gluon.Recorder.launched.clear()
         lists = torch.zeros(plan.tiles, HEADS, plan.most, dtype=torch.int32)
         out = tensor(1, dtype=BF16)
         sparse.launch_hopper(sparse.SparseProblem(*operands(dtype), plan, lists, out, 0.1, *scales))
+        for line in plain_recorder.Recorder.launched:
+            print(json.dumps({"case": "combine", **line}))
         for kernel, cubin in compile_gluon.Recorder.launched:
             print(json.dumps({"case": f"attend {name}", "kernel": kernel, **dataclasses.asdict(cubin)}))
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from katydid_kernels.block_sparse_prefill import block_sparse_prefill, block_sparse_prefill_reference
+from katydid_kernels.block_sparse_prefill.combine_kernel import ROWS, combine_kernel
 from katydid_kernels.block_sparse_prefill.launch import SparseProblem, launch_tile
 from katydid_kernels.prefill_attention import prefill_attention
 from katydid_kernels.stem_select import SparsePlan, StemRule, sparse_plan, stem_select_reference
@@ -84,6 +87,21 @@ def test_the_tile_kernel_equals_the_reference(dtype: torch.dtype, head_dim: int,
     assert relative_error(out, expected) < TOLERANCE[dtype]
 
 
+def test_pieces_are_weighted_by_their_sums() -> None:
+    heads, dim, parts = 3, 32, [5, 2]
+    partials = torch.randn(sum(parts) + 1, heads, 128, dim, device=DEVICE)
+    sums = 40 * torch.randn(sum(parts) + 1, heads, 128, device=DEVICE)
+    cuts = torch.tensor([[1, 5, 0, 128], [6, 2, 200, 277]], dtype=torch.int32, device=DEVICE)
+    out = torch.full((277, heads, dim), float("nan"), device=DEVICE)
+    combine_kernel[(2, heads, 128 // ROWS)](partials, sums, cuts, out, heads, D=dim, ROWS=ROWS, EARLY=False)
+    for begin, count, first, end in cuts.tolist():
+        piece = slice(begin, begin + count)
+        weights = torch.softmax(sums[piece].double() * math.log(2), 0)
+        expected = (partials[piece].double() * weights[..., None]).sum(0)[:, : end - first].transpose(0, 1)
+        torch.testing.assert_close(out[first:end].double(), expected, atol=1e-5, rtol=1e-4)
+    assert out[128:200].isnan().all()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a Hopper GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, FP8], ids=str)
@@ -97,6 +115,7 @@ def test_the_tile_kernel_equals_the_reference(dtype: torch.dtype, head_dim: int,
         ([300, 17], [300, 1000], 3, 3, 64),
         ([300, 17], [300, 1000], 2, 2, 256),
         ([64, 1], [131136, 64], 1, 8, 128),
+        ([300], [40300], 2, 4, 64),
     ],
 )
 def test_the_hopper_kernel_equals_the_reference(dtype, q_lens, lens, kv_heads, group, head_dim):

@@ -150,12 +150,38 @@ def test_tiles_are_cut_at_multiples_of_128_and_come_heaviest_first() -> None:
     assert plan.in_order[:, :5].tolist() == [
         [0, 0, 96, 800, 1000], [0, 96, 200, 896, 1000], [1, 200, 300, 0, 100]
     ]  # fmt: skip
-    counts = plan.records[:, 5].tolist()
+    counts = plan.pieces[:, 5].tolist()
     assert counts == sorted(counts, reverse=True)
     assert plan.in_order[:, 7].tolist() == [0, 0, -1]
     assert plan.most == max(counts)
     beyond = sparse_plan(SMALL, [600], [1600], [1100]).in_order.tolist()
     assert [record[5] == record[3] // 128 + 1 for record in beyond] == [False] * 2 + [True] * 4
+
+
+@given(
+    contexts=st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 200_000)), min_size=1, max_size=4),
+    tail=st.sampled_from([0, 4]),
+    heads=st.sampled_from([1, 8, 64]),
+)
+@settings(max_examples=40, deadline=None)
+def test_pieces_make_up_the_lists_and_none_is_long(contexts: list[tuple[int, int]], tail: int, heads: int) -> None:
+    new, lengths = [q for q, _ in contexts], [q + before for q, before in contexts]
+    plan = sparse_plan(StemRule(tail=tail), new, lengths, lengths, heads=heads)
+    entries: dict[int, list[int]] = {tile: [] for tile in range(plan.tiles)}
+    partials: dict[int, list[int]] = {tile: [] for tile in range(plan.tiles)}
+    longest = max(16, plan.in_order[:, 5].sum().item() * heads // 264)
+    for *_, count, tile, begin, partial in plan.pieces.tolist():
+        assert 0 < count <= longest
+        entries[tile] += range(begin, begin + count)
+        partials[tile] += [partial] if partial >= 0 else []
+    cuts = {(first, end): [begin, parts] for begin, parts, first, end in plan.cuts.tolist()}
+    for _, first, end, _, _, count, tile, _ in plan.in_order.tolist():
+        assert sorted(entries[tile]) == list(range(count))
+        begin, parts = cuts.get((first, end), [0, 0])
+        assert sorted(partials[tile]) == list(range(begin, begin + parts))
+    assert sorted(itertools.chain.from_iterable(partials.values())) == list(range(plan.partials))
+    weights = plan.pieces[:, 5].tolist()
+    assert weights == sorted(weights, reverse=True)
 
 
 def test_what_does_not_fit_is_named() -> None:

@@ -4,7 +4,8 @@
 
 Same pages, same operands and the same arithmetic as the dense kernel, whose building blocks it shares; only which tiles
 of keys are read comes from lists, newest first. All heads of a query tile have equally many blocks, a number known
-before the step, so tiles are dealt over the SMs heaviest first, as the dense kernel's are. Bound by the tensor cores:
+before the step, so tiles are dealt over the SMs heaviest first, as the dense kernel's are, and long lists in pieces
+whose results a second launch combines. Bound by the tensor cores:
 4 * head_dim operations per (query, key of a listed block) and head.
 """
 

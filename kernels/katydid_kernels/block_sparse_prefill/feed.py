@@ -1,4 +1,4 @@
-"""Where the tiles of the Hopper kernel come from: the plan says which queries, their list which blocks of keys."""
+"""Where the work of the Hopper kernel comes from: the plan says which queries, their list which blocks of keys."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.extra.cuda import gdc_wait
 
+from katydid_kernels.stem_select.plan import PIECE_FIELDS
+
 __all__ = ["load_listed", "sparse_item"]
+
+FIELDS = gl.constexpr(PIECE_FIELDS)
 
 
 @gluon.jit
-def sparse_item(records_ptr, turn, items, heads, together, most):
-    """This CTA's `turn`-th tile, dealt back and forth over the sorted plan, once for every `together` heads: row, head,
-    first query and end, position, context length, number of blocks, and where their list begins.
+def sparse_item(pieces_ptr, turn, items, heads, together, most):
+    """This CTA's `turn`-th piece, dealt back and forth over the sorted plan, once for every `together` heads: row,
+    head, first query and end, position, context length, number of blocks, where they begin in their list and where
+    that begins, and the place of a partial result or -1.
     """
     ctas = gl.num_programs(0)
     cta = gl.program_id(0)
@@ -22,20 +27,22 @@ def sparse_item(records_ptr, turn, items, heads, together, most):
     batch = place // (items * together)
     within = place - batch * items * together
     head = batch * together + within % together
-    record = records_ptr + (within // together) * 8
+    record = pieces_ptr + (within // together) * FIELDS
     row = gl.load(record, mask=valid, other=0)
     q_first = gl.load(record + 1, mask=valid, other=0)
     q_end = gl.load(record + 2, mask=valid, other=0)
     position = gl.load(record + 3, mask=valid, other=0)
     length = gl.load(record + 4, mask=valid, other=0)
     count = gl.load(record + 5, mask=valid, other=0)
-    listed = (gl.load(record + 6, mask=valid, other=0).to(gl.int64) * heads + head) * most
-    return valid, row, head, q_first, q_end, position, length, count, listed
+    begin = gl.load(record + 7, mask=valid, other=0)
+    partial = gl.load(record + 8, mask=valid, other=0)
+    listed = (gl.load(record + 6, mask=valid, other=0).to(gl.int64) * heads + head) * most + begin
+    return valid, row, head, q_first, q_end, position, length, count, begin, listed, partial
 
 
 @gluon.jit
 def load_listed(
-    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, records_ptr, blocks_ptr, table_ptr, table_stride, items,
+    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, pieces_ptr, blocks_ptr, table_ptr, table_stride, items,
     heads, kv_heads, together, most, STAGES: gl.constexpr, D: gl.constexpr, PERMUTE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: a block of keys is two pages, each by its own TMA box."""
@@ -47,8 +54,8 @@ def load_listed(
     i = 0
     if EARLY:
         gdc_wait()
-    valid, row, head, q_first, _q_end, _position, length, count, listed = sparse_item(
-        records_ptr, turn, items, heads, together, most
+    valid, row, head, q_first, _q_end, _position, length, count, _begin, listed, _partial = sparse_item(
+        pieces_ptr, turn, items, heads, together, most
     )
     while valid:
         table = table_ptr + row.to(gl.int64) * table_stride
@@ -97,6 +104,6 @@ def load_listed(
             block = following
             i += 1
         turn += 1
-        valid, row, head, q_first, _q_end, _position, length, count, listed = sparse_item(
-            records_ptr, turn, items, heads, together, most
+        valid, row, head, q_first, _q_end, _position, length, count, _begin, listed, _partial = sparse_item(
+            pieces_ptr, turn, items, heads, together, most
         )

@@ -3,7 +3,8 @@
 One warp feeds pages through TMA, two warpgroups each own 64 queries and overlap both products; see
 `prefill_attention.hopper_kernel` for how scores, softmax and output products fall into one another and why fp8 takes a
 fresh tile for each output product. Here a tile of queries lies within one block of positions, so only the first block
-of its list, its own, needs a mask.
+of its list, its own, needs a mask. A piece of a list leaves its result, normed by its own sum, and the logarithm of
+that sum for `combine_kernel`.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ def _scores(q, k_smem, k_full, stage, phase, into, D: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    which: gl.constexpr, q_smem, k_smem, v_smem, bars, turn_bars, records_ptr, out_ptr, q_scale_ptr, k_scale_ptr,
-    v_scale_ptr, items, heads, kv_heads, together, most, scale, HAS_Q_SCALE: gl.constexpr, HAS_KV_SCALE: gl.constexpr,
-    PER_HEAD: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, PERMUTE: gl.constexpr, PING_PONG: gl.constexpr,
-    EARLY: gl.constexpr,
+    which: gl.constexpr, q_smem, k_smem, v_smem, bars, turn_bars, pieces_ptr, out_ptr, partials_ptr, sums_ptr,
+    q_scale_ptr, k_scale_ptr, v_scale_ptr, items, heads, kv_heads, together, most, scale, HAS_Q_SCALE: gl.constexpr,
+    HAS_KV_SCALE: gl.constexpr, PER_HEAD: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, PERMUTE: gl.constexpr,
+    PING_PONG: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     dtype: gl.constexpr = q_smem.dtype
@@ -72,8 +73,8 @@ def _attend(
     i = 0
     if EARLY:
         gdc_wait()
-    valid, _row, head, q_first, q_end, position, length, count, _listed = sparse_item(
-        records_ptr, turn, items, heads, together, most
+    valid, _row, head, q_first, q_end, position, length, count, begin, _listed, partial = sparse_item(
+        pieces_ptr, turn, items, heads, together, most
     )
     while valid:
         factor = gl.full([64], scale, gl.float32, row_layout)
@@ -92,14 +93,15 @@ def _attend(
         mbarrier.arrive(k_empty.index(i % STAGES))
         if count == 1:
             mbarrier.arrive(q_empty)
-        newest = position % N + rows
+        # Whole blocks lie before a piece's that is not the list's first.
+        newest = position % N + rows + gl.where(begin > 0, N, 0)
         s = mask_scores(s, newest, newest, False, PERMUTE)
         maximum = gl.maximum(gl.max(s, 1) * unit, -1e30)
         p32 = gl.exp2(s * unit[:, None] - (maximum - SHIFT)[:, None])
         keep = gl.full([64], 0.0, gl.float32, o_row)
         total = gl.sum(p32.reshape([64, N // 8, 8]), 1)
         valid_tokens = length - position // N * N
-        if valid_tokens < N:
+        if (begin == 0) & (valid_tokens < N):
             # Both warpgroups clear the block, writing the same bytes: neither has to wait for the other.
             mbarrier.wait(v_full.index(i % STAGES), (i // STAGES) & 1)
             for pg in gl.static_range(N // 64):
@@ -144,7 +146,7 @@ def _attend(
                 acc = acc * gl.convert_layout(shrink, o_row)[:, None]
             i += 1
         turn += 1
-        upcoming = sparse_item(records_ptr, turn, items, heads, together, most)
+        upcoming = sparse_item(pieces_ptr, turn, items, heads, together, most)
         before = (i - 1) % STAGES
         mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
         v = v_smem.index(before)._reinterpret(dtype, [D, N], v_layout).permute((1, 0))
@@ -162,13 +164,18 @@ def _attend(
         if HAS_KV_SCALE:
             inverse *= gl.load(v_scale_ptr + kv_head * PER_HEAD)
         acc = acc * gl.convert_layout(inverse, o_row)[:, None]
-        offset = ((q_first + o_rows).to(gl.int64) * heads + head) * D
-        gl.store(
-            out_ptr + offset[:, None] + d[None, :],
-            acc.to(out_ptr.dtype.element_ty),
-            mask=(q_first + o_rows < q_end)[:, None],
-        )
-        valid, _row, head, q_first, q_end, position, length, count, _listed = upcoming
+        if partial < 0:
+            offset = ((q_first + o_rows).to(gl.int64) * heads + head) * D
+            gl.store(
+                out_ptr + offset[:, None] + d[None, :],
+                acc.to(out_ptr.dtype.element_ty),
+                mask=(q_first + o_rows < q_end)[:, None],
+            )
+        else:
+            place = (partial * heads + head).to(gl.int64) * 128
+            gl.store(sums_ptr + place + rows, maximum - SHIFT + gl.log2(total))
+            gl.store(partials_ptr + (place + o_rows)[:, None] * D + d[None, :], acc)
+        valid, _row, head, q_first, q_end, position, length, count, begin, _listed, partial = upcoming
 
 
 @gluon.jit(
@@ -176,10 +183,10 @@ def _attend(
     do_not_specialize_on_alignment=["table_ptr"],
 )
 def sparse_hopper_kernel(
-    q_desc, k_desc, v_desc, records_ptr, blocks_ptr, table_ptr, out_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, items,
-    heads, kv_heads, together, table_stride, most, scale, HAS_Q_SCALE: gl.constexpr, HAS_KV_SCALE: gl.constexpr,
-    PER_HEAD: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, PERMUTE: gl.constexpr, PING_PONG: gl.constexpr,
-    REGISTERS: gl.constexpr, EARLY: gl.constexpr,
+    q_desc, k_desc, v_desc, pieces_ptr, blocks_ptr, table_ptr, out_ptr, partials_ptr, sums_ptr, q_scale_ptr,
+    k_scale_ptr, v_scale_ptr, items, heads, kv_heads, together, table_stride, most, scale, HAS_Q_SCALE: gl.constexpr,
+    HAS_KV_SCALE: gl.constexpr, PER_HEAD: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, PERMUTE: gl.constexpr,
+    PING_PONG: gl.constexpr, REGISTERS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     bits: gl.constexpr = dtype.primitive_bitwidth
@@ -212,17 +219,17 @@ def sparse_hopper_kernel(
     gl.warp_specialize(
         [
             (_attend, (
-                gl.constexpr(0), q_smem, k_smem, v_smem, bars, turn_bars, records_ptr, out_ptr, q_scale_ptr,
-                k_scale_ptr, v_scale_ptr, items, heads, kv_heads, together, most, scale, HAS_Q_SCALE, HAS_KV_SCALE,
-                PER_HEAD, STAGES, D, PERMUTE, PING_PONG, EARLY,
+                gl.constexpr(0), q_smem, k_smem, v_smem, bars, turn_bars, pieces_ptr, out_ptr, partials_ptr,
+                sums_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, items, heads, kv_heads, together, most, scale,
+                HAS_Q_SCALE, HAS_KV_SCALE, PER_HEAD, STAGES, D, PERMUTE, PING_PONG, EARLY,
             )),
             (_attend, (
-                gl.constexpr(1), q_smem, k_smem, v_smem, bars, turn_bars, records_ptr, out_ptr, q_scale_ptr,
-                k_scale_ptr, v_scale_ptr, items, heads, kv_heads, together, most, scale, HAS_Q_SCALE, HAS_KV_SCALE,
-                PER_HEAD, STAGES, D, PERMUTE, PING_PONG, EARLY,
+                gl.constexpr(1), q_smem, k_smem, v_smem, bars, turn_bars, pieces_ptr, out_ptr, partials_ptr,
+                sums_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, items, heads, kv_heads, together, most, scale,
+                HAS_Q_SCALE, HAS_KV_SCALE, PER_HEAD, STAGES, D, PERMUTE, PING_PONG, EARLY,
             )),
             (load_listed, (
-                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, records_ptr, blocks_ptr, table_ptr,
+                q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, pieces_ptr, blocks_ptr, table_ptr,
                 table_stride, items, heads, kv_heads, together, most, STAGES, D, PERMUTE, EARLY,
             )),
         ],

@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from katydid_kernels.block_sparse_prefill.combine_kernel import ROWS, combine_kernel
 from katydid_kernels.block_sparse_prefill.hopper_kernel import sparse_hopper_kernel
 from katydid_kernels.block_sparse_prefill.tile_kernel import sparse_tile_kernel
 from katydid_kernels.prefill_attention.launch import GROUP_BY_GROUP_TOKENS, PING_PONG, STAGES, key_descriptor
@@ -35,7 +36,10 @@ class SparseProblem:
 
 
 def launch_hopper(problem: SparseProblem) -> None:
-    """Run the Gluon kernel; it starts before the preceding kernel ends, as a rule the selection, and waits for it."""
+    """Run the Gluon kernel; it starts before the preceding kernel ends, as a rule the selection, and waits for it.
+
+    What it left in pieces is combined in a launch of its own.
+    """
     q, k_pages, plan = problem.q, problem.k_pages, problem.plan
     tokens, heads, head_dim = q.shape
     num_pages, kv_heads = k_pages.shape[:2]
@@ -43,19 +47,23 @@ def launch_hopper(problem: SparseProblem) -> None:
     box = min(head_dim, 1024 // bits)
     q_layout = gl.NVMMASharedLayout(box * bits // 8, bits, 2)
     v_layout = gl.NVMMASharedLayout(64 * bits // 8, bits, 2)
+    partials = torch.empty(plan.partials, heads, 128, head_dim, device=q.device)
+    sums = torch.empty(plan.partials, heads, 128, device=q.device)
     ctas = torch.cuda.get_device_properties(q.device).multi_processor_count
     sparse_hopper_kernel[(ctas,)](
         TensorDescriptor(q, [tokens, heads * head_dim], [heads * head_dim, 1], [64, box], q_layout),
         key_descriptor(k_pages, permuted=bits == 8),
         TensorDescriptor(problem.v_pages, [num_pages * kv_heads * head_dim, 64], [64, 1], [head_dim, 64], v_layout),
-        plan.records,
+        plan.pieces,
         problem.blocks,
         problem.block_table,
         problem.out,
+        partials,
+        sums,
         problem.q_scale,
         problem.k_scale,
         problem.v_scale,
-        plan.tiles,
+        len(plan.pieces),
         heads,
         kv_heads,
         heads if tokens < GROUP_BY_GROUP_TOKENS else heads // kv_heads,
@@ -74,6 +82,11 @@ def launch_hopper(problem: SparseProblem) -> None:
         num_warps=4,
         launch_pdl=True,
     )
+    if plan.partials:
+        combine_kernel[(len(plan.cuts), heads, 128 // ROWS)](
+            partials, sums, plan.cuts, problem.out, heads, D=head_dim, ROWS=ROWS, EARLY=True, num_warps=4,
+            launch_pdl=True,
+        )  # fmt: skip
 
 
 def launch_tile(problem: SparseProblem) -> None:
@@ -83,7 +96,7 @@ def launch_tile(problem: SparseProblem) -> None:
         problem.q,
         problem.k_pages,
         problem.v_pages,
-        problem.plan.records,
+        problem.plan.in_order,
         problem.blocks,
         problem.block_table,
         problem.out,

@@ -1,7 +1,8 @@
-"""The query tiles of a batch for sparse prefill, heaviest first, made on the host from lengths it knows.
+"""The query tiles of a batch for sparse prefill and the pieces they are dealt in, from lengths that the host knows.
 
 A tile is what a chunk has of one block of 128 positions. What it costs is how many blocks it keeps, which the budget
-says beforehand; so one order serves all layers and heads, and no device has to count.
+says beforehand; so one order serves all layers and heads, and no device has to count. A list that would keep an SM busy
+long after the others, as those at a prompt's end do, is cut into pieces, whose results are combined.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from torch import Tensor
 
 from katydid_kernels.stem_select.budget import BLOCK, StemRule, kept_blocks
 
-__all__ = ["SparsePlan", "SparseRow", "sparse_plan"]
+__all__ = ["PIECE_FIELDS", "SparsePlan", "SparseRow", "sparse_plan"]
+
+PIECE_FIELDS = 9
+# A piece costs about two blocks more than its blocks, and its result is written, read and summed.
+_LEAST_PIECE = 16
+_SMS = 132
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +39,22 @@ class SparsePlan:
     """The tiles of one prefill batch.
 
     Attributes:
-        records: int32 ``[tiles, 8]``, heaviest first: row, first query, end of the tile's queries, position of the
-            first query, context length of the row, blocks kept, index of the tile in the order of the queries, index
-            of the row among ``sparse_rows`` or -1.
-        in_order: int32 ``[tiles, 8]``, the same in the order of the queries.
+        in_order: int32 ``[tiles, 8]``, in the order of the queries: row, first query, end of the tile's queries,
+            position of the first query, context length of the row, blocks kept, the tile's index here, index of the
+            row among ``sparse_rows`` or -1.
+        pieces: int32 ``[pieces, 9]``, heaviest first: as there, but for blocks of the piece, and then where the piece
+            begins in the tile's list and where its result goes among ``partials``, -1 for a whole tile.
+        cuts: int32 ``[tiles cut, 4]``: first of the tile's partial results, how many, first query and end.
+        partials: results of pieces that are no whole tile.
         most: the longest list of blocks.
         sparse_rows: the rows that do not keep everything.
         rule: what they keep by.
     """
 
-    records: Tensor
     in_order: Tensor
+    pieces: Tensor
+    cuts: Tensor
+    partials: int
     most: int
     sparse_rows: tuple[SparseRow, ...]
     rule: StemRule
@@ -59,12 +70,15 @@ def sparse_plan(
     context_lens: Sequence[int],
     prompt_lens: Sequence[int | None],
     device: torch.device | str = "cpu",
+    *,
+    heads: int = 8,
 ) -> SparsePlan:
     """Plans rows of ``q_lens`` new tokens that end at ``context_lens``.
 
     Args:
         prompt_lens: how long each whole prompt is, of which the row brings a chunk; None for a row that keeps every
             block. So do blocks behind the prompt: tokens that were decoded once and are computed again.
+        heads: query heads that will attend: with more of them less is cut.
     """
     records: list[list[int]] = []
     sparse_rows: list[SparseRow] = []
@@ -84,10 +98,32 @@ def sparse_plan(
             for record in tiles:
                 record[7] = len(sparse_rows)
             sparse_rows.append(SparseRow(row, first_tile, len(tiles), length, -(-length // BLOCK)))
-    by_weight = sorted(records, key=lambda record: (-record[5], record[6]))
+    pieces, cuts, partials = _pieces(records, heads)
 
-    def tensor(rows: list[list[int]]) -> Tensor:
-        return torch.tensor(rows, dtype=torch.int32).reshape(-1, 8).to(device, non_blocking=True)
+    def tensor(rows: list[list[int]], width: int) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int32).reshape(-1, width).to(device, non_blocking=True)
 
     most = max((record[5] for record in records), default=0)
-    return SparsePlan(tensor(by_weight), tensor(records), most, tuple(sparse_rows), rule)
+    dealt = tensor(pieces, PIECE_FIELDS), tensor(cuts, 4), partials
+    return SparsePlan(tensor(records, 8), *dealt, most, tuple(sparse_rows), rule)
+
+
+def _pieces(records: list[list[int]], heads: int) -> tuple[list[list[int]], list[list[int]], int]:
+    """Pieces of at most half an SM's share of the work, heaviest first; the tiles that were cut; their pieces.
+
+    Half: dealt back and forth in that order, SMs then end within a few per cent of each other.
+    """
+    longest = max(_LEAST_PIECE, sum(record[5] for record in records) * heads // (2 * _SMS))
+    pieces, cuts, partials = [], [], 0
+    for record in records:
+        row, begin, stop, position, length, count, tile, _ = record
+        parts = -(-count // longest)
+        if parts > 1:
+            cuts.append([partials, parts, begin, stop])
+        for part in range(parts):
+            first, end = count * part // parts, count * (part + 1) // parts
+            slot = partials + part if parts > 1 else -1
+            pieces.append([row, begin, stop, position, length, end - first, tile, first, slot])
+        partials += parts if parts > 1 else 0
+    pieces.sort(key=lambda piece: (-piece[5], piece[6]))
+    return pieces, cuts, partials

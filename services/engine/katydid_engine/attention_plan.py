@@ -58,7 +58,7 @@ class AttentionPlanner:
 
     def __init__(self, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> None:
         self.sparse_prefill: SparsePrefill | None = None
-        self._kv_heads = kv_heads
+        self._heads, self._kv_heads = heads, kv_heads
         self._ctas = 0
         self._scratch: DecodeScratch | None = None
         if device.type == "cuda":
@@ -97,4 +97,4 @@ class AttentionPlanner:
             return None
         rule = StemRule(options.budget, options.rule, options.decay, tail=options.tail_blocks)
         new, ends = [chunk.new for chunk in chunks], [chunk.end for chunk in chunks]
-        return sparse_plan(rule, new, ends, prompts, batch.token_ids.device)
+        return sparse_plan(rule, new, ends, prompts, batch.token_ids.device, heads=self._heads)
