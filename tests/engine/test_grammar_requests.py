@@ -102,8 +102,8 @@ def test_outputs_satisfy_their_grammars_whatever_happens(model: DecoderLM, gramm
         for choice in range(request.sampling.n):
             check(request, expected[request.handle, choice])
     assert generate(model, requests(), grammars=grammars, drafts=2) == expected, "with drafts"
-    ahead = generate(model, requests(), chunk=40, num_pages=10, grammars=grammars, drafts=3, ahead=True)
-    assert ahead == expected, "with drafts, steps ahead, small chunks and preemptions"
+    ahead = generate(model, requests(), chunk=40, num_pages=10, grammars=grammars, drafts=3, ahead=True, buckets=True)
+    assert ahead == expected, "with drafts, prepared steps, steps ahead, small chunks and preemptions"
     resumed, rest = [], {}
     for request in requests():
         if request.sampling.n == 1:

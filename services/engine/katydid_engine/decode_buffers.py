@@ -165,7 +165,7 @@ class DecodeBuffers:
             start = places[name][0]
             return self._ints[start : start + (rows if name in _BY_ROW else tokens)]
 
-        seeds = places["seeds"][0]
+        seeds, pending = (places[name][0] for name in ("seeds", "pending"))
         table = self._table[:rows]
         inputs = StepInputs(
             token_ids=part("token_ids"),
@@ -175,6 +175,7 @@ class DecodeBuffers:
             block_table=table,
             sample_positions=part("sample_positions"),
             limits=part("limits"),
+            pending=self._ints[pending : pending + (width - 1) * tokens].view(tokens, -1) if width > 1 else None,
         )
         forward = ForwardBatch(
             token_ids=inputs.token_ids,
@@ -219,14 +220,16 @@ def _in_one_memory(parts: Sequence[tuple[tuple[int, ...], torch.dtype]], device:
 def _blank(bucket: Bucket) -> Int32s:
     """What the host says of rows that fill a bucket up."""
     host: Int32s = np.zeros(_size(bucket), dtype=np.int32)
-    for name in ("slot_mapping", "previous"):
+    for name in ("slot_mapping", "previous", "pending"):
         host[slice(*_places(bucket)[name])] = -1
     return host
 
 
 def _places(bucket: Bucket) -> dict[str, tuple[int, int]]:
     """Where each column of a bucket begins and ends in the buffer."""
-    sizes = dict.fromkeys(_BY_TOKEN, bucket.tokens) | dict.fromkeys(_BY_ROW, bucket.rows) | {"seeds": 2 * bucket.tokens}
+    tokens = bucket.tokens
+    sizes = dict.fromkeys(_BY_TOKEN, tokens) | dict.fromkeys(_BY_ROW, bucket.rows)
+    sizes |= {"seeds": 2 * tokens, "pending": (bucket.width - 1) * tokens}
     places, start = {}, 0
     for name, size in sizes.items():
         places[name] = (start, start + size)

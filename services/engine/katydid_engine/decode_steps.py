@@ -3,31 +3,38 @@
     forward    the step's inputs corrected by what the step before left (`advance`), attention planned, the model
     choice     logits, sampling, verification, and the drafts of the next step
 
-Between the two the host may do what needs the step before: a step with rows of other kinds takes the first graph and
-goes on op by op. What is captured allocates nothing outside its pool and waits for nothing.
+Between the two the host may do what needs the step before, such as a grammar's masks. There are four choices a bucket:
+of rows that ask for nothing beyond temperature, filters and a seed, of rows that do (`logit_terms.py`), and of either
+with log probabilities. What is captured allocates nothing outside its pool and waits for nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 from katydid_kernels import Sampled, advance, sample, verify_draft
 from katydid_kernels.gemm.dense import runs_gluon
+from katydid_kernels.sample import logprobs
 from torch import Tensor
 
 from katydid_engine.collectives import Collectives
 from katydid_engine.decode_buffers import Bucket, BucketTensors, DecodeBuffers
 from katydid_engine.drafting import DraftModel, further_drafts
 from katydid_engine.kv_cache import KvCache
+from katydid_engine.logit_terms import Asked, LogitTerms
 from katydid_engine.models.decoder_lm import MOST_FIXED_ROWS, DecoderLM
+from katydid_engine.seen_tokens import SeenTokens
 from katydid_engine.step_outcome import Left
 
 __all__ = ["Captured", "DecodeSteps", "Pieces", "Uncaptured", "row_buckets"]
 
+_EVERY_CHOICE = tuple(itertools.starmap(Asked, itertools.product((False, True), repeat=2)))
 _SMALL = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -97,7 +104,11 @@ class DecodeSteps:
         rows: most of a step.
         pages: most of a sequence.
         depths: numbers of drafts that steps verify and make.
+        seen: what penalties count.
         agreement: share of drafts that count as sampled, whatever is sampled: for timing weights that predict nothing.
+
+    Attributes:
+        terms: what a step's rows ask of the logits beyond a sampler's usual parameters.
     """
 
     def __init__(
@@ -106,6 +117,7 @@ class DecodeSteps:
         kv_cache: KvCache,
         collectives: Collectives,
         pieces: Pieces,
+        seen: SeenTokens,
         *,
         rows: int,
         pages: int,
@@ -123,6 +135,7 @@ class DecodeSteps:
         self._room: dict[Bucket, int | None] = {}
         width = 1 + max(self._depths)
         self.buffers = DecodeBuffers(rows, width, pages, model.config.hidden_size, model.dtype, model.device)
+        self.terms = LogitTerms(rows, width, model.config.vocab_size, seen, model.device)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -147,7 +160,8 @@ class DecodeSteps:
         self.buffers.clear(bucket)
         self._room[bucket] = self._model.exchange_rows(bucket.tokens)
         self._pieces.prepare(("forward", bucket), lambda: self._forward(bucket))
-        self._pieces.prepare(("choice", bucket), lambda: self._choice(bucket))
+        for asked in _EVERY_CHOICE:
+            self._pieces.prepare((_name(asked), bucket), functools.partial(self._choice, bucket, asked))
 
     def bucket(self, rows: int, width: int) -> Bucket | None:
         """The smallest that such a step fits; None where it is none of those prepared. Its own drafts are as many as
@@ -171,9 +185,9 @@ class DecodeSteps:
         self._pieces.run(("forward", bucket))
         return self.buffers.hidden[: bucket.tokens]
 
-    def choose(self, bucket: Bucket, rows: int) -> tuple[Left, Sampled]:
-        """Samples, verifies and drafts after ``forward``; of the step's own rows."""
-        self._pieces.run(("choice", bucket))
+    def choose(self, bucket: Bucket, rows: int, asked: Asked) -> tuple[Left, Sampled]:
+        """Samples, verifies and drafts after ``forward``; of the step's own rows. What they ask lies in ``terms``."""
+        self._pieces.run((_name(asked), bucket))
         step = self.buffers.kept(rows, bucket.width, bucket.drafts)
         sound = self.buffers.sound[: rows * bucket.width].view(rows, bucket.width)
         return Left(step.tokens, step.accepted, step.first_positions, step.drafts, sound), step
@@ -184,14 +198,17 @@ class DecodeSteps:
         hidden = self._model.forward(tensors.built.forward, self._kv_cache)
         self.buffers.hidden[: bucket.tokens].copy_(hidden)
 
-    def _choice(self, bucket: Bucket) -> None:
+    def _choice(self, bucket: Bucket, asked: Asked) -> None:
         rows, width = bucket.rows, bucket.width
         tensors, left = self.buffers.bucket(bucket), self.buffers.left
         inputs = tensors.built.inputs
         hidden = self.buffers.hidden[: bucket.tokens]
         logits = self._model.logits(hidden)
         sound = self.buffers.sound[: bucket.tokens]
-        tokens = sample(logits, tensors.sampling, sound=sound, overlap=self._overlap).view(rows, width)
+        sampling = self.terms.batch(tensors.sampling, inputs.pending) if asked.terms else tensors.sampling
+        tokens = sample(logits, sampling, sound=sound, overlap=self._overlap).view(rows, width)
+        if asked.logprobs:
+            self.terms.keep(logprobs(logits, tokens.view(-1), self.terms.logprobs.top.shape[1]))
         if self._collectives.size > 1:
             # Other ranks go on from the same tokens.
             tokens = self._collectives.all_reduce(tokens if self._collectives.rank == 0 else torch.zeros_like(tokens))
@@ -199,10 +216,13 @@ class DecodeSteps:
         if self._agreement is not None and bucket.drafts:
             agreed = torch.rand_like(drafts, dtype=torch.float32) < self._agreement
             tokens[:, :-1] = torch.where(agreed, drafts, (drafts + 1) % self._model.config.vocab_size)
+        slots, seen = self.terms.counted if asked.terms else (None, None)
         accepted = verify_draft(
             tokens,
             drafts,
             num_drafts=tensors.num_drafts,
+            slots=None if slots is None else slots[:rows],
+            seen=seen,
             first_positions=inputs.sample_positions.view(rows, width)[:, 0],
             left=left,
             overlap=self._overlap,
@@ -217,3 +237,7 @@ class DecodeSteps:
         drafts = further_drafts(self._model, tensors.built, self._kv_cache, states, at, None, bucket.drafts)
         assert self.buffers.left.drafts is not None
         self.buffers.left.drafts[: bucket.rows, : bucket.drafts].copy_(drafts)
+
+
+def _name(asked: Asked) -> str:
+    return "choice" + " with terms" * asked.terms + " with log probabilities" * asked.logprobs

@@ -37,7 +37,7 @@ def to_host(values: Tensor) -> Tensor:
 def together_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """As ``to_host``, of several; those that lie in one memory come by one copy of it."""
     storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    if len(storages) > 1:
+    if len(storages) != 1:
         return [to_host(tensor) for tensor in tensors]
     whole = torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(tensors[0].untyped_storage())
     host = to_host(whole).untyped_storage()

@@ -6,6 +6,7 @@ of one before. Their pages belong to them until then. Elsewhere they are over wi
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from dataclasses import dataclass, field
 
@@ -103,6 +104,22 @@ class StepPlan:
     @property
     def num_prefill_tokens(self) -> int:
         return sum(len(run.tokens) for run in self.runs[self.num_decodes :])
+
+    @property
+    def borders(self) -> list[int]:
+        """Where each run begins among the step's tokens, and where the last ends."""
+        decodes, prompts = self.runs[: self.num_decodes], self.runs[self.num_decodes :]
+        counts = [self.decode_q_len] * len(decodes) + [len(run.tokens) for run in prompts]
+        return [0, *itertools.accumulate(counts)]
+
+    @property
+    def sampled_places(self) -> list[int]:
+        """The token behind which each sample comes: all of a decode, the last of a prompt."""
+        borders, places = self.borders, list[int]()
+        for row in self.samples:
+            first = borders[row.run] if row.run < self.num_decodes else borders[row.run + 1] - 1
+            places.extend(range(first, borders[row.run + 1]))
+        return places
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from katydid_engine.decode_steps import Captured, DecodeSteps, Pieces, Uncapture
 from katydid_engine.forward_batch import ForwardBatch, PrefillChunk
 from katydid_engine.host_copies import integers
 from katydid_engine.kv_cache import KvCache
+from katydid_engine.logit_terms import Asked
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.page_mover import PageMover
 from katydid_engine.plan import Run, SampleRow, Start, StepOutput, StepPlan
@@ -38,7 +39,7 @@ from katydid_engine.sampler import SamplingRows
 from katydid_engine.seen_tokens import SeenTokens
 from katydid_engine.sequence_sampler import SequenceSampler
 from katydid_engine.slot_memory import SlotMemory
-from katydid_engine.step_choice import SampledStep, Settled, StepChoice
+from katydid_engine.step_choice import SampledStep, Settled, StepChoice, row_limits
 from katydid_engine.step_outcome import Launched, Left, RowsLeft
 
 __all__ = ["Runner"]
@@ -134,6 +135,7 @@ class Runner:
             self._kv_cache,
             self._collectives,
             pieces,
+            self._seen,
             rows=rows,
             pages=pages,
             depths=depths,
@@ -169,7 +171,9 @@ class Runner:
             self._batches.start(start.sequence)
             if start.sparse_prefill:
                 self._sparse_prompts[start.sequence] = start.num_prompt
-            self._samplers[start.sequence] = SequenceSampler(start, self._model.config.eos_token_ids, self._grammars)
+            sampler = SequenceSampler(start, self._model.config.eos_token_ids, self._grammars)
+            self._samplers[start.sequence] = sampler
+            self._seen.begin(sampler)
         self._pages.start(plan)
         rows, prompts = self._compute(plan) if plan.runs else (None, {})
         self._pages.join()
@@ -232,14 +236,12 @@ class Runner:
         hidden = self._forward(plan, batch)
         if not self._model.has_head:
             return None, {}
-        ends = _ends(plan)
-        prompts = self._prompt_logprobs(plan, hidden, ends)
+        prompts = self._prompt_logprobs(plan, hidden)
         if not plan.samples:
             self._drafted(plan, built, hidden, None)
             self._leave(plan, None)
             return None, prompts
-        places = _sampled_places(plan, ends)
-        logits = self._model.logits(hidden[integers(places, hidden.device, torch.int64)])
+        logits = self._model.logits(hidden[integers(plan.sampled_places, hidden.device, torch.int64)])
         return self._choose(plan, built, hidden, logits, previous, num_drafts), prompts
 
     def _forward(self, plan: StepPlan, batch: ForwardBatch) -> Tensor:
@@ -282,14 +284,24 @@ class Runner:
         hidden = steps.forward(bucket)[: len(plan.runs) * plan.decode_q_len]
         # Ranks that compute together agree on the passes of a draft layer one by one.
         passes = plan.drafts > 0 and self._model.before_pass is not None
-        if passes or plan.drafts != bucket.drafts or not all(sampler.plain for sampler in samplers):
+        if passes or plan.drafts != bucket.drafts or not steps.terms.fit(samplers, bucket.width):
             return self._choose(plan, own.built, hidden, self._model.logits(hidden), previous, num_drafts)
-        left, self._before = steps.choose(bucket, len(plan.runs))
+        asked, leads, count = Asked(), self._collectives.rank == 0, len(plan.runs)
+        if leads and not all(sampler.plain for sampler in samplers):
+            settled = self._settled(plan, samplers, previous)
+            asked = steps.terms.fill(
+                samplers,
+                [
+                    row_limits(sampler, run, settled.get(row), bucket.width)
+                    for row, (sampler, run) in enumerate(zip(samplers, plan.runs, strict=True))
+                ],
+            )
+        left, self._before = steps.choose(bucket, count, asked)
         self._last_rows = {run.sequence: row for row, run in enumerate(plan.runs)}
-        if self._collectives.rank:
+        if not leads:
             return None
-        count = len(plan.runs)
-        return RowsLeft(left, range(count), samplers, [True] * count, num_drafts, {})
+        wanted = steps.terms.wanted(samplers, bucket.width) if asked.logprobs else {}
+        return RowsLeft(left, range(count), samplers, [True] * count, num_drafts, wanted)
 
     def _chunk(self, run: Run) -> PrefillChunk:
         new = len(run.tokens)
@@ -367,29 +379,14 @@ class Runner:
         if self._steps is not None and self._left_fits:
             self._before = self._steps.buffers.keep(step.left)
 
-    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor, ends: list[int]) -> dict[int, list[DeviceLogprobs]]:
+    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> dict[int, list[DeviceLogprobs]]:
         """For the runs that ask; in slices, because logits of a whole chunk would be large."""
         results: dict[int, list[DeviceLogprobs]] = {}
-        for index, run in enumerate(plan.runs):
+        for index, (run, border) in enumerate(zip(plan.runs, plan.borders, strict=False)):
             for first in range(0, len(run.prompt_targets), _PROMPT_LOGPROB_ROWS):
                 targets = run.prompt_targets[first : first + _PROMPT_LOGPROB_ROWS]
-                start = ends[index] + run.prompt_row + first
+                start = border + run.prompt_row + first
                 logits = self._model.logits(hidden[start : start + len(targets)])
                 part = logprobs(logits, integers(targets, logits.device), run.prompt_top)
                 results.setdefault(index, []).append(part)
         return results
-
-
-def _ends(plan: StepPlan) -> list[int]:
-    """Where each run begins among the step's tokens, and where the last ends."""
-    counts = [plan.decode_q_len if index < plan.num_decodes else len(run.tokens) for index, run in enumerate(plan.runs)]
-    return [0, *itertools.accumulate(counts)]
-
-
-def _sampled_places(plan: StepPlan, ends: list[int]) -> list[int]:
-    """The token behind which each sample comes: all of a decode, the last of a prompt."""
-    places: list[int] = []
-    for row in plan.samples:
-        first = ends[row.run] if row.run < plan.num_decodes else ends[row.run + 1] - 1
-        places.extend(range(first, ends[row.run + 1]))
-    return places

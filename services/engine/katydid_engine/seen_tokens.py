@@ -19,19 +19,41 @@ _FIRST_SLOTS = 8
 
 class SeenTokens:
     """A slot a sequence, filled when it is first sampled and from then on by ``verify_draft``: a step costs the same
-    however long the sequence is."""
+    however long the sequence is.
+
+    Attributes:
+        outgrown: whether there were once more sequences with penalties than ``reserve`` made room for, so that the
+            table may have moved; the same on all ranks.
+    """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
         self._slots: dict[int, int] = {}
+        self._penalised: set[int] = set()
+        self._reserved = 0
+        self.outgrown = False
         self._free: list[int] = []
         self.table = torch.zeros((0, vocab_size), dtype=torch.int16, device=device)
 
+    def reserve(self, sequences: int) -> None:
+        """Makes room for so many: up to there the table stays where it is."""
+        self._reserved = max(self._reserved, sequences)
+        if len(self.table) < sequences:
+            self._grow(sequences)
+
+    def begin(self, sequence: SequenceSampler) -> None:
+        if sequence.penalises:
+            self._penalised.add(sequence.id)
+            self.outgrown |= len(self._penalised) > self._reserved
+
+    def numbers(self, sequences: Sequence[SequenceSampler]) -> list[int]:
+        """Rows of ``table``, -1 where a sequence has no penalties."""
+        return [self._slot(sequence) if sequence.penalises else -1 for sequence in sequences]
+
     def slots(self, sequences: Sequence[SequenceSampler], owned: Sequence[bool] | None = None) -> Tensor | None:
-        """Rows of ``table``, int32 ``[R]``, -1 where a sequence has no penalties or is not ``owned``; None where none
-        has any."""
-        slots = [self._slot(sequence) if sequence.penalises else -1 for sequence in sequences]
+        """``numbers`` as int32 ``[R]``, -1 also where a sequence is not ``owned``; None where none has penalties."""
+        slots = self.numbers(sequences)
         if all(slot < 0 for slot in slots):
             return None
         if owned is not None:
@@ -40,6 +62,7 @@ class SeenTokens:
 
     def end(self, sequence: int) -> None:
         """A sequence is gone; one that never had a slot is no error."""
+        self._penalised.discard(sequence)
         slot = self._slots.pop(sequence, None)
         if slot is not None:
             self._free.append(slot)
@@ -48,16 +71,16 @@ class SeenTokens:
         slot = self._slots.get(sequence.id)
         if slot is None:
             if not self._free:
-                self._grow()
+                self._grow(max(_FIRST_SLOTS, 2 * len(self.table)))
             slot = self._slots[sequence.id] = self._free.pop()
             tokens, end = np.frombuffer(sequence.start.tokens, dtype=np.int32), sequence.start.num_prompt
             prompt, output = (torch.from_numpy(part.copy()) for part in (tokens[:end], tokens[end:]))
             self.table[slot] = to_device(seen_tokens(prompt, output, self._vocab_size), self._device)
         return slot
 
-    def _grow(self) -> None:
+    def _grow(self, sequences: int) -> None:
         size = len(self.table)
-        larger = torch.zeros((max(_FIRST_SLOTS, 2 * size), self._vocab_size), dtype=torch.int16, device=self._device)
+        larger = torch.zeros((sequences, self._vocab_size), dtype=torch.int16, device=self._device)
         larger[:size] = self.table
         self.table = larger
-        self._free = list(range(len(larger) - 1, size - 1, -1))
+        self._free += range(sequences - 1, size - 1, -1)

@@ -14,7 +14,10 @@ from katydid_engine.grammar import Grammar, GrammarError
 from katydid_engine.grammar_state import GrammarState
 from katydid_engine.plan import Start
 
-__all__ = ["SequenceSampler"]
+__all__ = ["Limits", "SequenceSampler"]
+
+Limits = tuple[dict[int, float], Tensor | None]
+"""Of one token to come: additions to the logits, -inf bans a token; and what a grammar allows, int32 ``[1, words]``."""
 
 # Ambiguous grammars take longer with every token, and everybody waits for them.
 _PATIENCE_S = 0.5
@@ -51,8 +54,13 @@ class SequenceSampler:
         limited = sampling.grammar is not None or sampling.min_tokens > 0 or sampling.logprobs is not None
         return not (limited or self.penalises or self._bias)
 
-    def limits(self, position: int, drafts: Sequence[int]) -> list[tuple[dict[int, float], Tensor | None]]:
-        """Additions to the logits and the grammar's mask, for the token at ``position`` and for the one behind each of
+    @property
+    def most_biases(self) -> int:
+        """Most additions to the logits of one token; the same on all ranks."""
+        return len(self._bias) + (len(self._stops) if self.sampling.min_tokens else 0)
+
+    def limits(self, position: int, drafts: Sequence[int]) -> list[Limits]:
+        """For the token at ``position`` and for the one behind each of
         ``drafts`` that follow it. (``position`` is used only where ``needs_host``.)"""
         masks = self._masks(drafts)
         return [(self._bias_at(position + place, mask), mask) for place, mask in enumerate(masks)]

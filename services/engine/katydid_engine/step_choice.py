@@ -20,12 +20,12 @@ from katydid_engine.drafting import DraftModel, draft_tokens, next_token_ids
 from katydid_engine.host_copies import integers
 from katydid_engine.kv_cache import KvCache
 from katydid_engine.models.decoder_lm import DecoderLM
-from katydid_engine.plan import StepPlan
+from katydid_engine.plan import Run, StepPlan
 from katydid_engine.sampler import Row, sample_rows
 from katydid_engine.seen_tokens import SeenTokens
-from katydid_engine.sequence_sampler import SequenceSampler
+from katydid_engine.sequence_sampler import Limits, SequenceSampler
 
-__all__ = ["SampledStep", "Settled", "StepChoice"]
+__all__ = ["SampledStep", "Settled", "StepChoice", "row_limits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,16 @@ class Settled:
 
     position: int
     drafts: Sequence[int] = ()
+
+
+def row_limits(sampler: SequenceSampler, run: Run, settled: Settled | None, count: int) -> list[Limits]:
+    """Of a row's next ``count`` tokens.
+
+    Args:
+        settled: of a decode whose sampler needs the host, where it continues a row of the step before.
+    """
+    known = settled or Settled(run.start + len(run.tokens))
+    return sampler.limits(known.position, [*known.drafts, *[0] * count][: count - 1])
 
 
 @dataclass(slots=True)
@@ -185,10 +195,7 @@ class StepChoice:
         device, width = logits.device, plan.decode_q_len
         rows = []
         for index, (sampler, count) in enumerate(zip(samplers, step.counts, strict=True)):
-            run = plan.runs[step.runs[index]]
-            known = settled.get(index) or Settled(run.start + len(run.tokens))
-            behind = [*known.drafts, *[0] * count][: count - 1]
-            limits = sampler.limits(known.position, behind)
+            limits = row_limits(sampler, plan.runs[step.runs[index]], settled.get(index), count)
             rows += [Row(sampler, plan.samples[index].choice, bias, mask) for bias, mask in limits]
         offsets = torch.arange(width, dtype=torch.int32, device=device)
         places = self._places(step.counts, width)

@@ -7,14 +7,14 @@ event says when they are there. On a host they are there at once.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from katydid_kernels.sample import Logprobs as DeviceLogprobs
 from torch import Tensor
 
-from katydid_engine.host_copies import Arriving, to_host, together_to_host
+from katydid_engine.host_copies import Arriving, together_to_host
 from katydid_engine.plan import Logprobs, Moved, StepOutput, StepPlan
 from katydid_engine.sampler import joined_logprobs
 from katydid_engine.sequence_sampler import SequenceSampler
@@ -84,8 +84,8 @@ class Launched:
         self.plan = plan
         self._rows = rows
         self._left = None if rows is None else rows.left.on_host()
-        self._logprobs = {} if rows is None else {row: _on_host(of) for row, of in rows.logprobs.items()}
-        self._prompts = {run: list(map(_on_host, parts)) for run, parts in (prompt_logprobs or {}).items()}
+        self._logprobs = {} if rows is None else dict(zip(rows.logprobs, _on_host(rows.logprobs.values()), strict=True))
+        self._prompts = {run: _on_host(parts) for run, parts in (prompt_logprobs or {}).items()}
         self._over = over
         self._check = check
         self._arriving = Arriving(device)
@@ -146,5 +146,7 @@ class Launched:
         )
 
 
-def _on_host(result: DeviceLogprobs) -> DeviceLogprobs:
-    return DeviceLogprobs(to_host(result.chosen), to_host(result.top_ids), to_host(result.top))
+def _on_host(results: Iterable[DeviceLogprobs]) -> list[DeviceLogprobs]:
+    """Under way."""
+    found = iter(together_to_host([part for of in results for part in (of.chosen, of.top_ids, of.top)]))
+    return [DeviceLogprobs(*parts) for parts in zip(found, found, found, strict=True)]
