@@ -3,6 +3,7 @@ ahead and verify drafts; every answer stands, and no page is lost."""
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from array import array
@@ -27,7 +28,9 @@ from tests.engine.test_decode_steps import flips, prompts
 pytestmark = pytest.mark.gpu
 
 TINY = Path(__file__).parents[2] / "models" / "hy3-tiny"
-SECONDS, CHECKED = 60.0, 12
+# At least so long and so many steps: on a card with other work, or with kernels still to be compiled, few fit a minute.
+SECONDS, STEPS = float(os.environ.get("KATYDID_SOAK_S", "60")), 500
+CHECKED = 12
 
 
 def a_request(handle: int, chance: random.Random, text: array[int]) -> Request:
@@ -60,8 +63,8 @@ def test_a_minute_of_everything() -> None:
     open_handles: set[int] = set()
     flight: deque[tuple[StepPlan, Launched]] = deque()
     end, steps = time.monotonic() + SECONDS, 0
-    while time.monotonic() < end or open_handles or flight:
-        while time.monotonic() < end and len(open_handles) < 40:
+    while (asking := time.monotonic() < end or steps < STEPS) or open_handles or flight:
+        while asking and len(open_handles) < 40:
             request = a_request(len(requests), chance, text)
             requests[request.handle], outputs[request.handle] = request, []
             open_handles.add(request.handle)
@@ -86,7 +89,7 @@ def test_a_minute_of_everything() -> None:
                 reasons[one.handle] = one.reason
     scheduler.check_integrity()
     assert pool.num_available == 96
-    assert steps > 100
+    print(f"{steps} steps, {len(reasons)} requests in {SECONDS:g} s or more")
     lengths = {handle for handle, reason in reasons.items() if reason is FinishReason.LENGTH}
     assert all(len(outputs[handle]) == requests[handle].sampling.max_tokens for handle in lengths)
     reference = load_model(TINY)

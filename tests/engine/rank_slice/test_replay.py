@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from array import array
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from katydid_engine.block_pool import BlockPool
+from katydid_engine.plan import Run, Start, StepPlan
 from katydid_engine.rank_slice.agents import Agents, AgentTraffic
 from katydid_engine.rank_slice.on_slice import OnSlice, measure_steps
-from katydid_engine.rank_slice.replay import Answer, Replay, Simulated, WallClock
+from katydid_engine.rank_slice.replay import Answer, Clocks, Replay, Simulated, WallClock
 from katydid_engine.rank_slice.skewed_routing import SHARES, SkewedRouting, expert_shares
 from katydid_engine.rank_slice.step_times import MeasuredSteps, StepTimes, between, fit_step_times
 from katydid_engine.rank_slice.steps import SliceSteps
+from katydid_engine.request import Sampling
 from katydid_engine.scheduler import Scheduler, SchedulerConfig
 from katydid_engine.token_budget import TokenBudget
 
@@ -121,6 +125,46 @@ def test_on_a_slice() -> None:
     assert all(answer.done and len(answer.times) == answer.output_tokens for answer in answers)
     assert any(answer.cached_tokens for answer in answers)
     scheduler.check_integrity()
+
+
+def test_a_slice_goes_on_where_simulated_time_ends() -> None:
+    """Requests that are open then are answered whole, and prefixes computed before are cached."""
+    steps = SliceSteps(small_slice("tp2"), 8192)
+    simulation = Simulated(TIMES, 100)
+    clocks = Clocks(simulation)
+    scheduler = Scheduler(SchedulerConfig(2048, 256, 16), BlockPool(steps.pages), clocks)
+    agents = Agents(
+        AgentTraffic(20.0, 3, 150, 200, output_mean=30, output_most=60, shared_tokens=64, pause_s=0.01, vocabulary=100)
+    )
+    replay = Replay(scheduler, simulation, clocks)
+    before = replay.run(agents.sessions(0.6), 0.5)[:]
+    assert sum(not answer.done for answer in before) > 1
+    replay.go_on_with(OnSlice(steps))
+    clocks.present = WallClock(0.5)
+    answers = replay.run((), 60.0)
+    assert answers[: len(before)] == before
+    assert len(answers) > len(before)
+    for answer in answers:
+        assert answer.done
+        assert len(answer.times) == answer.output_tokens
+        assert answer.times == sorted(answer.times)
+    assert any(answer.cached_tokens for answer in answers[len(before) :])
+    scheduler.check_integrity()
+
+
+def test_sparse_prompts_have_times_of_their_own() -> None:
+    chunks = {(n, context): n * 1e-5 + 1e-9 * (n * context + n * (n + 1) // 2) for n in (64, 512) for context in (0, 9)}
+    sparse = {key: seconds / 4 for key, seconds in chunks.items()}
+    decodes = {(1, 8): 1e-3, (1, 16): 1e-3}
+    times = fit_step_times(MeasuredSteps(decodes, chunks, sparse))
+    plan = StepPlan(1, runs=(Run(7, 9, array("I", [1] * 512), 0, array("I")),))
+    assert times.of(plan) == pytest.approx(chunks[512, 9])
+    assert times.of(plan, {7}) == pytest.approx(sparse[512, 9])
+    clock = Simulated(times, 100, sparse_from=500)
+    for length, expected in ((499, chunks), (500, sparse)):
+        start = Start(7, Sampling(), length, array("I"), sparse_prefill=True)
+        assert clock.begin(replace(plan, starts=(start,)))()[1] == pytest.approx(expected[512, 9])
+        clock.begin(StepPlan(2, ends=(7,)))
 
 
 def test_routing_as_uneven_as_it_was_measured() -> None:

@@ -12,6 +12,8 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 __all__ = ["AgentTraffic", "Agents", "Session", "Turn"]
 
 
@@ -78,7 +80,7 @@ class Session:
         """Of the next turn."""
         missing = self._turns[0].prompt_tokens - len(self._tokens)
         draw = self._random.randbytes(4 * max(1, missing))
-        self._tokens.extend(token % self._vocabulary for token in array("I", draw))
+        self._tokens.frombytes((np.frombuffer(draw, np.uint32) % np.uint32(self._vocabulary)).tobytes())
         return self._tokens[:]
 
     def answered(self, tokens: array[int]) -> None:

@@ -6,6 +6,7 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from katydid_engine.plan import Run, SampleRow, Start, StepOutput, StepPlan
 from katydid_engine.rank_slice.step_times import MeasuredSteps
@@ -15,19 +16,26 @@ from katydid_engine.request import Sampling, pages_for
 __all__ = ["OnSlice", "measure_chunk", "measure_steps"]
 
 _SKIPPED = 2
+# Tokens of a sparse prompt behind a chunk: its last blocks attend to everything.
+_BEHIND = 16_384
 
 
 class OnSlice:
-    """Launches a step while the one before it runs, as the step loop does."""
+    """Launches a step while the one before it runs, as the step loop does. Ends of sequences that began elsewhere are
+    nothing to it."""
 
     ahead = 1
 
     def __init__(self, steps: SliceSteps) -> None:
         self._steps = steps
+        self._begun: set[int] = set()
         self._last_end = 0.0
 
     def begin(self, plan: StepPlan) -> Callable[[], tuple[StepOutput, float]]:
         began = time.perf_counter()
+        plan = replace(plan, ends=tuple(self._begun.intersection(plan.ends)))
+        self._begun.difference_update(plan.ends)
+        self._begun.update(start.sequence for start in plan.starts)
         self._steps.slice.model.exchange_rows(plan.num_decodes * plan.decode_q_len + plan.num_prefill_tokens)
         launched = self._steps.runner.launch(plan)
 
@@ -45,28 +53,33 @@ def measure_steps(
     steps: SliceSteps,
     decodes: Sequence[tuple[int, int]],
     chunks: Sequence[tuple[int, int]],
+    sparse: Sequence[tuple[int, int]] = (),
     *,
     repeats: int = 5,
 ) -> MeasuredSteps:
-    """Medians of steps of so many (sequences, tokens behind each), and of (prompt tokens, tokens behind them): of
-    ``repeats``, and of decodes twice as many."""
+    """Medians of steps of so many (sequences, tokens behind each), and of (prompt tokens, tokens behind them), the
+    latter also ``sparse``: of ``repeats``, and of decodes twice as many."""
     found = MeasuredSteps({}, {})
     for batch, context in decodes:
         found.decodes[batch, context] = statistics.median(Decoding(steps, batch, context).time(2 * repeats, _SKIPPED))
     for tokens, context in chunks:
         found.chunks[tokens, context] = measure_chunk(steps, tokens, context, repeats)
+    for tokens, context in sparse:
+        found.sparse[tokens, context] = measure_chunk(steps, tokens, context, repeats, sparse=True)
     return found
 
 
-def measure_chunk(steps: SliceSteps, tokens: int, context: int, repeats: int) -> float:
-    """Seconds of a step that computes ``tokens`` of a prompt behind ``context`` that are there, beside one decode."""
+def measure_chunk(steps: SliceSteps, tokens: int, context: int, repeats: int, *, sparse: bool = False) -> float:
+    """Seconds of a step that computes ``tokens`` of a prompt behind ``context`` that are there, beside one decode.
+    A ``sparse`` one is in the middle of its prompt."""
     stream, prompt = steps.next_sequence(), steps.next_sequence()
     ids = array("I", steps.slice.token_ids(tokens + 1))
     first, *more = range(pages_for(context + tokens) + 1)
     tables = (array("I", [first]), array("I", more))
-    starts = tuple(
-        Start(sequence, Sampling(ignore_eos=True), length, ids)
-        for sequence, length in ((stream, 1), (prompt, context + tokens + 1))
+    length = context + tokens + (_BEHIND if sparse else 1)
+    starts = (
+        Start(stream, Sampling(ignore_eos=True), 1, ids),
+        Start(prompt, Sampling(ignore_eos=True), length, ids, sparse_prefill=sparse),
     )
     runs = (Run(stream, 0, ids[:1], 0, tables[0]), Run(prompt, context, ids[1:], 0, tables[1]))
     steps.slice.model.exchange_rows(tokens + 1)

@@ -1,4 +1,6 @@
-"""Replays agents through the engine's scheduler: on a slice in real time, or by measured step times in simulated time.
+"""Replays agents through the engine's scheduler: on a slice in real time, or by measured step times in simulated time;
+or first the one and then the other, so that a slice need not be held for the minutes that it takes until caches and
+queues are as they stay.
 
 What is replayed is the scheduler of a TP group, with its pages and its prefix cache: a prompt's known blocks are those
 that still lie in its pages. The gateway and the cache service are not there.
@@ -12,7 +14,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from katydid_runtime.block_hash import ChainKey
@@ -23,7 +25,7 @@ from katydid_engine.rank_slice.step_times import StepTimes
 from katydid_engine.request import Request, Sampling
 from katydid_engine.scheduler import Scheduler
 
-__all__ = ["Answer", "Clock", "Executor", "Replay", "Simulated", "WallClock"]
+__all__ = ["Answer", "Clock", "Clocks", "Executor", "Replay", "Simulated", "WallClock"]
 
 _PATIENCE_S = 1e-3
 _KEY = ChainKey(b"\0" * 32)
@@ -38,16 +40,29 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """Real time from zero."""
+    """Real time, which is ``since`` now."""
 
-    def __init__(self) -> None:
-        self._started = time.perf_counter()
+    def __init__(self, since: float = 0.0) -> None:
+        self._started = time.perf_counter() - since
 
     def __call__(self) -> float:
         return time.perf_counter() - self._started
 
     def wait_until(self, when: float) -> None:
         time.sleep(max(0.0, when - self()))
+
+
+class Clocks:
+    """One clock, and later another in its place."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.present = clock
+
+    def __call__(self) -> float:
+        return self.present()
+
+    def wait_until(self, when: float) -> None:
+        self.present.wait_until(when)
 
 
 class Executor(Protocol):
@@ -62,12 +77,15 @@ class Executor(Protocol):
 
 
 class Simulated:
-    """A clock that a step moves on by its time; tokens are drawn."""
+    """A clock that a step moves on by its time; tokens are drawn. Prompts of ``sparse_from`` tokens and more that may
+    be sparse are."""
 
     ahead = 0
 
-    def __init__(self, times: StepTimes, vocabulary: int) -> None:
+    def __init__(self, times: StepTimes, vocabulary: int, sparse_from: int = 0) -> None:
         self._times = times
+        self._sparse_from = sparse_from
+        self._sparse: set[int] = set()
         self._now = 0.0
         self._tokens = itertools.cycle(range(2, vocabulary))
 
@@ -78,7 +96,11 @@ class Simulated:
         self._now = max(self._now, when)
 
     def begin(self, plan: StepPlan) -> Callable[[], tuple[StepOutput, float]]:
-        seconds = self._times.of(plan) if plan.runs else 0.0
+        self._sparse.difference_update(plan.ends)
+        self._sparse.update(
+            start.sequence for start in plan.starts if start.sparse_prefill and start.num_prompt >= self._sparse_from
+        )
+        seconds = self._times.of(plan, self._sparse) if plan.runs else 0.0
         self._now += seconds
         tokens = tuple(array("I", (next(self._tokens),)) for _ in plan.samples)
         return lambda: (StepOutput(tokens, (0,) * len(tokens)), seconds)
@@ -114,6 +136,16 @@ class Answer:
         return not self.times and now - self.asked_at >= ttft_s
 
 
+@dataclass(slots=True)
+class _Open:
+    """A request that is not answered yet, with the tokens that have come."""
+
+    session: Session
+    request: Request
+    answer: Answer
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+
+
 class Replay:
     """One run of sessions through a scheduler."""
 
@@ -124,12 +156,13 @@ class Replay:
         self._sparse = sparse
         self._handles = itertools.count()
         self._due: list[tuple[float, int, Session]] = []
-        self._open: dict[int, tuple[Session, Answer, array[int]]] = {}
+        self._open: dict[int, _Open] = {}
         self._under_way: deque[tuple[StepPlan, Callable[[], tuple[StepOutput, float]]]] = deque()
         self.answers: list[Answer] = []
 
     def run(self, sessions: Iterable[Session], until_s: float) -> list[Answer]:
-        """Answers of all turns asked before ``until_s``, in order of their coming; the last may be unfinished."""
+        """Answers of all turns asked before ``until_s``, in order of their coming; the last may be unfinished. Another
+        call goes on from there."""
         for session in sessions:
             self._expect(session, session.begins_at)
         while self._clock() < until_s and (self._due or self._open):
@@ -165,22 +198,34 @@ class Replay:
         self._scheduler.took(plan, seconds)
         now, outcome = self._clock(), self._scheduler.take_outcome()
         for first in outcome.first_tokens:
-            self._open[first.handle][1].cached_tokens = first.cached.device
+            answer = self._open[first.handle].answer
+            answer.cached_tokens = answer.cached_tokens or first.cached.device
         for chunk in outcome.tokens:
-            _, answer, tokens = self._open[chunk.handle]
-            tokens.extend(chunk.tokens)
-            answer.times += [now] * len(chunk.tokens)
+            one = self._open[chunk.handle]
+            one.tokens.extend(chunk.tokens)
+            one.answer.times += [now] * len(chunk.tokens)
         for end in outcome.ends:
-            session, answer, tokens = self._open.pop(end.handle)
-            answer.done = not end.error
-            turn = session.turn
+            one = self._open.pop(end.handle)
+            one.answer.done = not end.error
+            turn = one.session.turn
             assert turn is not None
-            session.answered(tokens)
-            self._expect(session, now + turn.pause_s)
+            one.session.answered(one.tokens)
+            self._expect(one.session, now + turn.pause_s)
 
     def _expect(self, session: Session, when: float) -> None:
         if session.turn is not None:
             heapq.heappush(self._due, (when, session.number, session))
+
+    def go_on_with(self, executor: Executor) -> None:
+        """Another carries out what comes. It knows nothing of what is open, which is asked again with the tokens that
+        have come, as after the loss of an engine."""
+        opened = list(self._open.values())
+        self.abort()
+        self._executor = executor
+        for one in opened:
+            request = replace(one.request, handle=next(self._handles), generated=one.tokens[:])
+            self._open[request.handle] = replace(one, request=request)
+            self._scheduler.add(request)
 
     def abort(self) -> None:
         """Ends what is open."""
@@ -196,7 +241,8 @@ class Replay:
         prompt, handle, now = session.prompt(), next(self._handles), self._clock()
         answer = Answer(now, len(prompt), turn.output_tokens)
         self.answers.append(answer)
-        self._open[handle] = (session, answer, array("I"))
         sampling = Sampling(max_tokens=turn.output_tokens, ignore_eos=True)
-        self._scheduler.add(Request(handle, prompt, _KEY, sampling, received_at=now, sparse_prefill=self._sparse))
+        request = Request(handle, prompt, _KEY, sampling, received_at=now, sparse_prefill=self._sparse)
+        self._open[handle] = _Open(session, request, answer)
+        self._scheduler.add(request)
         return answer

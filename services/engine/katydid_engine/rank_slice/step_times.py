@@ -2,14 +2,15 @@
 
 A step's time is that of its rows through everything but attention, of the pairs of prompt tokens with what they attend
 to, and of the K and V that its decodes read. Rows are looked up between measured points; the other two are slopes.
+Chunks of prompts that are computed sparsely have rows and a slope of their own.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
 
 from katydid_engine.plan import StepPlan
 
@@ -25,10 +26,12 @@ class MeasuredSteps:
     Attributes:
         decodes: of (sequences, tokens behind each).
         chunks: of (prompt tokens, tokens behind them).
+        sparse: likewise of prompts that are computed sparsely.
     """
 
     decodes: dict[tuple[int, int], float]
     chunks: dict[tuple[int, int], float]
+    sparse: dict[tuple[int, int], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class StepTimes:
         rows: likewise of steps with prompts.
         pair_s: of a prompt token and a token that it attends to.
         read_s: of a token behind a decode.
+        sparse_rows, sparse_pair_s: as ``rows`` and ``pair_s``, of prompts that are computed sparsely.
         sending: of the links, by rows; added where transfers are to count.
     """
 
@@ -47,15 +51,22 @@ class StepTimes:
     rows: Points
     pair_s: float
     read_s: float
+    sparse_rows: Points = ()
+    sparse_pair_s: float = 0.0
     sending: Points = ()
 
-    def of(self, plan: StepPlan) -> float:
-        """Of a plan without drafts."""
+    def of(self, plan: StepPlan, sparse: Container[int] = ()) -> float:
+        """Of a plan without drafts; ``sparse`` are the sequences whose prompts are computed so."""
         decodes, prompts = plan.runs[: plan.num_decodes], plan.runs[plan.num_decodes :]
         rows = plan.num_decodes + plan.num_prefill_tokens
-        seconds = between(self.rows if prompts else self.decode_rows, rows)
+        kind = self.decode_rows
+        if prompts:
+            kind = self.sparse_rows if any(run.sequence in sparse for run in prompts) else self.rows
+        seconds = between(kind, rows)
         seconds += self.read_s * sum(run.start + 1 for run in decodes)
-        seconds += self.pair_s * sum(len(run.tokens) * (run.start + (len(run.tokens) + 1) / 2) for run in prompts)
+        for run in prompts:
+            pairs = len(run.tokens) * (run.start + (len(run.tokens) + 1) / 2)
+            seconds += pairs * (self.sparse_pair_s if run.sequence in sparse else self.pair_s)
         return seconds + (between(self.sending, rows) if self.sending else 0.0)
 
 
@@ -66,11 +77,17 @@ def fit_step_times(measured: MeasuredSteps) -> StepTimes:
         ValueError: no number of rows was measured at two contexts, of either kind.
     """
     read_s = _slope({(n, n * context): s for (n, context), s in measured.decodes.items()}, "decodes")
-    pairs = {(n, n * context + n * (n + 1) // 2): s for (n, context), s in measured.chunks.items()}
-    pair_s = _slope(pairs, "chunks")
     decode_rows = _without([(n, n * context, s) for (n, context), s in measured.decodes.items()], read_s)
-    rows = _without([(n, work, s) for (n, work), s in pairs.items()], pair_s)
-    return StepTimes(decode_rows, rows, pair_s, read_s)
+    rows, pair_s = _prompts(measured.chunks, "chunks")
+    sparse_rows, sparse_pair_s = _prompts(measured.sparse, "sparse") if measured.sparse else ((), 0.0)
+    return StepTimes(decode_rows, rows, pair_s, read_s, sparse_rows, sparse_pair_s)
+
+
+def _prompts(measured: dict[tuple[int, int], float], kind: str) -> tuple[Points, float]:
+    """Seconds by rows, and of a pair."""
+    pairs = {(n, n * context + n * (n + 1) // 2): s for (n, context), s in measured.items()}
+    pair_s = _slope(pairs, kind)
+    return _without([(n, work, s) for (n, work), s in pairs.items()], pair_s), pair_s
 
 
 def between(points: Points, x: float) -> float:

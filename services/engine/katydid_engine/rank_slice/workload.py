@@ -30,10 +30,11 @@ from katydid_engine.rank_slice.build import build_slice
 from katydid_engine.rank_slice.command import add_build_arguments, options_of, origin
 from katydid_engine.rank_slice.lengths import parse_lengths
 from katydid_engine.rank_slice.on_slice import OnSlice, measure_steps
-from katydid_engine.rank_slice.replay import Answer, Clock, Executor, Replay, Simulated, WallClock
+from katydid_engine.rank_slice.replay import Answer, Clock, Clocks, Executor, Replay, Simulated, WallClock
 from katydid_engine.rank_slice.step_times import MeasuredSteps, StepTimes, fit_step_times
 from katydid_engine.rank_slice.steps import SliceSteps
 from katydid_engine.scheduler import Scheduler, SchedulerConfig
+from katydid_engine.sparse_prefill import SparsePrefill
 from katydid_engine.token_budget import TokenBudget
 
 __all__ = ["add_workload_arguments", "run_workload"]
@@ -50,7 +51,10 @@ _CHUNKS = (
     (256, 8192),
     (2048, 65536),
     (8192, 65536),
+    (512, 131072),
+    (1024, 32768),
 )
+_SPARSE_CHUNKS = ((512, 32768), (512, 98304), (2048, 32768), (2048, 98304), (8192, 32768), (8192, 98304))
 # On a host, where a reference takes seconds for those.
 _FEW_DECODES = ((1, 64), (1, 256), (4, 64))
 _FEW_CHUNKS = ((64, 0), (256, 0), (64, 256))
@@ -71,8 +75,10 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ttft-s", type=float, default=4.0, help="target of the time to first token")
     parser.add_argument("--tpot-s", type=float, default=0.05, help="target of the time per output token")
     parser.add_argument("--step-s", type=float, default=0.045, help="what a step with a prompt may take beside decodes")
+    parser.add_argument("--sparse-prefill", help="compute long prompts so, as the engine's option has it: stem:...")
     parser.add_argument("--links", action="store_true", help="add the link model's time to every step")
     parser.add_argument("--real-s", type=float, default=0.0, help="replay so many seconds on the slice too")
+    parser.add_argument("--real-after-minutes", type=float, default=5.0, help="of simulated time before them")
     parser.add_argument("--real-rate", type=float, default=1.0, help="requests a second of that")
     parser.add_argument("--streams", type=int, default=0, help="streams that decode while a long prompt comes")
     parser.add_argument("--stream-context", default="4K", help="tokens behind each")
@@ -83,11 +89,13 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 def run_workload(arguments: argparse.Namespace) -> dict[str, Any]:
     """Raises SettingsError for what is asked wrongly."""
     record: dict[str, Any] = {"rows": []}
-    steps = None
+    steps, sparse = None, _sparse(arguments)
     if arguments.step_times is None or arguments.real_s or arguments.streams:
         rank_slice = build_slice(options_of(arguments, most_tokens=arguments.max_batch_tokens))
         steps = SliceSteps(rank_slice, arguments.pages * BLOCK_TOKENS)
         record |= origin(rank_slice)
+        if sparse is not None:
+            rank_slice.model.use_sparse_prefill(sparse)
         if rank_slice.model.device.type == "cuda":
             steps.capture(64, rank_slice.options.config.max_positions, chunks=True)
     if arguments.step_times is not None:
@@ -101,6 +109,7 @@ def run_workload(arguments: argparse.Namespace) -> dict[str, Any]:
             steps,
             [(n, past) for n, past in decodes if past + _MORE_TOKENS <= longest and n * (past + _MORE_TOKENS) <= room],
             [(n, past) for n, past in chunks if n + past + _MORE_TOKENS <= min(room, longest)],
+            _SPARSE_CHUNKS if on_gpu and sparse is not None else (),
         )
     record["step_times"] = {
         kind: [[*key, seconds] for key, seconds in points.items()] for kind, points in asdict(known).items()
@@ -120,28 +129,47 @@ def run_workload(arguments: argparse.Namespace) -> dict[str, Any]:
     return record
 
 
+def _sparse(arguments: argparse.Namespace) -> SparsePrefill | None:
+    if not arguments.sparse_prefill:
+        return None
+    try:
+        return SparsePrefill.parse(arguments.sparse_prefill)
+    except ValueError as error:
+        raise SettingsError(str(error), field="sparse_prefill", value=arguments.sparse_prefill) from error
+
+
 def _simulated(arguments: argparse.Namespace, times: StepTimes, rate: float) -> dict[str, Any]:
     until = 60 * arguments.minutes
     traffic = _traffic(rate)
-    clock = Simulated(times, traffic.vocabulary)
+    clock = _simulation(arguments, times, traffic)
     scheduler = _scheduler(arguments, arguments.pages, clock)
     answers = _replayed(arguments, scheduler, clock, clock, traffic, until)
     links = ", with the link model" if times.sending else ""
+    links += f", {arguments.sparse_prefill}" if arguments.sparse_prefill else ""
     return _attained(arguments, f"simulated, {rate:g} requests a second offered{links}", answers, until / 4, until)
 
 
 def _real(arguments: argparse.Namespace, steps: SliceSteps, times: StepTimes) -> list[dict[str, Any]]:
-    """The same seconds on the slice and in simulated time."""
-    until = arguments.real_s
-    traffic = replace(_traffic(arguments.real_rate), vocabulary=min(steps.slice.token_ids(1000)) + 1000)
-    wall = WallClock()
-    real = _replayed(arguments, _scheduler(arguments, steps.pages, wall), OnSlice(steps), wall, traffic, until)
-    clock = Simulated(times, traffic.vocabulary)
-    like = _replayed(arguments, _scheduler(arguments, steps.pages, clock), clock, clock, traffic, until)
-    what = f"{arguments.real_rate:g} requests a second offered, first {until:g} s"
+    """The same seconds on the slice and in simulated time, behind the same simulated minutes."""
+    since, rate = 60 * arguments.real_after_minutes, arguments.real_rate
+    until = since + arguments.real_s
+    traffic = replace(_traffic(rate), vocabulary=min(steps.slice.token_ids(1000)) + 1000)
+
+    def replay() -> tuple[Replay, Clocks]:
+        simulation = _simulation(arguments, times, traffic)
+        clocks = Clocks(simulation)
+        scheduler = _scheduler(arguments, steps.pages, clocks)
+        found = Replay(scheduler, simulation, clocks, sparse=bool(arguments.sparse_prefill))
+        found.run(Agents(traffic, arguments.seed).sessions(until), since)
+        return found, clocks
+
+    (real, clocks), (like, _) = replay(), replay()
+    real.go_on_with(OnSlice(steps))
+    clocks.present = WallClock(since)
+    what = f"{rate:g} requests a second offered, {arguments.real_s:g} s behind {since:g} s simulated"
     return [
-        _attained(arguments, f"on the slice, {what}", real, 0.0, until),
-        _attained(arguments, f"simulated, {what}", like, 0.0, until),
+        _attained(arguments, f"on the slice, {what}", real.run((), until), since, until),
+        _attained(arguments, f"simulated, {what}", like.run((), until), since, until),
     ]
 
 
@@ -159,18 +187,18 @@ def _streams(arguments: argparse.Namespace, steps: SliceSteps) -> dict[str, Any]
 
     replay, length = Replay(scheduler, OnSlice(steps), wall), 1 << 20
 
-    def once(turn: int) -> tuple[list[Answer], Answer, float]:
+    def once(turn: int, tokens: int) -> tuple[list[Answer], Answer, float]:
         first = turn * (arguments.streams + 1)
         others = [replay.ask(session(first + 1 + index, context, length)) for index in range(arguments.streams)]
         replay.until(lambda: all(len(answer.times) > _STEADY for answer in others))
         began = wall()
-        answer = replay.ask(session(first, prompt, 2))
+        answer = replay.ask(session(first, tokens, 2))
         replay.until(lambda: answer.done)
         replay.abort()
         return others, answer, began
 
-    once(0)  # whatever is compiled on its way is now; every session's tokens are its own
-    others, answer, began = once(1)
+    once(0, prompt // 8)  # whatever is compiled on its way is now; every session's tokens are its own
+    others, answer, began = once(1, prompt)
     gaps = sorted(
         later - earlier for other in others for earlier, later in itertools.pairwise(other.times) if earlier >= began
     )
@@ -194,7 +222,20 @@ def _replayed(
     traffic: AgentTraffic,
     until: float,
 ) -> list[Answer]:
-    return Replay(scheduler, executor, clock).run(Agents(traffic, arguments.seed).sessions(until), until)
+    replay = Replay(scheduler, executor, clock, sparse=bool(arguments.sparse_prefill))
+    return replay.run(Agents(traffic, arguments.seed).sessions(until), until)
+
+
+def _simulation(arguments: argparse.Namespace, times: StepTimes, traffic: AgentTraffic) -> Simulated:
+    """Raises SettingsError: prompts may be sparse, and the times tell nothing of such."""
+    sparse = _sparse(arguments)
+    if sparse is not None and not times.sparse_rows:
+        raise SettingsError(
+            f"sparse_prefill: {arguments.step_times} has no times of sparse prompts",
+            field="sparse_prefill",
+            value=arguments.sparse_prefill,
+        )
+    return Simulated(times, traffic.vocabulary, sparse.min_tokens if sparse else 0)
 
 
 def _attained(
@@ -274,7 +315,8 @@ def _rates(text: str) -> list[float]:
 def _read_step_times(path: Path) -> MeasuredSteps:
     try:
         told = json.loads(path.read_text(encoding="utf-8"))["step_times"]
-        points = {kind: {(a, b): seconds for a, b, seconds in told[kind]} for kind in ("decodes", "chunks")}
+        kinds = ("decodes", "chunks", *({"sparse"} & set(told)))
+        points = {kind: {(a, b): seconds for a, b, seconds in told[kind]} for kind in kinds}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SettingsError(f"step_times: {path} has none: {error!r}", field="step_times", value=str(path)) from error
     return MeasuredSteps(**points)
