@@ -1,10 +1,10 @@
 """All-reduce, add and norm of few rows in one crossing of the link: the data are their own flags.
 
 Every rank's buffer has three rounds' worth of room, ``[3][source][row][words]``, filled with a word that no data can
-be: two negative zeros (negative zeros are sent as positive ones). A rank writes its rows to all ranks' room of this
-round, then reads its own room until no word is left that has not come (words of four bytes arrive whole). It clears the
-room of the round before. Two rounds lie between a clearing and the next write there, and a peer can only begin the
-second after this rank took part in the first, so no write can meet a clearing.
+be: two negative zeros (negative zeros are sent as positive ones). A rank writes its rows to the others' room of this
+round, then reads its own room until no word is left that has not come (words of four bytes arrive whole); what it adds
+itself stays in registers. It clears the room of the round before. Two rounds lie between a clearing and the next write
+there, and a peer can only begin the second after this rank took part in the first, so no write can meet a clearing.
 
 One program a row, and each row counts its own rounds: rows have nothing to do with each other, so nothing is counted
 together and no program waits for another of its rank. What a row knows of its round is on the device, so a graph can be
@@ -50,21 +50,21 @@ def lamport_kernel(
     source_words = capacity * words
     room = (number % 3).to(tl.int64) * (RANKS * source_words)
     mine = tl.load(pointers_ptr + rank).to(tl.pointer_type(tl.int32))
+    x = tl.load(x_ptr + row.to(tl.int64) * words + word, mask=inside, other=0)
+    x = tl.where((x & 0xFFFF) == 0x8000, x & -65536, x)
+    x = tl.where((x & -65536) == -2147483648, x & 0xFFFF, x)
     if SEND:
-        x = tl.load(x_ptr + row.to(tl.int64) * words + word, mask=inside, other=0)
-        x = tl.where((x & 0xFFFF) == 0x8000, x & -65536, x)
-        x = tl.where((x & -65536) == -2147483648, x & 0xFFFF, x)
         for peer in tl.static_range(RANKS):
             theirs = tl.load(pointers_ptr + peer).to(tl.pointer_type(tl.int32))
             target = tl.multiple_of(theirs + room + rank * source_words + row * words, 16)
-            tl.store(target + word, x, mask=inside)
+            tl.store(target + word, x, mask=inside & (peer != rank))
     if RECEIVE:
         if weight_ptr is not None:
             residual = tl.load(residual_ptr + place, mask=within, other=0.0).to(tl.float32)
         old = ((number + 2) % 3).to(tl.int64) * (RANKS * source_words)
         for peer in tl.static_range(RANKS):
             target = tl.multiple_of(mine + old + peer * source_words + row * words, 16)
-            tl.store(target + word, _EMPTY + word * 0, mask=inside)
+            tl.store(target + word, _EMPTY + word * 0, mask=inside & (peer != rank))
         low = tl.zeros((HALF,), tl.float32)
         high = tl.zeros((HALF,), tl.float32)
         missing = 1
@@ -75,7 +75,8 @@ def lamport_kernel(
             lacks = tl.zeros((HALF,), tl.int32)
             for peer in tl.static_range(RANKS):
                 source = tl.multiple_of(mine + room + peer * source_words + row * words, 16)
-                pair = tl.load(source + word, mask=inside, other=0, volatile=True)
+                pair = tl.load(source + word, mask=inside & (peer != rank), other=0, volatile=True)
+                pair = tl.where(peer == rank, x, pair)
                 lacks += (pair == _EMPTY).to(tl.int32)
                 low += (pair << 16).to(tl.float32, bitcast=True)
                 high += (pair & -65536).to(tl.float32, bitcast=True)
