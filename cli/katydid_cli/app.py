@@ -198,7 +198,7 @@ def evaluate(
         ),
     ] = None,
     task: Annotated[list[str] | None, typer.Option(help="bits, recall, choice, tools or mtp; by default all.")] = None,
-    extent: Annotated[str, typer.Option(help="quick, standard or full.")] = "quick",
+    extent: Annotated[str, typer.Option(help="quick, standard, full or exhaustive.")] = "quick",
     in_process: Annotated[
         bool, typer.Option(help="Run the engine's model in this process, without a service.")
     ] = False,

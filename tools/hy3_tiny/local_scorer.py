@@ -39,6 +39,10 @@ class LocalScorer:
         taken = logits.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1)
         return Scores(taken.tolist(), (logits.argmax(-1) == tokens[1:]).tolist())
 
+    def score_many(self, sequences: Sequence[Sequence[int]]) -> list[Scores]:
+        """One after another."""
+        return [self.score(ids) for ids in sequences]
+
     def generate(
         self, ids: Sequence[int], max_tokens: int, stop: Sequence[int] = (), draft_depth: int = 0
     ) -> Continuation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -32,12 +33,12 @@ def choice_item(scorer: Scorer, text: ModelText, document: HeldOut, rng: random.
     right = rng.choice(places)
     wrong = rng.sample([i for i in places if abs(i - right) > ANSWER_LINES], CHOICES - 1)
     prompt = "".join(lines[right - PROMPT_LINES : right])[-LONGEST_PROMPT:]
+    answers = [_paragraph(lines, place) for place in [right, *wrong]]
+    made = scorer.score_many([[text.bos, *text.encode(prompt + answer)] for answer in answers])
     scores = []
-    for place in [right, *wrong]:
-        answer = _paragraph(lines, place)
-        whole = prompt + answer
-        logprobs = scorer.score([text.bos, *text.encode(whole)]).logprobs
-        chosen = [p for p, (_, end) in zip(logprobs, text.offsets(whole), strict=True) if end > len(prompt)]
+    for answer, scored in zip(answers, made, strict=True):
+        offsets = text.offsets(prompt + answer)
+        chosen = [p for p, (_, end) in zip(scored.logprobs, offsets, strict=True) if end > len(prompt)]
         scores.append(sum(chosen) / len(answer.encode()))
     return Item(float(scores[0] > max(scores[1:])), 1)
 
@@ -45,13 +46,16 @@ def choice_item(scorer: Scorer, text: ModelText, document: HeldOut, rng: random.
 def multiple_choice(
     scorer: Scorer, text: ModelText, documents: Sequence[HeldOut], kind: Kind, questions: int
 ) -> Figure:
-    """`choice.<kind>.accuracy` over `questions` questions; chance is one in four."""
+    """`choice.<kind>.accuracy` over `questions` questions, one of each document in turn; chance is one in four."""
     items: list[Item] = []
-    for turn in range(4):
+    for turn in itertools.count():
+        before = len(items)
         for n, document in enumerate(documents):
             if len(items) == questions:
                 break
             item = choice_item(scorer, text, document, random.Random(f"choice/{kind}/{turn}/{n}"))
             if item is not None:
                 items.append(item)
+        if len(items) in (before, questions):
+            break
     return estimate(f"choice.{kind}.accuracy", items, "share", "higher")

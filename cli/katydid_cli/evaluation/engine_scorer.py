@@ -67,6 +67,10 @@ class EngineScorer:
             raise EvaluationError(f"the engine scored {len(logprobs)} of {len(ids) - 1} prompt tokens")
         return Scores(list(logprobs), greedy)
 
+    def score_many(self, sequences: Sequence[Sequence[int]]) -> list[Scores]:
+        """One after another."""
+        return [self.score(ids) for ids in sequences]
+
     def generate(
         self, ids: Sequence[int], max_tokens: int, stop: Sequence[int] = (), draft_depth: int = 0
     ) -> Continuation:

@@ -78,7 +78,8 @@ class Continuation:
 class Scorer(Protocol):
     """One model in one engine configuration.
 
-    `vocabulary` is the number of token ids, `max_length` the longest sequence. `score` takes 2 ids at least. `generate`
+    `vocabulary` is the number of token ids, `max_length` the longest sequence. `score` takes 2 ids at least;
+    `score_many` does the same for several sequences, which may begin alike. `generate`
     continues greedily until `max_tokens` or a stop id; with `draft_depth` > 0 it also counts acceptance up to that
     depth and raises KatydidError where the model has no draft layer. `drafts` says whether it can.
     """
@@ -88,6 +89,8 @@ class Scorer(Protocol):
     drafts: bool
 
     def score(self, ids: Sequence[int]) -> Scored: ...
+
+    def score_many(self, sequences: Sequence[Sequence[int]]) -> Sequence[Scored]: ...
 
     def generate(
         self, ids: Sequence[int], max_tokens: int, stop: Sequence[int] = (), draft_depth: int = 0

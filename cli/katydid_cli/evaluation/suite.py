@@ -22,7 +22,8 @@ TASKS = ("bits", "recall", "choice", "tools", "mtp")
 
 @dataclass(frozen=True)
 class Extent:
-    """How much of each task is done: `quick` is for a look, `standard` for a table, `full` for a claim."""
+    """How much of each task is done: `quick` is for a look, `standard` for a table, `full` for a claim, `exhaustive` to
+    tell apart what differs by half a per cent."""
 
     code_bytes: int
     text_bytes: int
@@ -36,6 +37,7 @@ EXTENTS = {
     "quick": Extent(40_000, 20_000, ((1024, 8), (4096, 4)), 40, 20, 8),
     "standard": Extent(400_000, 200_000, ((LENGTHS[0], 32), (LENGTHS[1], 32), (LENGTHS[2], 16)), 160, 60, 24),
     "full": Extent(1_000_000, 450_000, ((LENGTHS[0], 64), (LENGTHS[1], 64), (LENGTHS[2], 48)), 400, 200, 64),
+    "exhaustive": Extent(1_000_000, 450_000, ((LENGTHS[0], 64), (LENGTHS[1], 384), (LENGTHS[2], 384)), 4000, 1000, 256),
 }
 
 

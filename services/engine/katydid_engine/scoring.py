@@ -1,6 +1,6 @@
 """A model in this process, asked directly: scores, greedy continuations and how its draft layer would have fared.
 
-No scheduler, no step loop, one sequence at a time. What `katydid eval --in-process` runs, and what parity tests and
+No scheduler, no step loop. What `katydid eval --in-process` runs, and what parity tests and
 probes of a kernel's effect on answers build on.
 """
 
@@ -107,13 +107,69 @@ class ModelScorer:
             InvalidRequestError: fewer than two ids, or an id outside the vocabulary.
             PromptTooLongError: more ids than the model has positions.
         """
-        self._check(ids, at_least=2)
-        hidden, _ = self._prefill(ids)
-        wanted = torch.tensor(ids[1:], device=hidden.device)
+        return self.score_many([ids])[0]
+
+    def score_many(self, sequences: Sequence[Sequence[int]]) -> list[TokenScores]:
+        """As ``score`` of each. Whole pages that all of them begin with are computed once, and what follows side by
+        side: answers to one question cost little more than one of them.
+
+        Raises:
+            InvalidRequestError, PromptTooLongError: as ``score``.
+        """
+        if not sequences:
+            return []
+        for ids in sequences:
+            self._check(ids, at_least=2)
+        shared = _shared_tokens(sequences)
+        tails = [-(-(len(ids) - shared) // PAGE_SIZE) for ids in sequences]
+        if not shared:
+            cache = self.model.new_kv_cache(sum(tails))
+            hidden = self._tails(sequences, 0, tails, cache)
+            return [self._scores(rows[:-1], ids[1:]) for rows, ids in zip(hidden, sequences, strict=True)]
+        prefix, cache = self._prefill(sequences[0][:shared], room=sum(tails) * PAGE_SIZE)
+        before = self._scores(prefix[:-1], sequences[0][1:shared])
+        scores = []
+        for ids, rows in zip(sequences, self._tails(sequences, shared, tails, cache), strict=True):
+            after = self._scores(torch.cat((prefix[-1:], rows[:-1])), ids[shared:])
+            scores.append(TokenScores(before.logprobs + after.logprobs, before.greedy + after.greedy))
+        return scores
+
+    def _tails(
+        self, sequences: Sequence[Sequence[int]], shared: int, pages: Sequence[int], cache: KvCache
+    ) -> list[Tensor]:
+        """Hidden states ``[len(ids) - shared, hidden]`` of sequences whose first ``shared`` tokens lie in the first
+        pages, and which have so many more."""
+        found: list[list[Tensor]] = [[] for _ in sequences]
+        some: list[tuple[int, TokenRun]] = []
+
+        def compute() -> None:
+            batch = ForwardBatch.pack([run for _, run in some], device=self.model.device)
+            chunks = [(len(run.token_ids), run.start + len(run.token_ids), len(sequences[at])) for at, run in some]
+            hidden = self.model.forward(replace(batch, prefills=tuple(PrefillChunk(*one) for one in chunks)), cache)
+            for (at, _), rows in zip(some, torch.split(hidden, [new for new, _, _ in chunks]), strict=True):
+                found[at].append(rows)
+            some.clear()
+
+        room, end = _CHUNK, shared // PAGE_SIZE
+        for at, (ids, count) in enumerate(zip(sequences, pages, strict=True)):
+            table = [*range(shared // PAGE_SIZE), *range(end, end := end + count)]
+            for start in range(shared, len(ids), _CHUNK):
+                piece = ids[start : start + _CHUNK]
+                if len(piece) > room:
+                    compute()
+                    room = _CHUNK
+                some.append((at, TokenRun(piece, start, table)))
+                room -= len(piece)
+        compute()
+        return [torch.cat(parts) for parts in found]
+
+    def _scores(self, hidden: Tensor, ids: Sequence[int]) -> TokenScores:
+        """Of the ids that follow the rows of ``hidden``."""
+        wanted = torch.tensor(ids, device=hidden.device)
         logprobs: list[float] = []
         greedy: list[bool] = []
-        for start in range(0, len(ids) - 1, _LOGIT_ROWS):
-            rows = slice(start, min(start + _LOGIT_ROWS, len(ids) - 1))
+        for start in range(0, len(ids), _LOGIT_ROWS):
+            rows = slice(start, start + _LOGIT_ROWS)
             logits = self.model.logits(hidden[rows])
             logprobs += logits.log_softmax(-1).gather(1, wanted[rows, None]).squeeze(1).tolist()
             greedy += (logits.argmax(-1) == wanted[rows]).tolist()
@@ -211,3 +267,14 @@ class ModelScorer:
         assert isinstance(self.model, HyV3)
         batch = self._batch(next_ids, position, cache)
         return self.model.draft(batch, hidden, batch.token_ids, cache)
+
+
+def _shared_tokens(sequences: Sequence[Sequence[int]]) -> int:
+    """Tokens in whole pages that several sequences begin with, each with a token more."""
+    if len(sequences) < 2:
+        return 0
+    ordered = sorted(list(ids) for ids in sequences)
+    first, last = ordered[0], ordered[-1]  # what these two share all others share
+    longest = min(map(len, sequences)) - 1
+    same = next((at for at in range(longest) if first[at] != last[at]), longest)
+    return same // PAGE_SIZE * PAGE_SIZE

@@ -29,6 +29,9 @@ class PaperScorer:
         places = range(1, len(ids))
         return Scores([self._logprob(ids, i) for i in places], [self._greedy(ids, i) for i in places])
 
+    def score_many(self, sequences: Sequence[Sequence[int]]) -> list[Scores]:
+        return [self.score(ids) for ids in sequences]
+
     def generate(
         self, ids: Sequence[int], max_tokens: int, stop: Sequence[int] = (), draft_depth: int = 0
     ) -> Continuation:

@@ -98,8 +98,11 @@ def test_facts_differ_by_form_and_keys_are_distinct() -> None:
 def test_choice_prefers_the_likelier_continuation_by_byte(text: ModelText, documents: list[HeldOut]) -> None:
     right = multiple_choice(PaperScorer(), text, documents, "code", 8)
     assert right.items == 8
+    every = multiple_choice(PaperScorer(), text, documents, "code", 5 * len(documents))
+    assert every.items == 5 * len(documents), "documents are asked about again until there are enough questions"
     short = HeldOut("made", "short", "x = 1\n" * 10)
     assert choice_item(PaperScorer(), text, short, random.Random(1)) is None
+    assert multiple_choice(PaperScorer(), text, [short, documents[0]], "code", 3).items == 3
     rng = random.Random(2)
     chance = multiple_choice(PaperScorer(logprob=lambda ids, at: -rng.random()), text, documents * 20, "code", 200)
     assert 0.1 < chance.value < 0.45
