@@ -116,7 +116,7 @@ class Worker:
 
     def take(self, message: ToWorker) -> None:
         self.messages.append(message)
-        if isinstance(message, KvFound) and not message.runs:
+        if isinstance(message, KvFound) and not message.runs and not message.more:
             self.ended.add(message.ticket)
         if isinstance(message, KvArrived):
             self.read.setdefault(message.ticket, []).extend(bytes(self.staging.slot(slot)) for slot in message.slots)
@@ -252,6 +252,52 @@ def test_a_cancelled_ticket_gives_its_slots_back() -> None:
             await asyncio.sleep(0.001)
 
     assert len(drive(cache, scenario).read[2]) == 3
+
+
+def test_blocks_that_another_engine_computes_are_read_as_they_come() -> None:
+    cache = ScriptedCache(held=0, disk_eta_s=1.0)
+    seen = []
+
+    async def scenario(connector: KvConnector, worker: Worker) -> None:
+        hashes = b"".join(name(block) for block in range(11))
+        connector.ask(KvLookup(1, 1, hashes, before=name(99), coming_s=9.0))
+        for there in (0, 3, 3, 10):
+            # What is looked up is what is missing still.
+            cache.held = max(0, there - len(worker.read.get(1, [])))
+            while len(worker.read.get(1, [])) < there or len(cache.befores) == 0:
+                await asyncio.sleep(0.001)
+            cache.held = 0
+            seen.append(1 in worker.ended)
+        cache.held = 1
+        while 1 not in worker.ended:
+            await asyncio.sleep(0.001)
+        while len(cache.released) < 3:
+            await asyncio.sleep(0.001)
+
+    # It is cheaper to compute them, but they are fetched all the same.
+    worker = drive(cache, scenario, lambda: 1e6)
+    assert seen == [False] * 4
+    assert worker.read[1] == [bytes([block]) * SLOT_BYTES for block in range(11)]
+    found = [message for message in worker.messages if isinstance(message, KvFound)]
+    assert [message.more for message in found] == [True, True, True, False]
+    # Blocks 1 to 11 of a chain lie in one run: those before the first that is asked for are named.
+    assert cache.befores[0] == name(99)
+    assert cache.befores[-1] == b"".join(map(name, (99, *range(10))))
+
+
+def test_blocks_that_do_not_come_are_not_waited_for_longer_than_was_asked() -> None:
+    for coming_s, held in ((0.05, 0), (0.05, 2)):
+        cache = ScriptedCache(held=held)
+
+        async def scenario(connector: KvConnector, worker: Worker) -> None:
+            connector.ask(KvLookup(1, 1, b"".join(map(name, range(9))), coming_s=coming_s))  # noqa: B023
+            while 1 not in worker.read and held:  # noqa: B023
+                await asyncio.sleep(0.001)
+            cache.held = 0  # noqa: B023
+            while 1 not in worker.ended:
+                await asyncio.sleep(0.001)
+
+        assert len(drive(cache, scenario).read.get(1, [])) == held
 
 
 def test_blocks_are_written_by_tenant_and_their_slots_come_back() -> None:

@@ -311,3 +311,70 @@ def test_limits_that_cannot_hold_are_refused() -> None:
         SchedulerConfig(max_model_tokens=10, max_batch_tokens=3, max_sequences=4)
     with pytest.raises(ValueError, match="2 pages hold 128"):
         Rig(num_pages=2)
+
+
+def unpack(rig: Rig, lookup: KvLookup, block: int, slot: int, *, last: bool) -> None:
+    rig.runner.slots[slot] = digests(STREAMS[0])[PAGE * block : PAGE * (block + 1)]
+    rig.scheduler.kv_arrived(KvArrived(lookup.ticket, (slot,), last))
+    rig.step()
+
+
+def test_blocks_that_another_engine_computes_come_while_others_decode() -> None:
+    """The prompt's blocks are unpacked one by one, and nothing of it is computed before the last has come."""
+    rig = Rig(slots=2)
+    rig.scheduler.kv.set_attached(True)
+    beside = rig.submit(STREAMS[1][:50], sampling=Sampling(max_tokens=30, ignore_eos=True), bypass_cache=True)
+    rig.step()
+    waits = rig.submit(STREAMS[0][:200], blocks_within_s=2.0)
+    rig.step()
+    (lookup,) = [ask for outcome in rig.outcomes for ask in outcome.kv if isinstance(ask, KvLookup)]
+    assert lookup.coming_s == 2.0
+    rig.scheduler.kv_found(KvFound(lookup.ticket, (), more=True))
+    for block in range(3):
+        before = len(rig.output[beside.handle, 0])
+        for _ in range(3):
+            rig.step()
+        assert len(rig.output[beside.handle, 0]) == before + 3, "others go on"
+        assert not rig.output[waits.handle, 0]
+        rig.scheduler.kv_found(KvFound(lookup.ticket, ((Tier.MEMORY, 1),), more=block < 2))
+        unpack(rig, lookup, block, 2 + block % 2, last=block == 2)
+    rig.run_out()
+    runs = [run for plan in rig.steps for run in plan.runs[plan.num_decodes :]]
+    assert [len(run.tokens) for run in runs] == [50, 200 - 192], "the tail alone is computed here"
+    rig.check_outputs()
+
+
+@pytest.mark.parametrize("found", [0, 2, 3])
+def test_a_fetch_computes_nothing_and_leaves_its_blocks_to_the_next(found: int) -> None:
+    rig = Rig(slots=2)
+    rig.scheduler.kv.set_attached(True)
+    rig.submit(STREAMS[0][:200], blocks_within_s=2.0, fetch_only=True)
+    assert rig.scheduler.load().waiting_uncached_tokens == 0
+    rig.step()
+    lookup = rig.outcomes[-1].kv[0]
+    assert isinstance(lookup, KvLookup)
+    rig.scheduler.kv_found(KvFound(lookup.ticket, (), more=True))
+    for block in range(found):
+        rig.scheduler.kv_found(KvFound(lookup.ticket, ((Tier.MEMORY, 1),), more=True))
+        unpack(rig, lookup, block, 2 + block % 2, last=False)
+    assert rig.scheduler.load().waiting_uncached_tokens == 0
+    rig.scheduler.kv_arrived(KvArrived(lookup.ticket, (), True))
+    rig.step()
+    (end,) = rig.outcomes[-1].ends
+    assert (end.reason, end.output_tokens, end.cached.memory) == (FinishReason.LENGTH, 0, 64 * found)
+    assert not any(plan.runs for plan in rig.steps)
+    rig.requests.clear()
+    rig.ends.clear()
+    rig.scheduler.kv.set_attached(False)
+    rig.submit(STREAMS[0][:200])
+    rig.run_out()
+    assert rig.outcomes[-2].ends[0].cached.device == 64 * found
+    rig.check_outputs()
+
+
+def test_a_fetch_without_a_cache_service_ends_at_once() -> None:
+    rig = Rig()
+    request = rig.submit(STREAMS[0][:200], blocks_within_s=2.0, fetch_only=True)
+    rig.step()
+    assert rig.ends[request.handle, 0] is FinishReason.LENGTH
+    assert rig.pool.num_available == rig.pool.num_pages

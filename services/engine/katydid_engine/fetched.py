@@ -36,7 +36,8 @@ class Fetched:
                 continue
             unpacking.append(arrival)
             # The last token alone would be a decode.
-            if arrival.last and not decodes and ticket.taken_tokens < sequence.num_tokens - 1:
+            behind = ticket.taken_tokens < sequence.num_tokens - 1 and not sequence.request.fetch_only
+            if arrival.last and not decodes and behind:
                 kv.go_on(ticket)
                 sequence.num_computed = ticket.taken_tokens
                 self._compute(sequence)

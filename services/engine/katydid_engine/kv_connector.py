@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 
 from katydid_cache import NOT_WRITTEN, Asker, Cache, LookupResult, PutBlock, asking
 from katydid_cache import Tier as CacheTier
-from katydid_runtime.block_hash import BLOCK_TOKENS, HASH_BYTES
+from katydid_runtime.block_hash import BLOCK_TOKENS, HASH_BYTES, RUN_BLOCKS
 from katydid_runtime.trace_context import TraceContext
 
 from katydid_engine.arena_reads import ArenaReads, Window
@@ -48,15 +48,26 @@ from katydid_engine.staging import Staging, arena_place
 
 __all__ = ["KvConnector"]
 
+
 _STREAM_BLOCKS = 32
 _BATCH_BLOCKS = 32
 _LOOKUP_HASHES = 4096
+# How often blocks that another engine computes are looked for.
+_COMING_POLL_S = 0.03
 # A window that takes longer than this is better computed.
 _READ_TIMEOUT_S = 5.0
 _ATTACHED_POLL_S = 0.2
 _TIERS = {CacheTier.MEMORY: Tier.MEMORY, CacheTier.DISK: Tier.DISK, CacheTier.SHARED: Tier.SHARED}
 
 logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(slots=True)
+class _Told:
+    """What a worker has heard of a ticket: whether anything was found, and that no more will come."""
+
+    found: bool = False
+    ended: bool = False
 
 
 class KvConnector:
@@ -143,29 +154,56 @@ class KvConnector:
             await asyncio.sleep(_ATTACHED_POLL_S)
 
     async def _fetch(self, ask: KvLookup, spans: CacheSpans) -> None:
-        found = LookupResult()
-        announced = ended = False
+        """Looks up and reads; where another engine computes the blocks, again until all have come or time is over."""
+        told = _Told()
+        until = time.monotonic() + ask.coming_s
+        hashes, before = ask.hashes[: HASH_BYTES * _LOOKUP_HASHES], ask.before
         try:
             await asyncio.sleep(self._faults.lookup)
-            hashes = ask.hashes[: HASH_BYTES * _LOOKUP_HASHES]
-            found = await self._client.lookup(hashes, before=ask.before, trace=spans.lookup())
-            advice = self._advice.advise(found.runs, self._prefill_speed(), time.monotonic())
-            found = self._weighed(found, advice, spans)
-            self._send(KvFound(ask.ticket, tuple((_TIERS[run.tier], run.blocks) for run in found.runs if run.blocks)))
-            announced = True
-            if found.blocks:
-                started = time.monotonic()
-                await self._read(ask, found, spans)
-                if advice.compute_s:
-                    self._metrics.kv_saved.inc(max(0.0, advice.compute_s - (time.monotonic() - started)))
-            ended = True
+            while not told.ended:
+                last = time.monotonic() >= until
+                got = HASH_BYTES * await self._fetch_there(ask, hashes, before, spans, told, last=last)
+                before = (before + hashes[:got])[-((len(before) + got) % (HASH_BYTES * RUN_BLOCKS)) or None :]
+                hashes = hashes[got:]
+                if not told.ended:
+                    await asyncio.sleep(_COMING_POLL_S)
         except Exception:
             logger.exception("fetch failed", extra={"ticket": ask.ticket})
         finally:
-            if not announced:
+            if not told.found:
                 self._send(KvFound(ask.ticket, ()))
-            elif not ended:
+            elif not told.ended:
                 self._send(KvArrived(ask.ticket, (), last=True))
+
+    async def _fetch_there(
+        self, ask: KvLookup, hashes: bytes, before: bytes, spans: CacheSpans, told: _Told, *, last: bool
+    ) -> int:
+        """Reads those of the blocks that are there; how many. The ticket ends with them when all of them are, and with
+        ``last`` in any case."""
+        found = LookupResult()
+        try:
+            found = await self._client.lookup(hashes, before=before, trace=spans.lookup())
+            advice = self._advice.advise(found.runs, self._prefill_speed(), time.monotonic())
+            # What another engine has computed for this request is taken from it whatever it costs.
+            if not ask.coming_s:
+                found = self._weighed(found, advice, spans)
+            last = last or HASH_BYTES * found.blocks == len(hashes)
+            if found.blocks or not told.found:
+                runs = tuple((_TIERS[run.tier], run.blocks) for run in found.runs if run.blocks)
+                self._send(KvFound(ask.ticket, runs, more=not last))
+                told.ended = last and not (found.blocks or told.found)
+                told.found = True
+            if found.blocks:
+                started = time.monotonic()
+                whole = await self._read(ask, hashes, found, spans, last=last)
+                told.ended = last or not whole
+                if advice.compute_s:
+                    self._metrics.kv_saved.inc(max(0.0, advice.compute_s - (time.monotonic() - started)))
+            elif last and not told.ended:
+                self._send(KvArrived(ask.ticket, (), last=True))
+                told.ended = True
+            return found.blocks
+        finally:
             if found.lease:
                 # Not here: a fetch that is cancelled must end its lease too, and not before workers are done.
                 ending = asyncio.create_task(self._end(ask.ticket, found.lease))
@@ -196,8 +234,9 @@ class KvConnector:
             left -= runs[-1].blocks
         return dataclasses.replace(found, blocks=advice.blocks, runs=tuple(run for run in runs if run.blocks))
 
-    async def _read(self, ask: KvLookup, found: LookupResult, spans: CacheSpans) -> None:
-        """Windows of blocks in order, each of one tier, until all are read or one is missing."""
+    async def _read(self, ask: KvLookup, hashes: bytes, found: LookupResult, spans: CacheSpans, *, last: bool) -> bool:
+        """Windows of blocks in order, each of one tier, until all are read, or one is missing: then the ticket ends, as
+        with ``last``. Whether none was missing."""
         lying = self._in_place.found(found)
         ends = accumulate((run.blocks for run in found.runs), initial=0)
         for (run_start, run_end), (tier, *_) in zip(pairwise(ends), found.runs, strict=True):
@@ -205,18 +244,20 @@ class KvConnector:
             while first < run_end:
                 left = run_end - first
                 count = min(_STREAM_BLOCKS, left) if lying is None else self._in_place.reach(lying, left)
-                hashes = ask.hashes[HASH_BYTES * first : HASH_BYTES * (first + count)]
+                wanted = hashes[HASH_BYTES * first : HASH_BYTES * (first + count)]
                 if lying is not None:
                     await asyncio.sleep(self._faults.fetch)
-                    window = await self._in_place.window(ask.ticket, lying, hashes, _READ_TIMEOUT_S)
+                    window = await self._in_place.window(ask.ticket, lying, wanted, _READ_TIMEOUT_S)
                 else:
-                    window, count = await self._stream(found.lease, hashes, spans.fetch(run_start))
+                    window, count = await self._stream(found.lease, wanted, spans.fetch(run_start))
                 self._advice.note(tier, len(window.slots), window.read_s, time.monotonic())
                 first += len(window.slots)
-                last = len(window.slots) < count or first == found.blocks
-                self._send(KvArrived(ask.ticket, tuple(window.slots), last, tuple(window.checksums)))
-                if last:
-                    return
+                short = len(window.slots) < count
+                final = short or (last and first == found.blocks)
+                self._send(KvArrived(ask.ticket, tuple(window.slots), final, tuple(window.checksums)))
+                if short:
+                    return False
+        return True
 
     async def _stream(self, lease: int, hashes: bytes, trace: TraceContext | None) -> tuple[Window, int]:
         """Read slots with as many of the blocks as there are slots and right blocks; and how many were asked for."""

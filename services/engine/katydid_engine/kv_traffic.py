@@ -132,8 +132,9 @@ class KvTraffic:
         return [ticket.sequence for ticket in self._tickets.values()]
 
     def coming_tokens(self) -> int:
-        """Tokens that were found and have not been unpacked yet."""
-        return sum((len(ticket.tiers) - ticket.arrived) * BLOCK_TOKENS for ticket in self._tickets.values())
+        """Tokens that were found and have not been unpacked yet, of sequences that compute what is missing."""
+        tickets = (ticket for ticket in self._tickets.values() if not ticket.sequence.request.fetch_only)
+        return sum((len(ticket.tiers) - ticket.arrived) * BLOCK_TOKENS for ticket in tickets)
 
     def look_up(self, sequence: Sequence, first_block: int) -> Ticket:
         """Asks for the sequence's blocks from ``first_block`` on, under a new ticket."""
@@ -145,15 +146,16 @@ class KvTraffic:
         before = b"".join(hashes[first_block - first_block % RUN_BLOCKS : first_block])
         wanted = b"".join(hashes[first_block:])
         request = sequence.request
-        self._asks.append(KvLookup(ticket.number, request.handle, wanted, span_id, before, request.tenant))
+        coming_s = 0.0 if sequence.live.has_first_token else request.blocks_within_s
+        self._asks.append(KvLookup(ticket.number, request.handle, wanted, span_id, before, request.tenant, coming_s))
         return ticket
 
-    def found(self, number: int, runs: tuple[tuple[Tier, int], ...]) -> Ticket | None:
-        """Notes what was found; None when nobody waits for it any more."""
+    def found(self, number: int, runs: tuple[tuple[Tier, int], ...], *, more: bool = False) -> Ticket | None:
+        """Notes what was found, behind what was before; None when nobody waits for it any more."""
         ticket = self._tickets.get(number)
         if ticket is not None:
-            ticket.tiers = [tier for tier, blocks in runs for _ in range(blocks)]
-            if not ticket.tiers:
+            ticket.tiers += [tier for tier, blocks in runs for _ in range(blocks)]
+            if not ticket.tiers and not more:
                 del self._tickets[number]
         return ticket
 

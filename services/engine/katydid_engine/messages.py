@@ -85,10 +85,12 @@ class SetKv:
 
 @dataclass(frozen=True, slots=True)
 class KvFound:
-    """Answer to KvLookup: the blocks found, as runs of a tier. They will follow in order as KvArrived."""
+    """Answer to KvLookup: the blocks found, as runs of a tier. They will follow in order as KvArrived. With ``more``
+    others may be found behind them, which are told of in the same way."""
 
     ticket: int
     runs: tuple[tuple[Tier, int], ...]
+    more: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +217,8 @@ class Load:
 class KvLookup:
     """Asks for blocks of a chain, from the first one beyond the engine's own pages. ``span_id`` is that of the
     request's lookup phase; empty when it decodes already, and waits for no phase. ``before`` has the hashes of the
-    blocks of the first one's run that come before it, ``tenant`` is who asks."""
+    blocks of the first one's run that come before it, ``tenant`` is who asks. Blocks that are not there are looked for
+    again for ``coming_s``: another engine computes them."""
 
     ticket: int
     handle: int
@@ -223,6 +226,7 @@ class KvLookup:
     span_id: bytes = b""
     before: bytes = b""
     tenant: bytes = b""
+    coming_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,9 @@ class Request:
         hold_s: how long its blocks should stay in the KV-cache service.
         tenant: opaque 16-byte id, or empty.
         sparse_prefill: whether its prompt may be computed sparsely; ``chain`` is then that of pages made so.
+        blocks_within_s: how long blocks that the cache service does not have are waited for: another engine computes
+            them.
+        fetch_only: nothing is computed; it ends when its blocks are here.
     """
 
     handle: int
@@ -172,6 +175,8 @@ class Request:
     hold_s: float | None = None
     tenant: bytes = b""
     sparse_prefill: bool = False
+    blocks_within_s: float = 0.0
+    fetch_only: bool = False
 
 
 class State(StrEnum):

@@ -87,8 +87,9 @@ class Scheduler:
 
     def load(self) -> Load:
         waiting, running, loading = self._queues.waiting, self._queues.running, self.kv.sequences()
-        uncached = sum(max(1, sequence.num_unscheduled - sequence.likely_cached) for sequence in waiting)
-        uncached += sum(sequence.num_unscheduled for sequence in (*loading, *running) if not sequence.decodes)
+        uncached = sum(max(1, s.num_unscheduled - s.likely_cached) for s in waiting if not s.request.fetch_only)
+        loads = (s for s in (*loading, *running) if not (s.decodes or s.request.fetch_only))
+        uncached += sum(sequence.num_unscheduled for sequence in loads)
         return Load(
             running=len(running) + len(loading),
             waiting=len(waiting),
@@ -109,11 +110,12 @@ class Scheduler:
         self._end_request(handle, FinishReason.ABORT)
 
     def kv_found(self, message: KvFound) -> None:
-        ticket = self.kv.found(message.ticket, message.runs)
+        ticket = self.kv.found(message.ticket, message.runs, more=message.more)
         if ticket is None:
             return
         if (tier := ticket.next_tier) is None:
-            self._compute(ticket.sequence)
+            if not message.more:
+                self._compute(ticket.sequence)
         else:
             ticket.sequence.state = State.FETCHING
             ticket.sequence.live.enter(Phase.FETCH, self._clock(), tier, ticket.fetch_span_id)
@@ -288,8 +290,11 @@ class Scheduler:
     def _compute(self, sequence: Sequence) -> None:
         """All that the caches hold is in the pages: what is left is computed, the last token in any case."""
         sequence.num_computed = sequence.num_scheduled = min(sequence.num_computed, sequence.num_tokens - 1)
-        sequence.live.enter(Phase.PREFILL, self._clock())
         self._queues.run(sequence)
+        if sequence.request.fetch_only:
+            self._end(sequence, FinishReason.LENGTH)
+        else:
+            sequence.live.enter(Phase.PREFILL, self._clock())
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes a sequence's pages; it is computed again from its tokens when there is room."""

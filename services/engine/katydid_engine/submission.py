@@ -87,6 +87,14 @@ def parse_submission(message: pb.SubmitRequest, limits: EngineLimits, handle: in
     _integer("cache_salt", len(message.cache_salt), 0, _SALT_BYTES, what="bytes")
     sampling = _sampling(message.sampling, limits, len(generated))
     timeout_s = _duration("timeout", message.timeout) if message.HasField("timeout") else None
+    blocks_within_s = _duration("blocks_within", message.blocks_within) if message.HasField("blocks_within") else 0.0
+    if message.fetch_only and (message.bypass_cache or not message.HasField("blocks_within")):
+        raise InvalidRequestError(
+            "fetch_only asks for blocks of a cache: it needs blocks_within, without bypass_cache",
+            field="fetch_only",
+            value=True,
+            allowed="with blocks_within, without bypass_cache",
+        )
     sparse = message.allow_sparse_prefill and bool(limits.dense_identity)
     identity = limits.identity if sparse or not limits.dense_identity else limits.dense_identity
     return Request(
@@ -102,6 +110,8 @@ def parse_submission(message: pb.SubmitRequest, limits: EngineLimits, handle: in
         hold_s=_duration("hold", message.hold) if message.HasField("hold") else None,
         tenant=bytes(message.tenant),
         sparse_prefill=sparse,
+        blocks_within_s=blocks_within_s,
+        fetch_only=message.fetch_only,
     )
 
 

@@ -338,6 +338,8 @@ class SubmitRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     BYPASS_CACHE_FIELD_NUMBER: _builtins.int
     HOLD_FIELD_NUMBER: _builtins.int
+    BLOCKS_WITHIN_FIELD_NUMBER: _builtins.int
+    FETCH_ONLY_FIELD_NUMBER: _builtins.int
     request: _builtins.int
     """Number of the request within the session, chosen by the gateway, from 1. It is used again when all 2^32 - 1 have
     been, never while a request of that number runs.
@@ -370,6 +372,10 @@ class SubmitRequest(_message.Message):
     """Opaque 16-byte tenant id, for quotas in the KV-cache service."""
     bypass_cache: _builtins.bool
     """Neither read prefix blocks from any cache nor publish them."""
+    fetch_only: _builtins.bool
+    """With blocks_within: nothing is computed here. The request ends with LENGTH and no token once the prompt's full
+    blocks are in the engine's pages, or the time is over; another request finds them there.
+    """
     @_builtins.property
     def sampling(self) -> Global___SamplingParams:
         """How to sample."""
@@ -382,6 +388,12 @@ class SubmitRequest(_message.Message):
     def hold(self) -> _duration_pb2.Duration:
         """Prefill/decode hand-off: keep this request's blocks in the KV-cache service at least this long. Passed on with
         every block stored.
+        """
+
+    @_builtins.property
+    def blocks_within(self) -> _duration_pb2.Duration:
+        """Prefill/decode hand-off: another engine computes this prompt, whose blocks come to the KV-cache service as they are
+        finished. Those that are not there yet are looked for again for this long; what is missing then is computed here.
         """
 
     def __init__(
@@ -404,10 +416,12 @@ class SubmitRequest(_message.Message):
         tenant: _builtins.bytes = ...,
         bypass_cache: _builtins.bool = ...,
         hold: _duration_pb2.Duration | None = ...,
+        blocks_within: _duration_pb2.Duration | None = ...,
+        fetch_only: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold", "sampling", b"sampling", "timeout", b"timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks_within", b"blocks_within", "hold", b"hold", "sampling", b"sampling", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "allow_sparse_prefill", b"allow_sparse_prefill", "bypass_cache", b"bypass_cache", "cache_salt", b"cache_salt", "dp_rank", b"dp_rank", "generated_ids", b"generated_ids", "hold", b"hold", "priority", b"priority", "prompt_ids", b"prompt_ids", "public_blocks", b"public_blocks", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout", b"timeout", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "allow_sparse_prefill", b"allow_sparse_prefill", "blocks_within", b"blocks_within", "bypass_cache", b"bypass_cache", "cache_salt", b"cache_salt", "dp_rank", b"dp_rank", "fetch_only", b"fetch_only", "generated_ids", b"generated_ids", "hold", b"hold", "priority", b"priority", "prompt_ids", b"prompt_ids", "public_blocks", b"public_blocks", "request", b"request", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout", b"timeout", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
