@@ -24,13 +24,14 @@ def tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(*shape, dtype=torch.uint8).view(dtype) if dtype == E4M3 else torch.zeros(*shape, dtype=dtype)
 
 
-def run_decode(dtype: torch.dtype, q_len: int, heads: int, head_dim: int) -> None:
+def run_decode(dtype: torch.dtype, q_len: int, heads: int, head_dim: int, quantised: bool = False) -> None:
     int32 = torch.zeros(1, 8, dtype=torch.int32)
     k, v = tensor(1, 1, 64, head_dim, dtype=dtype), tensor(1, 1, head_dim, 64, dtype=dtype)
     scales = [torch.ones(1)] * 3 if dtype == E4M3 else [None] * 3
     problem = decode.DecodeProblem(
-        tensor(1, q_len, heads, head_dim, dtype=dtype), k, v, int32, int32[0], tensor(1, dtype=BF16), torch.ones(1),
-        0.1, None, None, *scales,
+        tensor(1, q_len, heads, head_dim, dtype=dtype), k, v, int32, int32[0],
+        tensor(1, dtype=E4M3 if quantised else BF16), torch.ones(1), 0.1, None, None, *scales,
+        torch.ones(1) if quantised else None,
     )  # fmt: skip
     scratch = decode.DecodeScratch.allocate(1, q_len, heads, head_dim, k.device)
     decode.launch_hopper(problem, int32, scratch, overlap=True)
@@ -57,6 +58,7 @@ def main() -> None:
         for name, dtype in (("fp8", E4M3), ("bf16", BF16))
         for q_len in (1, 2, 4)
     }
+    cases |= {f"decode fp8 q_len {q_len}, quantised": (run_decode, (E4M3, q_len, 8, 128, True)) for q_len in (1, 2, 4)}
     cases |= {f"prefill {name}": (run_prefill, (dtype, 128)) for name, dtype in (("fp8", E4M3), ("bf16", BF16))}
     for case, (run, arguments) in cases.items():
         Recorder.launched.clear()

@@ -13,6 +13,7 @@ from katydid_kernels.decode_attention import (
 from katydid_kernels.decode_attention.launch import DecodeProblem, launch_split
 from katydid_kernels.decode_plan import decode_plan, decode_plan_static
 from katydid_kernels.prefill_attention import prefill_attention
+from katydid_kernels.quantize_rows import quantize_fp8
 
 from tests.kernels.paged import FP8, make_pages, relative_error, scales
 
@@ -219,3 +220,34 @@ def test_the_fp8_error_does_not_grow_with_the_context():
         expected, _ = decode_attention_reference(q, *pages, dtype=torch.float64)
         errors.append(relative_error(out, expected))
     assert max(errors[1:]) < 1.5 * errors[0]
+
+
+@pytest.mark.parametrize("q_len", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(FP8, marks=pytest.mark.gpu)])
+def test_quantised_output_is_the_output_quantised(dtype: torch.dtype, q_len: int) -> None:
+    """Also where an item is cut into pieces, and of a row of length zero."""
+    device = "cuda" if dtype == FP8 else "cpu"
+    lens = [0, 5, 700, 5000]
+    pages = make_pages(lens, 1, 128, dtype, device)
+    q = queries(len(lens), q_len, 8, 128, dtype, device)
+    scale = scales(q.shape[:3], 1, per_head=False, device=device) if dtype == FP8 else {}
+    plain, _ = decode_attention(q, *pages, **scale)
+    out = torch.full(q.shape, 3.0, device=device).to(FP8)
+    out_scale = torch.full(q.shape[:2], float("nan"), device=device)
+    decode_attention(q, *pages, out=out, out_scale=out_scale, **scale)
+    values, wanted = quantize_fp8(plain.flatten(0, 1).flatten(1))
+    assert torch.equal(out_scale.flatten(), wanted)
+    assert torch.equal(out.view(torch.uint8).flatten(), values.view(torch.uint8).flatten())
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "dtype", "shape", "names"),
+    [(2, FP8, (1, 1), "one kv head"), (1, torch.float32, (1, 1), "out must be"), (1, FP8, (1, 8), "out_scale must be")],
+)
+def test_what_cannot_be_quantised_is_refused(
+    kv_heads: int, dtype: torch.dtype, shape: tuple[int, int], names: str
+) -> None:
+    pages = make_pages([9], kv_heads, 16, torch.float32)
+    q = queries(1, 1, 8, 16, torch.float32, "cpu")
+    with pytest.raises(ValueError, match=names):
+        decode_attention(q, *pages, out=q.to(dtype), out_scale=torch.empty(shape))

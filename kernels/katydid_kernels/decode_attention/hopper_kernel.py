@@ -64,6 +64,7 @@ def _attend(
     stats_ptr,
     counter_ptr,
     out_ptr,
+    out_scale_ptr,
     lse_ptr,
     batch,
     kv_heads,
@@ -175,7 +176,8 @@ def _attend(
             scale_v = 1.0
             if HAS_KV_SCALE:
                 scale_v = gl.load(v_scale_ptr + head * PER_HEAD)
-            write_rows(out_ptr, lse_ptr, out_row, maximum, total, acc, scale_v, d, LIVE, False, SHIFT)
+            scales = None if out_scale_ptr is None else out_scale_ptr + row * Q_LEN
+            write_rows(out_ptr, scales, lse_ptr, out_row, maximum, total, acc, scale_v, d, LIVE, GROUP, False, SHIFT)
         row, head, first, last, count, left, length = next_piece(
             row, head, left, interval, batch, kv_heads, lens_ptr, window, piece_cost, Q_LEN
         )
@@ -184,7 +186,7 @@ def _attend(
 
 @gluon.jit(
     do_not_specialize=["batch", "kv_heads", "window", "piece_cost", "table_stride"],
-    do_not_specialize_on_alignment=["table_ptr", "lens_ptr", "lse_ptr"],
+    do_not_specialize_on_alignment=["table_ptr", "lens_ptr", "lse_ptr", "out_scale_ptr"],
 )
 def decode_hopper_kernel(
     q_ptr,
@@ -200,6 +202,7 @@ def decode_hopper_kernel(
     stats_ptr,
     counter_ptr,
     out_ptr,
+    out_scale_ptr,
     lse_ptr,
     batch,
     kv_heads,
@@ -259,6 +262,7 @@ def decode_hopper_kernel(
                     stats_ptr,
                     counter_ptr,
                     out_ptr,
+                    out_scale_ptr,
                     lse_ptr,
                     batch,
                     kv_heads,

@@ -66,6 +66,7 @@ class DecodeProblem:
     q_scale: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    out_scale: Tensor | None = None
 
 
 def decode_ctas(device: torch.device) -> int:
@@ -114,6 +115,7 @@ def launch_hopper(
         scratch.stats,
         scratch.counters,
         problem.out,
+        problem.out_scale,
         problem.lse,
     )
     sizes = (

@@ -5,6 +5,8 @@ The op writes into tensors it is given, so that torch.compile and graphs see wha
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from katydid_kernels.decode_attention.launch import (
 from katydid_kernels.decode_attention.reference import decode_attention_reference
 from katydid_kernels.decode_plan import decode_plan
 from katydid_kernels.prefill_attention.op import check_pages, result_dtype, runs_on_hopper
+from katydid_kernels.quantize_rows import quantize_fp8
 
 __all__ = ["MAX_Q_LEN", "decode_attention"]
 
@@ -41,6 +44,7 @@ def decode_attention(
     scratch: DecodeScratch | None = None,
     overlap: bool = False,
     out: Tensor | None = None,
+    out_scale: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend the newest `q_len` tokens of every request to its paged context.
@@ -61,6 +65,8 @@ def decode_attention(
         overlap: let the kernel start before the preceding one ends (programmatic dependent launch).  Then plan,
             block_table, context_lens and every page without a new token must be older than the preceding kernel.
         out, lse: where to write, q's shape (bf16 for e4m3 queries, else q's dtype) and fp32 `[batch, q_len, heads]`.
+        out_scale: fp32 `[batch, q_len]`, with an `out` in e4m3: the output is quantised with a scale a token, as
+            `quantize_fp8` would quantise the token's row of all heads; for one kv head, whose CTA has a token whole.
 
     Returns the output and the natural-log sum of exponentials.  A token with nothing to see (a row of length zero)
     gives zeros and -inf.
@@ -74,6 +80,8 @@ def decode_attention(
     if batch != len(context_lens):
         raise ValueError(f"q must have context_lens' batch {len(context_lens)}, got {batch}")
     scale = head_dim**-0.5 if scale is None else scale
+    if out_scale is not None:
+        _check_quantized(q, k_pages, out, out_scale)
     out = torch.empty_like(q, dtype=result_dtype(q)) if out is None else out
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if lse is None else lse
     if batch == 0:
@@ -101,8 +109,19 @@ def decode_attention(
         None if scratch is None else scratch.stats,
         None if scratch is None else scratch.counters,
         overlap,
+        out_scale,
     )
     return out, lse
+
+
+def _check_quantized(q: Tensor, k_pages: Tensor, out: Tensor | None, out_scale: Tensor) -> None:
+    group = q.shape[2] // k_pages.shape[1]
+    if k_pages.shape[1] != 1 or group & (group - 1):
+        raise ValueError(f"out_scale needs one kv head and a group of 2^n heads, got {k_pages.shape[1]} and {group}")
+    if out is None or out.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"out must be float8_e4m3fn beside out_scale, got {None if out is None else out.dtype}")
+    if out_scale.shape != q.shape[:2] or out_scale.dtype != torch.float32 or not out_scale.is_contiguous():
+        raise ValueError(f"out_scale must be fp32 {list(q.shape[:2])}, contiguous, got {list(out_scale.shape)}")
 
 
 def _attend(
@@ -124,10 +143,12 @@ def _attend(
     stats: Tensor | None,
     counters: Tensor | None,
     overlap: bool,
+    out_scale: Tensor | None = None,
 ) -> None:
     problem = DecodeProblem(
-        q, k_pages, v_pages, block_table, context_lens, out, lse, scale, soft_cap, window, q_scale, k_scale, v_scale
-    )
+        q, k_pages, v_pages, block_table, context_lens, out, lse, scale, soft_cap, window, q_scale, k_scale, v_scale,
+        out_scale,
+    )  # fmt: skip
     if not q.is_cuda:
         result, log_sum = decode_attention_reference(
             q,
@@ -142,8 +163,8 @@ def _attend(
             k_scale=k_scale,
             v_scale=v_scale,
         )
-        out.copy_(result)
         lse.copy_(log_sum)
+        _write(result, out, out_scale)
         return
     kv_heads, q_len = k_pages.shape[1], q.shape[1]
     if plan is None:
@@ -155,16 +176,28 @@ def _attend(
         scratch = DecodeScratch(partial, stats, counters)
     if runs_on_hopper(q, k_pages):
         launch_hopper(problem, plan, scratch, overlap=overlap)
-    else:
+    elif out_scale is None:
         launch_split(problem, plan, scratch)
+    else:
+        result = torch.empty_like(q, dtype=result_dtype(q))
+        launch_split(replace(problem, out=result), plan, scratch)
+        _write(result, out, out_scale)
+
+
+def _write(result: Tensor, out: Tensor, out_scale: Tensor | None) -> None:
+    if out_scale is None:
+        out.copy_(result)
+    else:
+        quantize_fp8(result.flatten(0, 1).flatten(1), out=(out.flatten(0, 1).flatten(1), out_scale.flatten()))
 
 
 _decode_attention = torch.library.custom_op(
     "katydid::decode_attention",
-    mutates_args=("out", "lse", "partial", "stats", "counters"),
+    mutates_args=("out", "lse", "partial", "stats", "counters", "out_scale"),
     schema="(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor context_lens, Tensor(a!) out, "
     "Tensor(b!) lse, float scale, float? soft_cap, int? window, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, "
-    "Tensor? plan, Tensor(c!)? partial, Tensor(d!)? stats, Tensor(e!)? counters, bool overlap) -> ()",
+    "Tensor? plan, Tensor(c!)? partial, Tensor(d!)? stats, Tensor(e!)? counters, bool overlap, "
+    "Tensor(f!)? out_scale=None) -> ()",
 )(_attend)
 
 

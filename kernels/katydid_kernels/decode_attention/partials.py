@@ -185,8 +185,24 @@ def combine_pieces(
 
 
 @gluon.jit
+def _quantized(result, scale_ptr, live, LIVE: gl.constexpr, GROUP: gl.constexpr, ROWS_FIRST: gl.constexpr):
+    """Rows over the scale of their token, in e4m3's range; a token is GROUP rows. Stores the scales."""
+    ROWS: gl.constexpr = live.shape[0]
+    TOKENS: gl.constexpr = ROWS // GROUP
+    largest = gl.where(live, gl.max(gl.abs(result), 1 if ROWS_FIRST else 0), 0.0)
+    by_token = gl.max(largest.reshape([TOKENS, GROUP]), 1)
+    scale = gl.maximum(by_token / 448.0, 1e-12)
+    token = gl.arange(0, TOKENS, scale.type.layout)
+    gl.store(scale_ptr + token, scale, mask=token < LIVE // GROUP)
+    spread = (1.0 / scale)[:, None] + gl.zeros_like(largest.reshape([TOKENS, GROUP]))
+    inverse = gl.convert_layout(spread.reshape([ROWS]), live.type.layout)
+    return gl.minimum(gl.maximum(result * _by_row(inverse, ROWS_FIRST), -448.0), 448.0)
+
+
+@gluon.jit
 def write_rows(
     out_ptr,
+    out_scale_ptr,
     lse_ptr,
     out_row,
     maximum,
@@ -195,19 +211,24 @@ def write_rows(
     factor,
     d,
     LIVE: gl.constexpr,
+    GROUP: gl.constexpr,
     ROWS_FIRST: gl.constexpr,
     SHIFT: gl.constexpr,
 ):
     """Normalise a finished item and write it: row n goes to row `out_row[n]` of the output, times `factor`.
 
-    `d` is the output column of the accumulator's other axis.
+    `d` is the output column of the accumulator's other axis. With `out_scale_ptr`, of the item's first token, the
+    output is rounded to bf16 and quantised with a scale a token, whose rows are all in this item.
     """
     D: gl.constexpr = acc.numel // maximum.shape[0]
     live = gl.arange(0, maximum.shape[0], maximum.type.layout) < LIVE
     nothing = total == 0.0
     inverse = factor / gl.where(nothing, 1.0, total)
     log_sum = gl.where(nothing, float("-inf"), (maximum + gl.log2(total) - SHIFT) / LOG2E)
-    result = (acc * _by_row(inverse, ROWS_FIRST)).to(out_ptr.dtype.element_ty)
+    result = acc * _by_row(inverse, ROWS_FIRST)
+    if out_scale_ptr is not None:
+        result = _quantized(result.to(gl.bfloat16).to(gl.float32), out_scale_ptr, live, LIVE, GROUP, ROWS_FIRST)
+    result = result.to(out_ptr.dtype.element_ty)
     at = _by_row(out_row, ROWS_FIRST) * D + _by_row(d, not ROWS_FIRST)
     gl.store(out_ptr + at, result, mask=_by_row(live, ROWS_FIRST))
     gl.store(lse_ptr + out_row, log_sum, mask=live)

@@ -77,6 +77,7 @@ def _attend(
     stats_ptr,
     counter_ptr,
     out_ptr,
+    out_scale_ptr,
     lse_ptr,
     batch,
     kv_heads,
@@ -189,7 +190,8 @@ def _attend(
                 scale_v = gl.load(v_scale_ptr + head * PER_HEAD)
             on = gl.arange(0, ROWS, o_row)
             out_row = ((row * Q_LEN + on // GROUP) * heads + head * GROUP + on % GROUP).to(gl.int64)
-            write_rows(out_ptr, lse_ptr, out_row, row_maximum, total, acc, scale_v, d, LIVE, True, SHIFT)
+            scales = None if out_scale_ptr is None else out_scale_ptr + row * Q_LEN
+            write_rows(out_ptr, scales, lse_ptr, out_row, row_maximum, total, acc, scale_v, d, LIVE, GROUP, True, SHIFT)
         row, head, first, last, count, left, length = next_piece(
             row, head, left, interval, batch, kv_heads, lens_ptr, window, piece_cost, Q_LEN
         )
@@ -198,7 +200,7 @@ def _attend(
 
 @gluon.jit(
     do_not_specialize=["batch", "kv_heads", "window", "piece_cost", "table_stride"],
-    do_not_specialize_on_alignment=["table_ptr", "lens_ptr", "lse_ptr"],
+    do_not_specialize_on_alignment=["table_ptr", "lens_ptr", "lse_ptr", "out_scale_ptr"],
 )
 def decode_wide_kernel(
     q_ptr,
@@ -214,6 +216,7 @@ def decode_wide_kernel(
     stats_ptr,
     counter_ptr,
     out_ptr,
+    out_scale_ptr,
     lse_ptr,
     batch,
     kv_heads,
@@ -271,6 +274,7 @@ def decode_wide_kernel(
                     stats_ptr,
                     counter_ptr,
                     out_ptr,
+                    out_scale_ptr,
                     lse_ptr,
                     batch,
                     kv_heads,

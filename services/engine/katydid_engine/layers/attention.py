@@ -20,7 +20,7 @@ from katydid_runtime.errors import ModelFolderError
 from torch import Tensor
 
 from katydid_engine.forward_batch import ForwardBatch
-from katydid_engine.layers.activations import Activations
+from katydid_engine.layers.activations import Activations, Fp8Input, QuantizedRows
 from katydid_engine.layers.linear import ColumnLinear, RowLinear
 from katydid_engine.model_config import ModelConfig
 from katydid_engine.weights import Weights
@@ -81,6 +81,14 @@ class Attention:
         self._eps = config.rms_norm_eps
         self._rotated_keys = config.quantization.rotated_keys
         self._scale = config.head_dim**-0.5
+        # A token's heads are in one CTA's hands then, which quantises them for the output product.
+        heads = config.num_heads // weights.size
+        self._quantises = (
+            self._overlap
+            and max(1, config.num_kv_heads // weights.size) == 1
+            and heads & (heads - 1) == 0
+            and self._output.input == Fp8Input()
+        )
 
     def __call__(
         self, x: Activations, table: Tensor, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor
@@ -106,7 +114,43 @@ class Attention:
             q, q_scale = qkv_post_fp8(
                 *operands, **norms, k_scale=self._k_scale, v_scale=self._v_scale, overlap=self._overlap
             )
+        if self._quantises and batch.num_decodes == batch.num_seqs:
+            out = torch.empty_like(q, dtype=torch.float8_e4m3fn)
+            out_scale = torch.empty(len(q), dtype=torch.float32, device=q.device)
+            self._decode(q, q_scale, batch, k_pages, v_pages, out, out_scale)
+            return self._output.in_parts(QuantizedRows(out.flatten(1), out_scale))
         return self._output.in_parts(self._attend(q, q_scale, batch, k_pages, v_pages).flatten(1))
+
+    def _decode(
+        self,
+        q: Tensor,
+        q_scale: Tensor | None,
+        batch: ForwardBatch,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        out: Tensor,
+        out_scale: Tensor | None = None,
+    ) -> None:
+        """Writes the decodes' part of ``out``, of whose rows e4m3 has a scale each."""
+        rows, tokens, plan = batch.num_decodes, batch.num_decode_tokens, batch.attention
+        assert plan is not None
+        shape = (rows, batch.decode_q_len, *q.shape[1:])
+        decode_attention(
+            q[:tokens].view(shape),
+            k_pages,
+            v_pages,
+            batch.block_table[:rows],
+            batch.context_lens[:rows],
+            scale=self._scale,
+            q_scale=None if q_scale is None else q_scale[:tokens].view(shape[:3]),
+            k_scale=self._k_scale,
+            v_scale=self._v_scale,
+            plan=plan.decode,
+            scratch=plan.scratch,
+            overlap=self._overlap and plan.decode is not None,
+            out=out[:tokens].view(shape),
+            out_scale=None if out_scale is None else out_scale.view(shape[:2]),
+        )
 
     def _attend(
         self, q: Tensor, q_scale: Tensor | None, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor
@@ -116,22 +160,7 @@ class Attention:
         assert plan is not None
         out = torch.empty_like(q, dtype=self._dtype)
         if split:
-            shape = (split, batch.decode_q_len, *q.shape[1:])
-            decode_attention(
-                q[:split_tokens].view(shape),
-                k_pages,
-                v_pages,
-                batch.block_table[:split],
-                batch.context_lens[:split],
-                scale=self._scale,
-                q_scale=None if q_scale is None else q_scale[:split_tokens].view(shape[:3]),
-                k_scale=self._k_scale,
-                v_scale=self._v_scale,
-                plan=plan.decode,
-                scratch=plan.scratch,
-                overlap=self._overlap and plan.decode is not None,
-                out=out[:split_tokens].view(shape),
-            )
+            self._decode(q, q_scale, batch, k_pages, v_pages, out)
         if split < batch.num_seqs and plan.sparse is not None and self.sparse:
             scales: _Scales = {
                 "scale": self._scale,
