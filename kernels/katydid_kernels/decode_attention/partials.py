@@ -1,8 +1,8 @@
 """Partial results of pieces, and how the last piece of an item sums them up inside the same launch.
 
-A piece leaves (maximum, sum, output) in one of its CTA's two slots.  The last piece of a group of `FAN` to arrive
-sums the group, the last group the groups: no CTA reads more than `FAN` (or pieces / FAN) partials, and a few round
-trips to L2 combine any number of pieces.  The order is that of the pieces, not of their arrival, so the result is the
+A piece leaves (maximum, sum, output) in one of its CTA's two slots.  The last piece of a group to arrive sums the
+group, the last group the groups.  Up to `FAN` pieces are one group; more are groups of about as many as there are
+groups, since what one CTA reads after the other is what all wait for.  The order is that of the pieces, not of their arrival, so the result is the
 same in every run.  Arrival counters return to zero by themselves, so graph replays need no reset.
 
 Outputs are accumulators of the tensor cores: `[D, ROWS]`, or `[ROWS, D]` where ROWS_FIRST.  A lane's two to four
@@ -164,8 +164,9 @@ def combine_pieces(
     maximum and total are a value a query row, the first LIVE of them real; counter_ptr holds four int32 a CTA.
     """
     origin = gl.program_id(0) - index
-    group = index // FAN * FAN
-    members = gl.minimum(count - group, FAN)
+    fan = gl.where((count > FAN) & (count <= FAN * FAN // 4), FAN // 2, FAN)
+    group = index // fan * fan
+    members = gl.minimum(count - group, fan)
     _store_partial(partial_ptr, stats_ptr, _slot(origin, index), maximum, total, acc, LIVE, ROWS_FIRST)
     done = _arrive(counter_ptr + _slot(origin, group), members)
     if done:
@@ -175,11 +176,11 @@ def combine_pieces(
         if count > FAN:
             gl.thread_barrier()
             _store_partial(partial_ptr, stats_ptr, _slot(origin, group), maximum, total, acc, LIVE, ROWS_FIRST)
-            groups = (count + FAN - 1) // FAN
+            groups = (count + fan - 1) // fan
             done = _arrive(counter_ptr + 2 * gl.num_programs(0) + origin, groups)
             if done:
                 maximum, total, acc = _sum_partials(
-                    partial_ptr, stats_ptr, origin, 0, FAN, groups, maximum, total, acc, LIVE, ROWS_FIRST, UNROLL
+                    partial_ptr, stats_ptr, origin, 0, fan, groups, maximum, total, acc, LIVE, ROWS_FIRST, UNROLL
                 )
     return done, maximum, total, acc
 
