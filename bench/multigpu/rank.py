@@ -59,10 +59,10 @@ class Rank:
         memory = symmetric_peers(groups.tensor.group, size, self.device)  # type: ignore[attr-defined]
         return PeerReducer(memory, hidden, **sizes)
 
-    def share(self, plan: ParallelPlan, groups: RankGroups, *, drafts: int = 0, micro_batches: int = 1) -> Share:
-        config = cut_hy3(self.layers, mtp=drafts > 0, dry=self.dry)
+    def share(self, plan: ParallelPlan, groups: RankGroups, *, micro_batches: int = 1, skewed: bool = False) -> Share:
+        config = cut_hy3(self.layers, dry=self.dry)
         peers = self.peers(plan, groups, config.hidden_size, CHUNK)
-        return build_share(config, plan, groups, self.device, peers, micro_batches=micro_batches)
+        return build_share(config, plan, groups, self.device, peers, micro_batches=micro_batches, skewed=skewed)
 
     def seconds(self, call: Callable[[], object], repeats: int) -> list[float]:
         """Of each call, after two that are not counted; every rank is done before the next begins."""
@@ -198,36 +198,43 @@ class Rank:
         seen = 100 * (took["together", 2] - took["alone", 2]) / sent
         self.note(f"overlap, {plan}, {tokens} tokens a rank: of the time for sending, seen with two", seen, "%", 15.0)
 
-    def rebalance(self, plan: ParallelPlan, groups: RankGroups, batch: int, context: int) -> None:
-        model = self.share(plan, groups).model
-        each = -(-(context + 1) // 64)
-        runs = [
-            TokenRun([7 + number % 400], context, list(range(index * each, (index + 1) * each)))
-            for index, number in enumerate(range(plan.place(self.rank).dp, batch, plan.dp))
-        ]
-        own = ForwardBatch.pack(runs, num_decodes=len(runs), device=self.device)
-        cache = model.new_kv_cache(len(runs) * each)
-        balancer = Rebalancer(model.dispatched, groups.movers, interval=40)
-        lockstep = Lockstep(groups.step, model.take_part, balancer)
-        model.before_pass = lockstep.enter
-        still: list[float] = []
-        moving: list[float] = []
-        for _ in range(400):
-            under_way = balancer.state.layers_moved < balancer.state.layers
-            self.meet()
+    def rebalance(self, plan: ParallelPlan, groups: RankGroups, batch: int, context: int, steps: int) -> None:
+        """Decodes with routing as uneven as a trained model's; each step is told by what was under way in it."""
+        share = self.share(plan, groups, skewed=True)
+        rows = max(1, batch // plan.dp)
+        runs = steps_of(share, rows * (context + steps + 64), ahead=False)
+        if not self.dry:
+            runs.capture(rows, context + steps + 64)
+        balancer = Rebalancer(share.model.dispatched, groups.movers, interval=steps // 4)
+        share.model.before_pass = Lockstep(groups.step, share.model.take_part, balancer).enter
+        decoding = Decoding(runs, rows, context)
+        took: dict[str, list[float]] = {"still": [], "moving": [], "planning": []}
+        for _ in range(steps):
+            before = balancer.state
             started = time.perf_counter()
-            model.forward(own, cache)
-            self.meet()
-            (moving if under_way else still).append(time.perf_counter() - started)
-        del still[:5]
-        finished = balancer.state.finished
-        self.note(f"rebalance, {plan}: rebalancings that moved something", finished, "", 1, most=False)
-        if moving:
-            usual, worst = float(np.median(still)), float(np.max(moving))
-            self.note(f"rebalance, {plan}: the usual step, {self.layers} layers, eager", 1e3 * usual, "ms")
-            self.note(f"rebalance, {plan}: longest step more than the usual one", 1e3 * (worst - usual), "ms", 5.0)
-            jitter = 100 * (float(np.median(moving)) / usual - 1)
-            self.note(f"rebalance, {plan}: median step while experts move, against the usual one", jitter, "%", 5.0)
+            decoding.step()
+            seconds = self.slowest(time.perf_counter() - started)
+            begun = before.layers_moved == before.layers and balancer.state.layers_moved < balancer.state.layers
+            kind = "planning" if begun else "still" if before.layers_moved == before.layers else "moving"
+            took[kind].append(seconds)
+        decoding.end()
+        state = balancer.state
+        name = f"rebalance, {plan}, {batch} requests"
+        self.note(f"{name}: rebalancings that moved something", state.finished, "", 1, most=False)
+        self.note(f"{name}: given up", state.abandoned, "", 0)
+        self.note(f"{name}: load of the busiest rank over the mean at last", state.imbalance, "")
+        still = took["still"][len(took["still"]) // 10 :]
+        usual = float(np.median(still))
+        self.note(f"{name}: the usual step, {self.layers} layers", 1e3 * usual, "ms")
+        self.note(f"{name}: longest step without moves more than the usual one", 1e3 * (max(still) - usual), "ms")
+        if took["moving"]:
+            jitter = 100 * (float(np.median(took["moving"])) / usual - 1)
+            self.note(f"{name}: steps with moves", len(took["moving"]), "")
+            self.note(f"{name}: their median, more than the usual step", jitter, "%", 5.0)
+        for kind in ("planning", "moving"):
+            if took[kind]:
+                stall = float(np.max(took[kind])) - usual
+                self.note(f"{name}: longest step while {kind} more than the usual one", 1e3 * stall, "ms", 5.0)
 
 
 def main() -> None:

@@ -9,17 +9,19 @@ Parts (``--parts`` for some of them):
     serve      layers of Hy3 at full width behind the engine's runner: prompts of TP, TP+SP and TP+SP+EP; decode steps
                of TP and of DP+EP by batch, as graphs, with sampling and drafts
     overlap    what rows to experts and back add to a pass of DP+EP in one part, and in two
-    rebalance  step times of DP+EP while redundant experts move, and while they do not
+    rebalance  steps of DP+EP decodes, as graphs, while redundant experts move, and while they do not
+    hand-off   prompts that an engine on one GPU computes and one on another continues, through the cache service
+    lost       engines whose rank is killed or stopped while requests are open, and their next start
 
 A job that fails or makes no progress is told in a row of its own, and the ranks start anew with the next. Reductions
-and exchanges alone: ``bench/kernels/allreduce.py``. Lost ranks and hand-off: ``pytest -m soak
-tests/engine/test_engine_ranks.py`` and ``tests/engine/test_hand_off.py``.
+and exchanges alone: ``bench/kernels/allreduce.py``.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import signal
@@ -32,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("correct", "serve", "overlap", "rebalance")
+PARTS = ("correct", "serve", "overlap", "rebalance", "hand-off", "lost")
 Job = dict[str, Any]
 Rows = list[dict[str, Any]]
 
@@ -59,7 +61,8 @@ def jobs(gpus: int, parts: list[str], lengths: list[int], batches: list[int], *,
     if "overlap" in parts:
         made += [{"part": "overlap", "plan": dp, "tokens": tokens} for tokens in ([64] if dry else [8192, 2048])]
     if "rebalance" in parts:
-        made.append({"part": "rebalance", "plan": f"{dp}+{gpus}", "batch": 2 if dry else 64, "context": 64})
+        traffic = {"batch": 4, "context": 64, "steps": 120} if dry else {"batch": 64, "context": 4096, "steps": 800}
+        made.append({"part": "rebalance", "plan": f"{dp}+{gpus}", **traffic})
     return made
 
 
@@ -123,6 +126,18 @@ def _missing(job: Job, why: str, *, met: bool | None) -> dict[str, Any]:
     return {"figure": figure, "value": None, "unit": "", "bar": None, "met": met}
 
 
+def engines(gpus: int, parts: list[str], *, dry: bool) -> Iterator[Rows]:
+    """Rows of the parts whose engines are processes, with a cache service beside them."""
+    if not {"hand-off", "lost"} & set(parts):
+        return
+    sys.path.insert(0, str(ROOT))
+    from engines import hand_off, lost
+
+    for part, rows_of in (("hand-off", hand_off), ("lost", lost)):
+        if part in parts:
+            yield from rows_of(gpus, dry=dry)
+
+
 def write(path: Path, rows: Rows, origin: dict[str, Any]) -> None:
     """Rows of the same parts are replaced, others' stay."""
     parts = {row["figure"].split()[0].rstrip(",") for row in rows}
@@ -170,7 +185,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
     rows: Rows = []
     work = {"layers": options.layers, "dry": options.dry}
-    for told in carry_out(options.gpus, work, todo, options.patience, until):
+    ranks = carry_out(options.gpus, work, todo, options.patience, until)
+    for told in itertools.chain(ranks, engines(options.gpus, options.parts, dry=options.dry)):
         rows += told
         for row in told:
             print(f"{row['figure']}: {row['value']} {row['unit']} (bar {row['bar']}, met {row['met']})", flush=True)

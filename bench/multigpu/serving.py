@@ -15,8 +15,9 @@ from katydid_engine.parallel import ParallelPlan
 from katydid_engine.planning.known_models import KNOWN_MODELS
 from katydid_engine.quantization import Scheme
 from katydid_engine.rank_groups import RankGroups
+from katydid_engine.rank_slice.skewed_routing import SkewedRouting
 from katydid_engine.rank_slice.steps import SliceSteps
-from katydid_engine.rank_slice.synthetic_weights import SyntheticWeights
+from katydid_engine.rank_slice.synthetic_weights import DEVIATION, SyntheticWeights
 
 __all__ = ["Share", "build_share", "cut_hy3", "steps_of"]
 
@@ -56,12 +57,18 @@ def build_share(
     peers: RankPeers | None,
     *,
     micro_batches: int = 1,
+    skewed: bool = False,
 ) -> Share:
-    """e4m3 weights and pages on a GPU; fp32 on a CPU."""
+    """e4m3 weights and pages on a GPU; fp32 on a CPU. Experts are chosen evenly or, skewed, as a trained model does."""
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
+    assert config.moe is not None
     weights = SyntheticWeights(
-        device, dtype, Scheme.FP8 if on_gpu else Scheme.NONE, pool=1 << 26 if on_gpu else 1 << 20
+        device,
+        dtype,
+        Scheme.FP8 if on_gpu else Scheme.NONE,
+        pool=1 << 26 if on_gpu else 1 << 20,
+        bias=SkewedRouting(config.moe.top_k, DEVIATION * config.hidden_size**0.5) if skewed else None,
     )
     model = build_model(
         replace(config, quantization=weights.quantization),
@@ -78,5 +85,5 @@ def build_share(
     return Share(model, groups.tensor)
 
 
-def steps_of(share: Share, tokens: int, drafts: int = 0) -> SliceSteps:
-    return SliceSteps(share, tokens, drafts=drafts, ahead=True)  # type: ignore[arg-type]
+def steps_of(share: Share, tokens: int, drafts: int = 0, *, ahead: bool = True) -> SliceSteps:
+    return SliceSteps(share, tokens, drafts=drafts, ahead=ahead)  # type: ignore[arg-type]
