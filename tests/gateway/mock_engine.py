@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 import uuid
 from array import array
@@ -227,6 +228,8 @@ class MockEngine(EngineServiceServicer):
         options = self.options
         delay = options.queue_s + options.lookup_s + options.fetch_s + options.prefill_s + options.handover_s
         now = time.monotonic()
+        if message.fetch_only:
+            delay = math.inf  # its blocks never come: somebody else must end it
         session.running[message.request] = _Running(
             message,
             received,

@@ -16,6 +16,7 @@ from katydid_gateway.routing.pairs import after_hand_off
 from katydid_gateway.routing.router import Router
 from katydid_gateway.routing.tier_index import CacheTier
 
+from tests.gateway.mock_options import MockOptions
 from tests.gateway.rig import Rig, rig, until
 from tests.gateway.test_resume import seeded, texts
 from tests.gateway.test_router import SPEED, conversation, prompt
@@ -65,6 +66,48 @@ def test_an_answer_is_the_same_over_two_engines(chatml: Path, choices: int, tmp_
     spans = [json.loads(line)["name"] for line in trace.read_text().splitlines()]
     assert spans.count("gateway.hand_off") == choices
     assert "gateway.resume" not in spans
+
+
+def test_the_second_engine_fetches_while_the_first_computes(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        giver, taker = built.engines
+        short = await built.events(**ASKED)
+        assert not any(message.fetch_only for message in taker.submitted)
+        giver.options.prefill_s = 0.2
+        long = {**ASKED, "messages": [{"role": "user", "content": "hello there " * 2000}]}
+        answering = asyncio.create_task(built.events(**long))
+        await until(lambda: taker.in_flight == 1)
+        fetch, prompts = taker.submitted[-1], giver.submitted[-1]
+        assert fetch.fetch_only
+        assert (fetch.prompt_ids, fetch.cache_salt, fetch.generated_ids) == (
+            prompts.prompt_ids,
+            prompts.cache_salt,
+            b"",
+        )
+        assert fetch.blocks_within.seconds > 10
+        assert not prompts.HasField("blocks_within")
+        assert (await answering)[-2]["usage"]["completion_tokens"] == 40
+        assert taker.aborted == [fetch.request]
+        goes_on = taker.submitted[-1]
+        assert (len(goes_on.generated_ids), goes_on.fetch_only) == (4, False)
+        # Its last blocks may be on their way to the cache still.
+        assert 0 < goes_on.blocks_within.ToNanoseconds() <= 2e9
+        assert short[-2]["usage"]["completion_tokens"] == 40
+
+    run(chatml, scenario, [PREFILL, DECODE], options=MockOptions(kv_cache_attached=True))
+
+
+def test_a_fetch_ends_with_its_request(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        giver, taker = built.engines
+        giver.options.prefill_s = 60
+        long = {**ASKED, "messages": [{"role": "user", "content": "hello there " * 2000}]}
+        answering = asyncio.create_task(built.events(**long))
+        await until(lambda: taker.in_flight == 1)
+        answering.cancel()
+        await until(lambda: not taker.in_flight and not giver.in_flight)
+
+    run(chatml, scenario, [PREFILL, DECODE], options=MockOptions(kv_cache_attached=True))
 
 
 def test_what_ends_with_its_first_token_goes_nowhere_else(chatml: Path) -> None:

@@ -359,6 +359,9 @@ class Answer:
     def _land(self, flight: Flight) -> None:
         """Hear no more of a flight; what the engine has not ended of it is aborted."""
         self._flights.discard(flight)
+        follower, flight.follower = flight.follower, None
+        if follower is not None:
+            follower.abort()
         dispatch, flight.dispatch = flight.dispatch, None
         if dispatch is not None:
             self._dispatcher.ended(dispatch)

@@ -21,17 +21,18 @@ from katydid_runtime.telemetry import Span
 
 from katydid_gateway.engines.engine_session import EngineListener, EngineSession
 from katydid_gateway.engines.fleet import Fleet
-from katydid_gateway.engines.frames import EngineTrace
+from katydid_gateway.engines.frames import EngineTrace, RequestStep
 from katydid_gateway.engines.submission import Submission
 from katydid_gateway.flow.retries import RetryBudget
 from katydid_gateway.gateway_metrics import GatewayMetrics
 from katydid_gateway.requests import CachedTokens
 from katydid_gateway.routing.breaker import FAILURES
 from katydid_gateway.routing.drift import CacheDrift
+from katydid_gateway.routing.pairs import last_blocks_s, worth_following
 from katydid_gateway.routing.router import Candidate, Decision, RoutedPrompt
 from katydid_gateway.routing.tier_index import CacheTier
 
-__all__ = ["Dispatch", "Dispatcher"]
+__all__ = ["Dispatch", "Dispatcher", "Follower"]
 
 _TIERS = {"memory": CacheTier.MEMORY, "disk": CacheTier.DISK, "shared": CacheTier.SHARED}
 
@@ -53,6 +54,24 @@ class Dispatch:
 
     def abort(self) -> None:
         self.session.abort(self.number)
+
+
+class Follower:
+    """A fetch on the engine that will go on with a prompt: the fetch ends when that engine has all, or is told to."""
+
+    def __init__(self, session: EngineSession, submission: Submission, rank: int, timeout_s: float) -> None:
+        self._session = session
+        self._number = session.submit(submission, self, rank, timeout_s, None)
+
+    def abort(self) -> None:
+        self._session.abort(self._number)
+
+    def on_step(self, step: RequestStep, arrived_ns: int) -> bool:  # noqa: ARG002
+        """See EngineListener: whatever became of it, the request itself is none the worse."""
+        return bool(step.finishes)
+
+    def on_lost(self, error: KatydidError) -> None:
+        """See EngineListener."""
 
 
 class Dispatcher:
@@ -101,6 +120,30 @@ class Dispatcher:
         self._metrics.routed.labels(candidate.holder.engine).inc()
         self._metrics.index_bytes.set(self._router.size_bytes)
         return Dispatch(session, number, candidate, book)
+
+    def follow(
+        self, prompt: RoutedPrompt, submission: Submission, candidate: Candidate, timeout_s: float
+    ) -> Follower | None:
+        """Lets the candidate's partner fetch the prompt while it is computed; None where that gains nothing."""
+        partner = candidate.partner
+        if partner is None or submission.options.bypass_cache:
+            return None
+        giver, taker = (self._router.engines[name] for name in (candidate.holder.engine, partner.engine))
+        if not worth_following(giver, taker, len(prompt.chain), candidate.partner_blocks):
+            return None
+        try:
+            session = self._fleet.session(partner.engine)
+            return Follower(session, submission.blocks_only(timeout_s), partner.rank, timeout_s)
+        except UnavailableError:
+            return None
+
+    def last_blocks_s(self, prompt: RoutedPrompt, candidate: Candidate, giver: str) -> float:
+        """How long an engine that goes on with what `giver` has computed waits for the last of its blocks."""
+        holder, known = candidate.holder, self._router.engines.get(giver)
+        if known is None:
+            return 0.0
+        rank = self._router.engines[holder.engine].ranks[holder.rank]
+        return last_blocks_s(known, rank, prompt.tokens, candidate.prediction.device_blocks)
 
     def first_token(self, dispatch: Dispatch, cached: CachedTokens, trace: EngineTrace) -> None:
         """The engine said what it found in caches: learn from it."""

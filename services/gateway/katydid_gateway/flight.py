@@ -8,7 +8,7 @@ from typing import Protocol
 
 from katydid_runtime.errors import KatydidError
 
-from katydid_gateway.dispatch import Dispatch
+from katydid_gateway.dispatch import Dispatch, Follower
 from katydid_gateway.engines.frames import RequestStep
 
 __all__ = ["Flight", "FlightListener", "Part"]
@@ -36,7 +36,8 @@ class Flight:
 
     `choices[i]` is the answer's number of the engine's choice i; `attempt` counts the engines they were sent to.
     `dispatch` is None before it is sent and after its end. With `hands_off` its engine computes the prompt and first
-    tokens alone; `giver` is the engine that did so for a part, "" where an engine was lost.
+    tokens alone, which a `follower` fetches meanwhile; `giver` is the engine that did so for a part, "" where an engine
+    was lost.
     """
 
     listener: FlightListener
@@ -46,6 +47,7 @@ class Flight:
     giver: str = ""
     hands_off: bool = False
     dispatch: Dispatch | None = None
+    follower: Follower | None = None
     running: set[int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from katydid_runtime.telemetry import Telemetry
 
@@ -74,9 +75,12 @@ class Sender:
     def _dispatch(self, prepared: Prepared, candidate: Candidate, flight: Flight) -> Dispatch:
         submission = prepared.submission
         flight.hands_off = candidate.partner is not None and submission.sampling.max_tokens > 1
-        if flight.hands_off:
-            submission = submission.prompt_only()
-        return self._dispatcher.send(prepared.routed(), submission, candidate, flight, prepared.timeout_s)
+        routed, timeout_s = prepared.routed(), prepared.timeout_s
+        if not flight.hands_off:
+            return self._dispatcher.send(routed, submission, candidate, flight, timeout_s)
+        dispatch = self._dispatcher.send(routed, submission.prompt_only(), candidate, flight, timeout_s)
+        flight.follower = self._dispatcher.follow(routed, submission, candidate, timeout_s)
+        return dispatch
 
     def _resume(
         self, prepared: Prepared, flight: Flight, part: Part, failed: set[str], clock: RequestClock
@@ -91,6 +95,9 @@ class Sender:
             routed = self._hashes.routed(whole, options.prompt_cache_key, salt, bypass=options.bypass_cache)
             candidate = self._dispatcher.decide(routed, span, failed, after=flight.giver)
             span.set_all({"resume.choice": part.choice, "resume.generated_tokens": len(part.generated) // 4})
+            if flight.giver:
+                last_s = self._dispatcher.last_blocks_s(routed, candidate, flight.giver)
+                submission = replace(submission, blocks_within_s=last_s)
             dispatch = self._dispatcher.send(routed, submission, candidate, flight, prepared.timeout_s)
         clock.moved(dispatch.engine)
         return dispatch

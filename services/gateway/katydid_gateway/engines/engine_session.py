@@ -105,9 +105,10 @@ class EngineSession:
         listener: EngineListener,
         dp_rank: int,
         timeout_s: float,
-        expected_s: float = 0.0,
+        expected_s: float | None = 0.0,
     ) -> int:
-        """Send a request whose first token is expected after `expected_s`; returns its number in the session.
+        """Send a request whose first token is expected after `expected_s`, None where none is; returns its number in
+        the session.
 
         Raises UnavailableError when the stream is down.
         """
@@ -117,7 +118,8 @@ class EngineSession:
         request = submission.message(number, dp_rank, timeout_s)
         self._listeners[number] = listener
         grammar_s = GRAMMAR_S if submission.sampling.format is not None else 0.0
-        self._progress.sent(number, expected_s + grammar_s, time.monotonic())
+        if expected_s is not None:
+            self._progress.sent(number, expected_s + grammar_s, time.monotonic())
         self._outbound.put_nowait(request)
         return number
 

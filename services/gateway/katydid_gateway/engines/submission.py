@@ -33,11 +33,18 @@ class Submission:
     tenant: bytes = b""
     generated_ids: bytes = b""
     hold_s: float = 0.0
+    blocks_within_s: float = 0.0
+    fetch_only: bool = False
 
     def prompt_only(self) -> Self:
         """The same request up to its first tokens, its blocks kept until another engine has fetched them."""
         sampling = replace(self.sampling, max_tokens=1, min_tokens=min(1, self.sampling.min_tokens))
         return replace(self, sampling=sampling, hold_s=HOLD_S)
+
+    def blocks_only(self, within_s: float) -> Self:
+        """The fetch of its prompt's blocks, as another engine computes them; no token comes of it."""
+        sampling = Sampling(seed=0, max_tokens=1)
+        return replace(self, sampling=sampling, blocks_within_s=within_s, fetch_only=True)
 
     def continued(self, choice: int, generated_ids: bytes) -> Self:
         """The same request for one of its choices alone, after what it has said already (packed ids)."""
@@ -67,11 +74,14 @@ class Submission:
             allow_sparse_prefill=self.options.allow_sparse_prefill,
             tenant=self.tenant,
             bypass_cache=self.options.bypass_cache,
+            fetch_only=self.fetch_only,
         )
         message.MergeFrom(rest)
         message.timeout.CopyFrom(to_duration(max(_SHORTEST_TIMEOUT_S, timeout_s)))
         if self.hold_s:
             message.hold.CopyFrom(to_duration(self.hold_s))
+        if self.blocks_within_s:
+            message.blocks_within.CopyFrom(to_duration(self.blocks_within_s))
         if self.trace is not None:
             message.traceparent = self.trace.traceparent
             message.tracestate = self.trace.tracestate

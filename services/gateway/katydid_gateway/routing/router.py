@@ -54,7 +54,8 @@ class RoutedPrompt:
 class Candidate:
     """One rank with the terms of its prediction; `home` is its place in the prefix's ranking, 0 for the home.
 
-    With a `partner` it computes the prompt alone, and the partner needs `hand_off_s` to go on from there.
+    With a `partner` it computes the prompt alone, and the partner needs `hand_off_s` to go on from there: it holds
+    `partner_blocks` of the prompt now.
     """
 
     holder: Holder
@@ -64,6 +65,7 @@ class Candidate:
     excluded: str = ""
     partner: Holder | None = None
     hand_off_s: float = 0.0
+    partner_blocks: int = 0
     fresh: bool = False
 
     @property
@@ -239,11 +241,11 @@ class Router:
                 holder = Holder(engine.name, number)
                 depth = terms[holder].device_blocks
                 after = after_hand_off(giver, engine, rank, prompt.tokens, len(prompt.chain), depth, self.speeds)
-                partners.append((after.ttft_s, holder))
+                partners.append((after.ttft_s, holder, depth))
         if not partners:
             return replace(candidate, excluded="no engine could go on from its prompts")
-        hand_off_s, partner = min(partners)
-        return replace(candidate, partner=partner, hand_off_s=hand_off_s)
+        hand_off_s, partner, blocks = min(partners)
+        return replace(candidate, partner=partner, hand_off_s=hand_off_s, partner_blocks=blocks)
 
     def _boundary(self, prompt: RoutedPrompt, able: Sequence[Candidate], now: float) -> Boundary | None:
         if not prompt.chain:
