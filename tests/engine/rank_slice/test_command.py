@@ -16,13 +16,28 @@ BUILD = ["--model", MODEL, "--plan", "tp2", "--device", "cpu"]
 
 def test_slice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "slice.json"
-    words = ["--prefill", "128", "--chunk", "64", "--batch", "1,2", "--context", "64", "--repeats", "2"]
+    words = [
+        "--prefill",
+        "128",
+        "--chunk",
+        "64",
+        "--batch",
+        "1,2",
+        "--context",
+        "64",
+        "--repeats",
+        "2",
+        "--drafts",
+        "0,1",
+    ]
     assert main(["slice", *BUILD, *words, "--routing", "skewed", "--json", str(path)]) == 0
     record = json.loads(path.read_text())
     assert [row["figure"].split(": ")[1] for row in record["rows"]] == [
         "prefill of 128 tokens in chunks of 64",
         "decode of 1 at 64",
         "decode of 2 at 64",
+        "decode of 1 at 64, 1 drafts",
+        "decode of 2 at 64, 1 drafts",
     ]
     assert record["routing"] == "skewed"
     assert all(row["value"] > row["floor"] > 0 for row in record["rows"])
@@ -51,6 +66,7 @@ def test_workload_by_step_times(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["slice", *BUILD, "--batch", "1,2", "--context", "1,2,3"], "context '1,2,3': expected one length, or one for"),
         (["slice", *BUILD, "--prefill", "1M"], "1048576 tokens: the model has 16384 positions"),
         (["slice", *BUILD, "--rank", "2"], "rank=2, expected 0 to 1"),
+        (["slice", *BUILD, "--drafts", "1,9"], "drafts '1,9': expected 0 to 3, or several of them"),
         (["slice", *BUILD, "--prefill", "", "--sparse-budget", "2"], "budget is 2.0"),
         (["slice", "--plan", "tp2x"], "parallel plan 'tp2x'"),
         (["workload", "--step-times", "/no/such/file"], "step_times: /no/such/file has none"),

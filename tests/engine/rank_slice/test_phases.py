@@ -17,6 +17,17 @@ LAYER = (
     ("_quantize_fp8_kernel", "output projection"),
     ("narrow_gemm_kernel", "output projection"),
 )
+FEW_ROWS = (
+    ("_add_rms_norm_quantize_kernel", "norms"),
+    ("_linear_few_kernel", "qkv"),
+    ("qkv_post_kernel", "qkv post"),
+    ("decode_hopper_kernel", "attention"),
+    ("_linear_few_kernel", "output projection"),
+    ("_add_rms_norm_quantize_kernel", "norms"),
+    ("_linear_few_kernel", "dense layers"),
+    ("_swiglu_quantize_kernel", "dense layers"),
+    ("_linear_few_kernel", "dense layers"),
+)
 DENSE = (
     ("_add_rms_norm_quantize_kernel", "norms"),
     ("narrow_gemm_kernel", "dense layers"),
@@ -59,6 +70,7 @@ STEP = (
     ("_decode_plan_kernel", "attention"),
     *LAYER,
     *DENSE,
+    *FEW_ROWS,
     *LAYER,
     *SPARSE,
     *LAYER,

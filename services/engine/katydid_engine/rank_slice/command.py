@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from katydid_runtime.errors import SettingsError
 
+from katydid_engine.draft_depth import MAX_DRAFTS
 from katydid_engine.model_config import ModelConfig, read_model_config
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.planning.known_models import KNOWN_MODELS
@@ -42,6 +43,7 @@ class SliceBench:
         sparse: how the latter are computed.
         chunk: tokens of a prompt that a step computes.
         batches, contexts: of each decode step, one context a batch.
+        drafts: numbers of them that such steps make and verify, one after the other.
         graphs: whether decode steps are captured; on a GPU alone.
         agreement: share of drafts that count as right in captured steps.
     """
@@ -52,6 +54,7 @@ class SliceBench:
     chunk: int
     batches: Sequence[int]
     contexts: Sequence[int]
+    drafts: Sequence[int]
     repeats: int
     phases: bool
     graphs: bool
@@ -88,7 +91,7 @@ def add_slice_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk", default="16K", help="tokens of a prompt in one step")
     parser.add_argument("--batch", default="1,16,64", help="sequences of decode steps; empty for none")
     parser.add_argument("--context", default="8K,4K,4K", help="tokens behind them: one for all, or one a batch")
-    parser.add_argument("--drafts", type=int, default=0, help="tokens that the draft layer adds to a decode step")
+    parser.add_argument("--drafts", default="0", help="tokens that the draft layer adds to a decode step: 1, or 0,1,2")
     parser.add_argument("--agreement", type=float, default=0.7, help="share of drafts that count as right")
     parser.add_argument("--repeats", type=int, default=20, help="decode steps that are timed; prompts: a tenth")
     parser.add_argument("--no-phases", action="store_true", help="do not profile where the time goes")
@@ -97,12 +100,13 @@ def add_slice_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_slice(arguments: argparse.Namespace) -> dict[str, Any]:
     """Raises SettingsError for what cannot be built or measured, before anything is."""
-    options = options_of(arguments, drafts=arguments.drafts, most_tokens=_chunk(arguments))
-    bench = _bench(arguments, options)
+    drafts = _drafts(arguments)
+    options = options_of(arguments, drafts=max(drafts), most_tokens=_chunk(arguments))
+    bench = _bench(arguments, options, drafts)
     started = time.perf_counter()
     rank_slice = build_slice(options)
     rank_slice.model.use_sparse_prefill(bench.sparse)
-    steps = SliceSteps(rank_slice, bench.tokens, drafts=arguments.drafts)
+    steps = SliceSteps(rank_slice, bench.tokens, drafts=max(drafts))
     print(f"built in {time.perf_counter() - started:.1f} s", flush=True)
     record: dict[str, Any] = {**origin(rank_slice), "rows": []}
     for figure in _figures(steps, bench):
@@ -137,7 +141,7 @@ def options_of(arguments: argparse.Namespace, *, drafts: int = 0, most_tokens: i
     )
 
 
-def _bench(arguments: argparse.Namespace, options: SliceOptions) -> SliceBench:
+def _bench(arguments: argparse.Namespace, options: SliceOptions, drafts: Sequence[int]) -> SliceBench:
     batches = parse_lengths("batch", arguments.batch)
     contexts = parse_lengths("context", arguments.context) if batches else []
     if len(contexts) == 1:
@@ -166,11 +170,25 @@ def _bench(arguments: argparse.Namespace, options: SliceOptions) -> SliceBench:
         _chunk(arguments),
         batches,
         contexts,
+        drafts,
         arguments.repeats,
         phases=on_gpu and not arguments.no_phases,
         graphs=on_gpu and not arguments.no_graphs,
         agreement=arguments.agreement,
     )
+
+
+def _drafts(arguments: argparse.Namespace) -> list[int]:
+    try:
+        drafts = [int(part) for part in str(arguments.drafts).split(",")]
+    except ValueError:
+        drafts = []
+    if not drafts or not all(0 <= depth <= MAX_DRAFTS for depth in drafts):
+        allowed = f"0 to {MAX_DRAFTS}, or several of them: 0,1"
+        raise SettingsError(
+            f"drafts {arguments.drafts!r}: expected {allowed}", field="drafts", value=arguments.drafts, allowed=allowed
+        )
+    return drafts
 
 
 def _chunk(arguments: argparse.Namespace) -> int:
@@ -202,12 +220,16 @@ def _figures(steps: SliceSteps, bench: SliceBench) -> Iterator[Figure]:
     if not bench.batches:
         return
     cases = list(zip(bench.batches, bench.contexts, strict=True))
-    traffic = [step_traffic(steps, batch, context, links) for batch, context in cases]
+    traffic: dict[tuple[int, int, int], dict[str, dict[str, float]]] = {}
+    for steps.drafts in bench.drafts:
+        traffic |= {(steps.drafts, *case): step_traffic(steps, *case, links) for case in cases}
     if bench.graphs:
-        agreement = bench.agreement if steps.drafts else None
-        steps.capture(max(bench.batches), max(bench.contexts) + _MORE_TOKENS, agreement=agreement)
-    for (batch, context), sent in zip(cases, traffic, strict=True):
-        yield measure_step(steps, batch, context, sent, repeats=bench.repeats, phases=bench.phases)
+        longest, agreement = max(bench.contexts) + _MORE_TOKENS, bench.agreement if max(bench.drafts) else None
+        steps.capture_batches(bench.batches, longest, bench.drafts, agreement)
+    for steps.drafts in bench.drafts:
+        for case in cases:
+            sent = traffic[steps.drafts, *case]
+            yield measure_step(steps, *case, sent, repeats=bench.repeats, phases=bench.phases)
 
 
 def _config(model: str) -> ModelConfig:

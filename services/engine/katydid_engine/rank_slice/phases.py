@@ -42,7 +42,7 @@ _PLACES = (
     # Rows on their way to other ranks.
     ("exchange", r"two_shot|lamport|^(all_gather|reduce_scatter)_kernel|^_(route|scatter|split|join|gather)_kernel"),
 )
-_PRODUCT = re.compile(r"gemm|w4a8|swiglu|quantize|nvjet|cutlass|xmma|splitK|cublas", re.IGNORECASE)
+_PRODUCT = re.compile(r"gemm|w4a8|swiglu|quantize|linear_few|nvjet|cutlass|xmma|splitK|cublas", re.IGNORECASE)
 # What products are that come after a kernel of such a place.
 _AFTER = {
     "attention": "output projection",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Sequence
 
 import torch
 
@@ -25,8 +26,11 @@ class SliceSteps:
     """A runner with pages for ``tokens`` tokens; sequences get numbers and pages of their own from here.
 
     Args:
-        drafts: made and verified in every decode step; the slice must have a draft layer then.
+        drafts: most that a decode step makes and verifies; the slice must have a draft layer then.
         ahead: whether a step is launched before the one before it is over; by default on the first rank of a TP group.
+
+    Attributes:
+        drafts: made and verified in every decode step that begins from now on.
     """
 
     def __init__(self, rank_slice: RankSlice, tokens: int, *, drafts: int = 0, ahead: bool | None = None) -> None:
@@ -45,11 +49,22 @@ class SliceSteps:
         """Decode steps of up to ``rows`` sequences of up to ``tokens`` tokens are graphs from now on; ``agreement`` is
         the share of drafts that count as right, for these weights predict nothing; with ``chunks`` also passes with a
         chunk of a prompt beside the decodes."""
-        pieces, depths = Captured(), (self.drafts,)
+        pieces, depths = Captured(), {0, self.drafts}
         steps = self.runner.use_decode_steps(pieces, rows=rows, tokens=tokens, depths=depths, agreement=agreement)
         steps.prepare()
         if chunks:
             self.runner.use_chunk_steps(pieces, rows=rows, tokens=tokens, depths=depths).prepare()
+
+    def capture_batches(
+        self, batches: Sequence[int], tokens: int, depths: Sequence[int], agreement: float | None = None
+    ) -> None:
+        """As ``capture``, of steps of so many sequences with so many drafts alone."""
+        widths = {0, *depths}
+        steps = self.runner.use_decode_steps(
+            Captured(), rows=max(batches), tokens=tokens, depths=widths, agreement=agreement
+        )
+        found = {steps.bucket(batch, 1 + depth) for batch in batches for depth in widths}
+        steps.prepare(sorted((bucket for bucket in found if bucket), key=lambda bucket: -bucket.tokens))
 
     def prefill(self, tokens: int, chunk: int, *, sparse: bool = False) -> float:
         """Seconds from an empty sequence to the token that follows its prompt, computed ``chunk`` tokens at a time."""
