@@ -74,7 +74,7 @@ def _side_by_side(calls: list[Callable[[], Rows]]) -> Iterator[Rows]:
 
 def _lose(plan: str, rank: int, how: signal.Signals, *, dry: bool) -> Rows:
     name = f"lost, {plan}, {how.name} of rank {rank}"
-    options = ["--plan", plan, "--kv-pages", "256", "--max-sequences", "8", "--rank-timeout-s", "5"]
+    options = ["--plan", plan, "--kv-pages", "256", "--max-sequences", "8", "--rank-timeout-s", "5", "--mtp", "0"]
     options += [] if dry else ["--device", "cuda", "--dtype", "bfloat16", "--max-batch-tokens", "2048"]
     with tempfile.TemporaryDirectory() as folder:
         try:
