@@ -1,4 +1,5 @@
-"""Ranks that share experts decode over tensors that never move, in room that they agree on: one rank's tokens."""
+"""Ranks decode over tensors that never move: those that share experts in room that they agree on, those that share the
+vocabulary sample where the logits are; one rank's tokens all the same."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from katydid_engine import decode_steps
 from katydid_engine.collectives import SingleRank
+from katydid_engine.decode_buffers import Bucket
 from katydid_engine.decode_steps import Uncaptured
 from katydid_engine.loader import load_model
 from katydid_engine.lockstep import Lockstep
@@ -99,3 +102,67 @@ def test_ranks_with_more_and_fewer_rows_and_none(folder: Path) -> None:
     found = on_ranks(4, work)
     assert {number: tokens for own, _ in found for number, tokens in own.items()} == alone.tokens
     assert [graphs for _, graphs in found] == [STEPS, STEPS, 0, STEPS]
+
+
+HOW = (
+    [Sampling(seed=row, temperature=row / 4, ignore_eos=True) for row in range(5)],
+    [Sampling(seed=row, temperature=1.0, top_k=7 * row, top_p=1 - row / 9, ignore_eos=True) for row in range(5)],
+    [Sampling(seed=row, temperature=1.0, frequency_penalty=row / 4, ignore_eos=True) for row in range(3)],
+)
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_ranks_that_share_the_vocabulary_sample_one_ranks_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafts: int
+) -> None:
+    folder = write_tiny_model(tmp_path / "mtp", "hy_v3", num_nextn_predict_layers=1)
+    ways: list[bool] = []
+    parted = decode_steps.sample_parts
+
+    def counted(*arguments, filters, **options):  # type: ignore[no-untyped-def]
+        ways.append(filters)
+        return parted(*arguments, filters=filters, **options)
+
+    monkeypatch.setattr(decode_steps, "sample_parts", counted)
+
+    def say(group: SingleRank | ThreadGroup) -> list[list[int]]:
+        plan = ParallelPlan(tp=group.size)
+        model = load_model(folder, plan=plan, collectives=group)
+        runner = Runner(model, 24, collectives=group, drafts=drafts > 0, ahead=True)
+        steps = runner.use_decode_steps(Uncaptured(), rows=8, tokens=128, depths=(drafts,))
+        steps.prepare([Bucket(8, 1 + drafts, drafts)])
+        steps._rows = [8]
+        said = []
+        for how in HOW:
+            samples = tuple(SampleRow(row, 0) for row in range(len(how)))
+            prompts = [array("I", [(7 * place + row) % 250 for place in range(5 + 9 * row)]) for row in range(len(how))]
+            starts = tuple(
+                Start(row, one, len(ids), ids) for row, (one, ids) in enumerate(zip(how, prompts, strict=True))
+            )
+            runs = tuple(
+                Run(row, 0, ids, 0, array("I", range(3 * row, 3 * row + 3))) for row, ids in enumerate(prompts)
+            )
+            lengths = [len(ids) for ids in prompts]
+            launched = runner.launch(StepPlan(0, starts=starts, runs=runs, samples=samples, drafts=drafts))
+            for _ in range(5):
+                # Every rank goes on from what lies on its own device; the first alone tells the tokens.
+                told = launched.output().tokens or said[-1:]
+                runs = tuple(
+                    Run(row, length, array("I", (0,)), 3, array("I"), ahead=True) for row, length in enumerate(lengths)
+                )
+                plan_ = StepPlan(
+                    1, runs=runs, num_decodes=len(runs), decode_q_len=1 + drafts, samples=samples, drafts=drafts
+                )
+                if group.rank == 0:
+                    said.append([list(tokens) for tokens in told])
+                lengths = [length + 1 for length in lengths]
+                launched = runner.launch(plan_)
+            if group.rank == 0:
+                said.append([list(tokens) for tokens in launched.output().tokens])
+            runner.run(StepPlan(2, ends=tuple(range(len(how)))))
+        return said
+
+    alone = say(SingleRank())
+    assert ways == []
+    assert on_ranks(2, say)[0] == alone
+    assert ways.count(False) == ways.count(True) > 0

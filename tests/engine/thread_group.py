@@ -42,7 +42,7 @@ class ThreadGroup:
         self._table = table
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return torch.stack(self._exchange(x)).sum(0)
+        return torch.stack(self._exchange(x)).sum(0, dtype=x.dtype)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return torch.cat(self._exchange(x), dim)

@@ -3,9 +3,10 @@
     forward    the step's inputs corrected by what the step before left (`advance`), attention planned, the model
     choice     logits, sampling, verification, and the drafts of the next step
 
-Between the two the host may do what needs the step before, such as a grammar's masks. There are four choices a bucket:
-of rows that ask for nothing beyond temperature, filters and a seed, of rows that do (`logit_terms.py`), and of either
-with log probabilities. What is captured allocates nothing outside its pool and waits for nothing.
+Between the two the host may do what needs the step before, such as a grammar's masks. There are two choices a bucket:
+of rows that ask for nothing beyond temperature, filters and a seed, and of rows that do (`logit_terms.py`). Ranks of a
+group have two more, of rows that ask for nothing beyond: with filters, and without (`parted_vocabulary.py`). What is
+captured allocates nothing outside its pool and waits for nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -29,12 +29,14 @@ from katydid_engine.drafting import DraftModel, further_drafts
 from katydid_engine.kv_cache import KvCache
 from katydid_engine.logit_terms import Asked, LogitTerms
 from katydid_engine.models.decoder_lm import MOST_FIXED_ROWS, DecoderLM
+from katydid_engine.parted_vocabulary import sample_parts
 from katydid_engine.seen_tokens import SeenTokens
 from katydid_engine.step_outcome import Left
 
 __all__ = ["Captured", "DecodeSteps", "Pieces", "Uncaptured", "row_buckets"]
 
-_EVERY_CHOICE = tuple(itertools.starmap(Asked, itertools.product((False, True), repeat=2)))
+_EVERY_CHOICE = (Asked(), Asked(terms=True))
+_PARTED_CHOICES = tuple(Asked(parted=True, filters=filters) for filters in (False, True))
 _SMALL = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -160,7 +162,7 @@ class DecodeSteps:
         self.buffers.clear(bucket)
         self._room[bucket] = self._model.exchange_rows(bucket.tokens)
         self._pieces.prepare(("forward", bucket), lambda: self._forward(bucket))
-        for asked in _EVERY_CHOICE:
+        for asked in (*_EVERY_CHOICE, *(_PARTED_CHOICES if self._collectives.size > 1 else ())):
             self._pieces.prepare((_name(asked), bucket), functools.partial(self._choice, bucket, asked))
 
     def bucket(self, rows: int, width: int) -> Bucket | None:
@@ -203,15 +205,7 @@ class DecodeSteps:
         tensors, left = self.buffers.bucket(bucket), self.buffers.left
         inputs = tensors.built.inputs
         hidden = self.buffers.hidden[: bucket.tokens]
-        logits = self._model.logits(hidden)
-        sound = self.buffers.sound[: bucket.tokens]
-        sampling = self.terms.batch(tensors.sampling, inputs.pending) if asked.terms else tensors.sampling
-        tokens = sample(logits, sampling, sound=sound, overlap=self._overlap).view(rows, width)
-        if asked.logprobs:
-            self.terms.keep(logprobs(logits, tokens.view(-1), self.terms.logprobs.top.shape[1]))
-        if self._collectives.size > 1:
-            # Other ranks go on from the same tokens.
-            tokens = self._collectives.all_reduce(tokens if self._collectives.rank == 0 else torch.zeros_like(tokens))
+        tokens = self._sampled(bucket, tensors, hidden, asked).view(rows, width)
         drafts = inputs.token_ids.view(rows, width)[:, 1:]
         if self._agreement is not None and bucket.drafts:
             agreed = torch.rand_like(drafts, dtype=torch.float32) < self._agreement
@@ -230,6 +224,21 @@ class DecodeSteps:
         if bucket.drafts:
             self._draft(tensors, hidden, tokens, accepted, bucket)
 
+    def _sampled(self, bucket: Bucket, tensors: BucketTensors, hidden: Tensor, asked: Asked) -> Tensor:
+        """int32 ``[rows * width]``, the same on every rank."""
+        sound, group = self.buffers.sound[: bucket.tokens], self._collectives
+        if asked.parted:
+            return sample_parts(self._model.head, group, hidden, tensors.sampling, filters=asked.filters, sound=sound)
+        logits = self._model.logits(hidden)
+        sampling = tensors.sampling
+        if asked.terms:
+            sampling = self.terms.batch(sampling, tensors.built.inputs.pending)
+        tokens = sample(logits, sampling, sound=sound, overlap=self._overlap)
+        if asked.terms:
+            self.terms.keep(logprobs(logits, tokens, self.terms.logprobs.top.shape[1]))
+        # What rows ask for the first rank alone knows; others go on from the same tokens.
+        return tokens if group.size == 1 else group.all_reduce(tokens if group.rank == 0 else torch.zeros_like(tokens))
+
     def _draft(self, tensors: BucketTensors, hidden: Tensor, tokens: Tensor, accepted: Tensor, bucket: Bucket) -> None:
         assert isinstance(self._model, DraftModel)
         states = self._model.draft(tensors.built.forward, hidden, tokens.reshape(-1), self._kv_cache)
@@ -240,4 +249,6 @@ class DecodeSteps:
 
 
 def _name(asked: Asked) -> str:
-    return "choice" + " with terms" * asked.terms + " with log probabilities" * asked.logprobs
+    if asked.parted:
+        return "parted choice" + " with filters" * asked.filters
+    return "choice by terms" if asked.terms else "choice"

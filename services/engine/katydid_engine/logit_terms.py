@@ -33,12 +33,14 @@ class Asked:
     """What a step's choice has to do beside sampling.
 
     Attributes:
-        terms: adjust logits by penalties, biases and masks, and count what is accepted.
-        logprobs: tell log probabilities.
+        terms: adjust logits by penalties, biases and masks, count what is accepted, and tell log probabilities.
+        parted: sample where each rank's part of the vocabulary is; rows ask for nothing else then.
+        filters: with ``parted``, a row may have top_k, top_p or min_p.
     """
 
     terms: bool = False
-    logprobs: bool = False
+    parted: bool = False
+    filters: bool = False
 
 
 class LogitTerms:
@@ -81,17 +83,35 @@ class LogitTerms:
         outgrown = self._seen.outgrown and any(sampler.penalises for sampler in samplers)
         return biases <= self._room and max(tops) <= self.logprobs.top.shape[1] and not outgrown
 
-    def fill(self, samplers: Sequence[SequenceSampler], limits: Sequence[Sequence[Limits]]) -> Asked:
+    def fill(self, samplers: Sequence[SequenceSampler], limits: Sequence[Sequence[Limits]]) -> None:
         """Copies what rows ask to the device.
 
         Args:
             limits: of each row at each of its positions.
         """
-        terms = any(sampler.penalises for sampler in samplers)
-        terms |= any(bias or mask is not None for row in limits for bias, mask in row)
-        if terms:
-            self._fill_terms(samplers, limits)
-        return Asked(terms, any(sampler.sampling.logprobs is not None for sampler in samplers))
+        width = len(limits[0])
+        host, floats = self._blank(), lambda values: np.repeat(np.array(values, dtype=np.float32), width).view(np.int32)
+        slots = self._seen.numbers(samplers)
+        samplings = [sampler.sampling for sampler in samplers]
+        flat = [bias for row in limits for bias, _ in row]
+        counts = list(itertools.accumulate(map(len, flat)))
+        columns = {
+            "slots": np.repeat(np.array(slots, dtype=np.int32), width),
+            "repetition": floats([sampling.repetition_penalty for sampling in samplings]),
+            "presence": floats([sampling.presence_penalty for sampling in samplings]),
+            "frequency": floats([sampling.frequency_penalty for sampling in samplings]),
+            "rows": np.array(slots, dtype=np.int32),
+            "ids": np.fromiter(itertools.chain.from_iterable(flat), dtype=np.int32),
+            "values": np.fromiter((x for bias in flat for x in bias.values()), dtype=np.float32).view(np.int32),
+        }
+        for name, column in columns.items():
+            start = self._places[name].start
+            host[start : start + len(column)] = column
+        starts = host[self._places["starts"]]
+        starts[1 : 1 + len(counts)] = counts
+        starts[1 + len(counts) :] = counts[-1]
+        self._ints.copy_(to_device(torch.from_numpy(host), self._device))
+        self._fill_masks([mask for row in limits for _, mask in row])
 
     def batch(self, plain: SamplingBatch, pending: Tensor | None) -> SamplingBatch:
         """The same memory whenever asked, for the samples of ``plain``; ``pending`` as `Penalties` has it."""
@@ -137,31 +157,6 @@ class LogitTerms:
             for row, sampler in enumerate(samplers)
             if sampler.sampling.logprobs is not None
         }
-
-    def _fill_terms(self, samplers: Sequence[SequenceSampler], limits: Sequence[Sequence[Limits]]) -> None:
-        width = len(limits[0])
-        host, floats = self._blank(), lambda values: np.repeat(np.array(values, dtype=np.float32), width).view(np.int32)
-        slots = self._seen.numbers(samplers)
-        samplings = [sampler.sampling for sampler in samplers]
-        flat = [bias for row in limits for bias, _ in row]
-        counts = list(itertools.accumulate(map(len, flat)))
-        columns = {
-            "slots": np.repeat(np.array(slots, dtype=np.int32), width),
-            "repetition": floats([sampling.repetition_penalty for sampling in samplings]),
-            "presence": floats([sampling.presence_penalty for sampling in samplings]),
-            "frequency": floats([sampling.frequency_penalty for sampling in samplings]),
-            "rows": np.array(slots, dtype=np.int32),
-            "ids": np.fromiter(itertools.chain.from_iterable(flat), dtype=np.int32),
-            "values": np.fromiter((x for bias in flat for x in bias.values()), dtype=np.float32).view(np.int32),
-        }
-        for name, column in columns.items():
-            start = self._places[name].start
-            host[start : start + len(column)] = column
-        starts = host[self._places["starts"]]
-        starts[1 : 1 + len(counts)] = counts
-        starts[1 + len(counts) :] = counts[-1]
-        self._ints.copy_(to_device(torch.from_numpy(host), self._device))
-        self._fill_masks([mask for row in limits for _, mask in row])
 
     def _fill_masks(self, masks: Sequence[Tensor | None]) -> None:
         if self._masked:

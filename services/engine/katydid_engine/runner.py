@@ -287,20 +287,19 @@ class Runner:
         if passes or plan.drafts != bucket.drafts or not steps.terms.fit(samplers, bucket.width):
             return self._choose(plan, own.built, hidden, self._model.logits(hidden), previous, num_drafts)
         asked, leads, count = Asked(), self._collectives.rank == 0, len(plan.runs)
-        if leads and not all(sampler.plain for sampler in samplers):
-            settled = self._settled(plan, samplers, previous)
-            asked = steps.terms.fill(
-                samplers,
-                [
-                    row_limits(sampler, run, settled.get(row), bucket.width)
-                    for row, (sampler, run) in enumerate(zip(samplers, plan.runs, strict=True))
-                ],
-            )
+        plain = all(sampler.plain for sampler in samplers)
+        if plain and self._collectives.size > 1:
+            asked = Asked(parted=True, filters=sampling.filters)
+        elif leads and not plain:
+            asked, settled = Asked(terms=True), self._settled(plan, samplers, previous)
+            rows_of = zip(samplers, plan.runs, strict=True)
+            limits = [row_limits(*of, settled.get(row), bucket.width) for row, of in enumerate(rows_of)]
+            steps.terms.fill(samplers, limits)
         left, self._before = steps.choose(bucket, count, asked)
         self._last_rows = {run.sequence: row for row, run in enumerate(plan.runs)}
         if not leads:
             return None
-        wanted = steps.terms.wanted(samplers, bucket.width) if asked.logprobs else {}
+        wanted = steps.terms.wanted(samplers, bucket.width)
         return RowsLeft(left, range(count), samplers, [True] * count, num_drafts, wanted)
 
     def _chunk(self, run: Run) -> PrefillChunk:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from katydid_engine.host_copies import floats, integers, to_device
 from katydid_engine.plan import Logprobs
+from katydid_engine.request import Sampling
 from katydid_engine.seen_tokens import SeenTokens
 from katydid_engine.sequence_sampler import SequenceSampler
 
@@ -46,10 +47,12 @@ class Row:
 
 
 class SamplingRows:
-    """Parameters of rows that ask for nothing beyond them, as bits of int32 that one copy takes to a device."""
+    """Parameters of rows, as bits of int32 that one copy takes to a device. ``filters``: whether one that samples has
+    top_k, top_p or min_p."""
 
     def __init__(self, samplers: Sequence[SequenceSampler], choices: Sequence[int]) -> None:
         samplings = [sampler.sampling for sampler in samplers]
+        self.filters = any(map(_filters, samplings))
         seeds = [_signed(sampling.seed + choice) for sampling, choice in zip(samplings, choices, strict=True)]
         self._seeds = np.array(seeds, dtype=np.int64)
         self._columns = {
@@ -94,7 +97,7 @@ def sample_rows(
         penalties=_penalties(rows, seen, device, pending),
         bias=_bias(rows, device),
         allowed=_allowed(rows, logits.shape[1], device),
-        filters=any(s.temperature > 0 and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0) for s in samplings),
+        filters=any(map(_filters, samplings)),
         samples=any(sampling.temperature > 0 for sampling in samplings),
     )
     return sample(logits, batch, sound=sound)
@@ -146,6 +149,10 @@ def _allowed(rows: Sequence[Row], vocab_size: int, device: torch.device) -> Tens
         if row.mask is not None:
             allowed[index] = row.mask[0]
     return to_device(allowed, device)
+
+
+def _filters(sampling: Sampling) -> bool:
+    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
 
 
 def _signed(seed: int) -> int:
