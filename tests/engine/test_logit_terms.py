@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from katydid_engine.collectives import SingleRank
 from katydid_engine.decode_steps import Uncaptured
 from katydid_engine.loader import load_model
-from katydid_engine.logit_terms import MOST_TOP, Asked, LogitTerms
+from katydid_engine.logit_terms import MOST_TOP, LogitTerms
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.plan import Run, SampleRow, Start, StepOutput, StepPlan
 from katydid_engine.request import Sampling
@@ -63,16 +63,14 @@ def test_as_op_by_op(steps: list[list[tuple[Sampling, list[int] | None, list[int
         for one in samplers:
             ours.begin(one)
         assert terms.fit(samplers, 2)
-        asked = terms.fill(samplers, limits)
+        terms.fill(samplers, limits)
         logits = torch.randn(2 * len(step), VOCAB, generator=generator)
         positions = torch.arange(2 * len(step), dtype=torch.int32)
         pending = torch.randint(-1, VOCAB, (2 * len(step), 1), generator=generator, dtype=torch.int32)
         rows = [Row(one, 0, bias, mask) for one, of in zip(samplers, limits, strict=True) for bias, mask in of]
         wanted = sample_rows(logits, rows, positions, theirs, pending)
-        plain = plain_batch(samplers, positions)
-        if asked.terms:
-            plain = terms.batch(plain, pending)
-        assert torch.equal(sample(logits, plain), wanted)
+        found = sample(logits, terms.batch(plain_batch(samplers, positions), pending))
+        assert torch.equal(found, wanted)
         for one in samplers:
             ours.end(one.id)
             theirs.end(one.id)
@@ -153,15 +151,3 @@ def test_every_row_chooses_in_the_prepared_step(model: DecoderLM, monkeypatch: p
             assert ours.logprobs[row].chosen == pytest.approx(theirs.logprobs[row].chosen)
             assert ours.logprobs[row].top_logprobs == pytest.approx(theirs.logprobs[row].top_logprobs)
     assert [ours.logprobs[0].top for ours in found] == [3, 3, 3]
-
-
-def test_what_a_choice_has_to_do() -> None:
-    terms = LogitTerms(2, 1, VOCAB, SeenTokens(VOCAB, CPU), CPU)
-
-    def asked(*asks: Sampling) -> Asked:
-        samplers = [sampler(number, sampling) for number, sampling in enumerate(asks)]
-        return terms.fill(samplers, [one.limits(3, []) for one in samplers])
-
-    assert asked(Sampling(), Sampling(temperature=1.0, top_k=3)) == Asked()
-    assert asked(Sampling(), Sampling(logprobs=0)) == Asked(logprobs=True)
-    assert asked(Sampling(logprobs=2), Sampling(min_tokens=2, stop_token_ids=(1,))) == Asked(True, True)

@@ -246,7 +246,9 @@ class Runner:
 
     def _forward(self, plan: StepPlan, batch: ForwardBatch) -> Tensor:
         steps = self._chunk_steps
-        prepared = None if steps is None or plan.waits or self._model.before_pass is not None else steps.bucket(batch)
+        prepared = None
+        if steps is not None and not plan.waits and self._model.before_pass is None:
+            prepared = steps.bucket(batch, plan.runs[-1].start)
         if steps is None or prepared is None:
             return self._model.forward(batch, self._kv_cache)
         return steps.forward(*prepared, batch)
