@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from katydid_kernels import LogitBias, Penalties, SamplingBatch, sample_reference
-from katydid_kernels.sample.choose_kernel import CANDIDATES
+from katydid_kernels.sample.candidates import CANDIDATES
 from katydid_kernels.sample.launch import SampleScratch, launch_logprobs, launch_sample
 from torch import Tensor
 

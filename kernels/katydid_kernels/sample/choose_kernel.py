@@ -14,48 +14,49 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from katydid_kernels.sample.groups import column_maxima, kth_bound, list_groups, mass_bound
+from katydid_kernels.sample.candidates import (
+    BANNED,
+    collect,
+    listed_fours,
+    listed_tile,
+    logit_of,
+    nth_candidates,
+    ranks,
+    token_of,
+)
+from katydid_kernels.sample.groups import group_maxima, kth_bound, list_groups, mass_bound
 from katydid_kernels.sample.row_values import (
     adjusted_logits,
     gumbel_about,
     gumbel_at,
+    key_value,
     largest,
     noisy_bound,
     order_key,
     row_terms,
 )
 
-__all__ = ["CANDIDATES", "choose_kernel", "collect", "listed_tile", "ranked"]
+__all__ = ["choose_kernel"]
 
-CANDIDATES = 512
 LOWEST = tl.constexpr(-2147483648)
-# The order key of -inf.
-BANNED = tl.constexpr(-2139095041)
+# Groups that are read at once: where few are listed as a rule, where many are, and for the candidates.
+FEW = tl.constexpr(16)
+MANY = tl.constexpr(128)
+WIDE = tl.constexpr(256)
 
 
 @triton.jit
-def _listed_fours(list_ptr, first, count):
-    """The fours of tokens of 128 listed groups, ``[128, 4]``, and which of them are listed."""
-    index = first + tl.arange(0, 128)
-    group = tl.load(list_ptr + index, mask=index < count, other=0)
-    fours = (group // 256 * 1024 + group % 256)[:, None] + tl.arange(0, 4)[None, :] * 256
-    return fours, (index < count)[:, None] & (fours >= 0)
-
-
-@triton.jit
-def listed_tile(row, list_ptr, first, count, vocab, source, terms, PENDING: tl.constexpr):
-    """Logits and tokens, ``[2048]``, of 128 listed groups; -inf behind the last of ``count``."""
-    fours, valid = _listed_fours(list_ptr, first, count)
-    x, token = adjusted_logits(row, fours, valid, vocab, 0, vocab, source, terms, PENDING)
-    return tl.reshape(x, (2048,)), tl.reshape(token, (2048,))
+def _flat_tile(row, list_ptr, first, listed, vocab, source, terms, GROUPS: tl.constexpr, PENDING: tl.constexpr):
+    x, token = listed_tile(row, list_ptr, first, listed, vocab, source, terms, GROUPS, PENDING)
+    return tl.reshape(x, (16 * GROUPS,)), tl.reshape(token, (16 * GROUPS,))
 
 
 @triton.jit
 def _count(row, key, list_ptr, listed, vocab, source, terms, PENDING: tl.constexpr):
     """How many tokens of the listed groups reach the key."""
     count = 0
-    for first in range(0, listed, 128):
-        x, _token = listed_tile(row, list_ptr, first, listed, vocab, source, terms, PENDING)
+    for first in range(0, listed, MANY):
+        x, _token = _flat_tile(row, list_ptr, first, listed, vocab, source, terms, MANY, PENDING)
         count += tl.sum((order_key(x) >= key).to(tl.int32), 0)
     return count
 
@@ -78,42 +79,12 @@ def _mass_of_top_k(row, filters, list_ptr, listed, vocab, source, terms, PENDING
         step = step >> 1
     above = 0
     total = 0.0
-    for first in range(0, listed, 128):
-        x, _token = listed_tile(row, list_ptr, first, listed, vocab, source, terms, PENDING)
+    for first in range(0, listed, MANY):
+        x, _token = _flat_tile(row, list_ptr, first, listed, vocab, source, terms, MANY, PENDING)
         larger = order_key(x) > kth
         above += tl.sum(larger.to(tl.int32), 0)
         total += tl.sum(tl.where(larger, _mass(x, inverse_temperature, scaled_max), 0.0), 0)
-    value = (kth ^ ((kth >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    return total + (top_k - above).to(tl.float32) * _mass(value, inverse_temperature, scaled_max)
-
-
-@triton.jit
-def collect(x, token, bound, found, values_ptr, ids_ptr, SIZE: tl.constexpr):
-    """Appends what reaches the bound to the candidates, as far as there is room; returns how many there are in all."""
-    reaches = (order_key(x) >= bound).to(tl.int32)
-    place = found + tl.cumsum(reaches, 0) - 1
-    stored = (reaches != 0) & (place < SIZE)
-    tl.store(values_ptr + place, x, mask=stored)
-    tl.store(ids_ptr + place, token, mask=stored)
-    return found + tl.sum(reaches, 0)
-
-
-@triton.jit
-def ranked(
-    x, token, found, values_ptr, ids_ptr, inverse_temperature, scaled_max, SIZE: tl.constexpr, STEP: tl.constexpr = 8
-):
-    """How many candidates come before each in the order, and their mass."""
-    rank = tl.zeros((STEP, SIZE), tl.int32)
-    before = tl.zeros((STEP, SIZE), tl.float32)
-    for first in range(0, found, STEP):
-        o = first + tl.arange(0, STEP)
-        other = tl.load(values_ptr + o, mask=o < found, other=float("-inf"))
-        other_token = tl.load(ids_ptr + o, mask=o < found, other=2147483647)
-        precedes = other[:, None] > x[None, :]
-        precedes |= (other[:, None] == x[None, :]) & (other_token[:, None] < token[None, :])
-        rank += precedes.to(tl.int32)
-        before += tl.where(precedes, _mass(other, inverse_temperature, scaled_max)[:, None], 0.0)
-    return tl.sum(rank, 0), tl.sum(before, 0)
+    return total + (top_k - above).to(tl.float32) * _mass(key_value(kth), inverse_temperature, scaled_max)
 
 
 @triton.jit
@@ -130,8 +101,8 @@ def _best(
     """The likeliest token, or the winner of all, in the groups that may hold it."""
     best = float("-inf")
     winner = 0
-    for first in range(0, listed, 128):
-        x, token = listed_tile(row, list_ptr, first, listed, vocab, source, terms, PENDING)
+    for first in range(0, listed, FEW):
+        x, token = _flat_tile(row, list_ptr, first, listed, vocab, source, terms, FEW, PENDING)
         score = x
         if noisy:
             score = x * inverse_temperature + gumbel_at(seed, position, token)
@@ -143,29 +114,43 @@ def _best(
 
 
 @triton.jit
-def _of_few(total, filters, seed, position, found, values_ptr, ids_ptr, SIZE: tl.constexpr, STEP: tl.constexpr):
-    """The winner of the candidates that are kept; ``total`` is the mass of all tokens, for rows without top-k."""
+def _of_few(total, filters, seed, position, found, candidates_ptr, SIZE: tl.constexpr, STEP: tl.constexpr):
+    """The winner of the candidates that are kept; ``total`` is the mass of all tokens, for rows without top-k.
+
+    What top-p drops is known by the winner alone: if it is not kept, neither is anything behind it.
+    """
     inverse_temperature, top_k, top_p, min_p, scaled_max = filters
     c = tl.arange(0, SIZE)
-    x = tl.load(values_ptr + c, mask=c < found, other=float("-inf"))
-    token = tl.load(ids_ptr + c, mask=c < found, other=2147483647)
+    candidate = nth_candidates(candidates_ptr, c, found)
+    x = logit_of(candidate)
+    token = token_of(candidate)
     mass = _mass(x, inverse_temperature, scaled_max)
-    rank, before = ranked(x, token, found, values_ptr, ids_ptr, inverse_temperature, scaled_max, SIZE, STEP)
     keep = c < found
     if top_k > 0:
-        keep &= rank < top_k
+        if top_k < found:
+            keep &= ranks(candidate, candidates_ptr, found, SIZE, STEP) < top_k
         total = tl.sum(tl.where(keep, mass, 0.0), 0)
-    keep &= before < tl.where(top_p < 1, top_p * total, float("inf"))
     keep &= mass >= min_p
+    limit = tl.where(top_p < 1, top_p * total, float("inf"))
     scaled = x * inverse_temperature
-    about = tl.where(keep, scaled + gumbel_about(seed, position, token), float("-inf"))
-    best = tl.max(about, 0)
-    # As a rule one alone may win; its token and how many they are come out of one sum.
-    close = about >= best - 1e-3 - tl.abs(best) * 1e-6
-    packed = tl.sum(tl.where(close & keep, (1 << 20) + token, 0), 0)
-    winner = packed - (1 << 20)
-    if (packed >> 20) != 1:
-        _score, winner = _winner(scaled + gumbel_at(seed, position, token), token, keep)
+    noisy = scaled + gumbel_about(seed, position, token)
+    winner = token_of(nth_candidates(candidates_ptr, 0, 1))
+    drawing = True
+    while drawing:
+        about = tl.where(keep, noisy, float("-inf"))
+        best = tl.max(about, 0)
+        # As a rule one alone may win; its place and how many they are come out of one sum.
+        close = keep & (about >= best - 1e-3 - tl.abs(best) * 1e-6)
+        packed = tl.sum(tl.where(close, (1 << 20) + c, 0), 0)
+        place = packed - (1 << 20)
+        if (packed >> 20) != 1:
+            _score, first = _winner(scaled + gumbel_at(seed, position, token), token, keep)
+            place = tl.sum(tl.where(token == first, c, 0), 0)
+        chosen = tl.load(candidates_ptr + place)
+        winner = token_of(chosen)
+        earlier = candidate > chosen
+        drawing = tl.sum(tl.where(earlier, mass, 0.0), 0) >= limit
+        keep &= earlier
     return winner
 
 
@@ -182,8 +167,8 @@ def _of_many(
     while drawing:
         best = float("-inf")
         best_x = float("-inf")
-        for first in range(0, listed, 128):
-            fours, valid = _listed_fours(list_ptr, first, listed)
+        for first in range(0, listed, MANY):
+            fours, valid = listed_fours(list_ptr, first, listed, MANY)
             x, token = adjusted_logits(row, fours, valid, vocab, 0, vocab, source, terms, PENDING)
             alive = (x > limit) | ((x == limit) & (token < limit_token))
             alive &= order_key(x) >= bound
@@ -202,8 +187,8 @@ def _of_many(
                 best = tl.where(better, tile_best, best)
         rank = 0
         before = 0.0
-        for first in range(0, listed, 128):
-            x, token = listed_tile(row, list_ptr, first, listed, vocab, source, terms, PENDING)
+        for first in range(0, listed, MANY):
+            x, token = _flat_tile(row, list_ptr, first, listed, vocab, source, terms, MANY, PENDING)
             precedes = (x > best_x) | ((x == best_x) & (token < winner))
             rank += tl.sum(precedes.to(tl.int32), 0)
             before += tl.sum(tl.where(precedes, _mass(x, inverse_temperature, scaled_max), 0.0), 0)
@@ -219,8 +204,8 @@ def _of_many(
 def choose_kernel(
     logits_ptr, logits_stride, slots_ptr, repetition_ptr, presence_ptr, frequency_ptr, seen_ptr, seen_stride,
     pending_ptr, bias_starts_ptr, bias_ids_ptr, bias_values_ptr, allowed_ptr, allowed_stride, temperature_ptr,
-    top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, group_max_ptr, tile_sums_ptr, list_ptr, values_ptr,
-    ids_ptr, out_ptr, sound_ptr, vocab, TILES: tl.constexpr, BLOCK_TILES: tl.constexpr, CANDIDATES: tl.constexpr,
+    top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, group_max_ptr, tile_sums_ptr, list_ptr,
+    candidates_ptr, out_ptr, sound_ptr, vocab, TILES: tl.constexpr, BLOCK_TILES: tl.constexpr, CANDIDATES: tl.constexpr,
     PENDING: tl.constexpr, FOLLOWS: tl.constexpr,
 ):  # fmt: skip
     """FOLLOWS: launched while `scan_kernel` runs."""
@@ -245,12 +230,10 @@ def choose_kernel(
     )  # fmt: skip
     terms = row_terms(row, source)
     list_ptr += row * TILES * 256
-    values_ptr += row * CANDIDATES
-    ids_ptr += row * CANDIDATES
+    candidates_ptr += row * CANDIDATES
     if FOLLOWS:
         gdc_wait()
-    maxima_ptr = group_max_ptr + row * TILES * 256
-    column_max = column_maxima(maxima_ptr, TILES)
+    maxima, column_max = group_maxima(group_max_ptr + row * TILES * 256, TILES, BLOCK_TILES)
     maximum = tl.reduce(column_max, 0, largest)
     if sound_ptr is not None:
         tl.store(sound_ptr + row, (maximum > float("-inf")) & (maximum < float("inf")))
@@ -268,7 +251,7 @@ def choose_kernel(
             if (min_p > 0) & ((top_k == 0) | (top_p >= 1)):
                 bound = tl.maximum(bound, order_key(maximum + temperature * (tl.log(min_p) - 1e-3) - rounding))
             if top_k > 0:
-                bound = tl.maximum(bound, kth_bound(maxima_ptr, column_max, top_k, TILES))
+                bound = tl.maximum(bound, kth_bound(maxima, column_max, maximum, top_k))
             elif top_p < 1:
                 tile = tl.arange(0, BLOCK_TILES)
                 sums = tile_sums_ptr + (row * TILES + tile) * 2
@@ -276,8 +259,8 @@ def choose_kernel(
                 tile_sum = tl.load(sums + 1, mask=tile < TILES, other=0.0)
                 total = tl.sum(tile_sum * tl.exp2((tile_max - maximum) * exponent), 0)
                 wanted = top_p * total * 1.00001
-                bound = tl.maximum(bound, mass_bound(maxima_ptr, column_max, maximum, exponent, wanted, TILES))
-        listed = list_groups(maxima_ptr, bound, list_ptr, TILES)
+                bound = tl.maximum(bound, mass_bound(maxima, column_max, maximum, exponent, wanted))
+        listed = list_groups(maxima, bound, list_ptr, TILES, BLOCK_TILES)
         scaled_max = maximum * inverse_temperature
 
         if greedy | free:
@@ -288,15 +271,15 @@ def choose_kernel(
             found = 0
             first = 0
             while (first < listed) & (found <= CANDIDATES):
-                x, token = listed_tile(row, list_ptr, first, listed, vocab, source, terms, PENDING)
-                found = collect(x, token, bound, found, values_ptr, ids_ptr, CANDIDATES)
-                first += 128
+                x, token = listed_tile(row, list_ptr, first, listed, vocab, source, terms, WIDE, PENDING)
+                found = collect(x, token, bound, found, candidates_ptr, CANDIDATES)
+                first += WIDE
             tl.debug_barrier()
             filters = (inverse_temperature, top_k, top_p, min_p, scaled_max)
             if found <= 128:
-                token_out = _of_few(total, filters, seed, position, found, values_ptr, ids_ptr, 128, 32)
+                token_out = _of_few(total, filters, seed, position, found, candidates_ptr, 128, 64)
             elif found <= CANDIDATES:
-                token_out = _of_few(total, filters, seed, position, found, values_ptr, ids_ptr, CANDIDATES, 8)
+                token_out = _of_few(total, filters, seed, position, found, candidates_ptr, CANDIDATES, 8)
             else:
                 if (top_k > 0) & (top_p < 1):
                     total = _mass_of_top_k(row, filters, list_ptr, listed, vocab, source, terms, PENDING)

@@ -10,7 +10,8 @@ import triton
 from torch import Tensor
 
 from katydid_kernels.sample.batch import Logprobs, SamplingBatch
-from katydid_kernels.sample.choose_kernel import CANDIDATES, choose_kernel
+from katydid_kernels.sample.candidates import CANDIDATES
+from katydid_kernels.sample.choose_kernel import choose_kernel
 from katydid_kernels.sample.logprob_kernel import logprob_kernel
 from katydid_kernels.sample.scan_kernel import GROUPS, TILE, scan_kernel, tiles_a_program
 
@@ -25,14 +26,13 @@ class SampleScratch:
         group_max: fp32 ``[rows, tiles * GROUPS]``.
         tile_sums: fp32 ``[rows, tiles, 2]``, maximum and sum of exponentials.
         groups: int32 ``[rows, tiles * GROUPS]``, those that may hold what the filters keep.
-        logits, token_ids: fp32 and int32 ``[rows, CANDIDATES]``.
+        candidates: int64 ``[rows, CANDIDATES]``, logits and tokens.
     """
 
     group_max: Tensor
     tile_sums: Tensor
     groups: Tensor
-    logits: Tensor
-    token_ids: Tensor
+    candidates: Tensor
 
     @staticmethod
     def allocate(rows: int, vocab_size: int, device: torch.device) -> SampleScratch:
@@ -42,8 +42,7 @@ class SampleScratch:
             torch.empty(rows, tiles * GROUPS, device=device),
             torch.empty(rows, tiles, 2, device=device),
             torch.empty(rows, tiles * GROUPS, dtype=torch.int32, device=device),
-            torch.empty(rows, CANDIDATES, device=device),
-            torch.empty(rows, CANDIDATES, dtype=torch.int32, device=device),
+            torch.empty(rows, CANDIDATES, dtype=torch.int64, device=device),
         )
 
 
@@ -112,11 +111,11 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _parts(scratch: SampleScratch, vocab: int) -> tuple[int, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+def _parts(scratch: SampleScratch, vocab: int) -> tuple[int, Tensor, Tensor, tuple[Tensor, Tensor]]:
     """Tiles a row and the scratch as the kernels take it."""
     return (
         triton.cdiv(vocab, TILE), scratch.group_max, scratch.tile_sums,
-        (scratch.groups, scratch.logits, scratch.token_ids),
+        (scratch.groups, scratch.candidates),
     )  # fmt: skip
 
 

@@ -4,8 +4,16 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from katydid_kernels.sample.choose_kernel import collect, listed_tile, ranked
-from katydid_kernels.sample.groups import column_maxima, kth_bound, list_groups
+from katydid_kernels.sample.candidates import (
+    BANNED,
+    collect,
+    listed_tile,
+    logit_of,
+    nth_candidates,
+    ranks,
+    token_of,
+)
+from katydid_kernels.sample.groups import group_maxima, kth_bound, list_groups
 from katydid_kernels.sample.row_values import row_terms
 
 __all__ = ["logprob_kernel"]
@@ -13,7 +21,7 @@ __all__ = ["logprob_kernel"]
 
 @triton.jit(do_not_specialize=["num_top"], do_not_specialize_on_alignment=["group_max_ptr"])
 def logprob_kernel(
-    logits_ptr, logits_stride, token_ids_ptr, group_max_ptr, tile_sums_ptr, list_ptr, values_ptr, ids_ptr, chosen_ptr,
+    logits_ptr, logits_stride, token_ids_ptr, group_max_ptr, tile_sums_ptr, list_ptr, candidates_ptr, chosen_ptr,
     top_ids_ptr, top_ptr, vocab, num_top, TILES: tl.constexpr, BLOCK_TILES: tl.constexpr, CANDIDATES: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ):  # fmt: skip
@@ -23,8 +31,7 @@ def logprob_kernel(
     source = (logits_ptr, logits_stride, None, None, None, None, None, 0, None, None, None, None, None, 0)
     terms = row_terms(row, source)
     list_ptr += row * TILES * 256
-    values_ptr += row * CANDIDATES
-    ids_ptr += row * CANDIDATES
+    candidates_ptr += row * CANDIDATES
     if FOLLOWS:
         gdc_wait()
     tile = tl.arange(0, BLOCK_TILES)
@@ -36,22 +43,22 @@ def logprob_kernel(
     logarithm = maximum + tl.log(total)
     tl.store(chosen_ptr + row, chosen - logarithm)
     if num_top > 0:
-        maxima_ptr = group_max_ptr + row * TILES * 256
-        bound = kth_bound(maxima_ptr, column_maxima(maxima_ptr, TILES), num_top, TILES)
-        listed = list_groups(maxima_ptr, bound, list_ptr, TILES)
+        maxima, column_max = group_maxima(group_max_ptr + row * TILES * 256, TILES, BLOCK_TILES)
+        bound = tl.maximum(kth_bound(maxima, column_max, maximum, num_top), BANNED)
+        listed = list_groups(maxima, bound, list_ptr, TILES, BLOCK_TILES)
         found = 0
         first = 0
         while (first < listed) & (found <= CANDIDATES):
-            x, token = listed_tile(row, list_ptr, first, listed, vocab, source, terms, 0)
-            x = tl.where(token < vocab, x, float("-inf"))
-            found = collect(x, token, bound, found, values_ptr, ids_ptr, CANDIDATES)
-            first += 128
+            x, token = listed_tile(row, list_ptr, first, listed, vocab, source, terms, 256, 0)
+            found = collect(x, token, bound, found, candidates_ptr, CANDIDATES)
+            first += 256
         tl.debug_barrier()
         if found <= CANDIDATES:
             c = tl.arange(0, CANDIDATES)
-            x = tl.load(values_ptr + c, mask=c < found, other=float("-inf"))
-            token = tl.load(ids_ptr + c, mask=c < found, other=2147483647)
-            rank, _mass = ranked(x, token, found, values_ptr, ids_ptr, 1.0, maximum, CANDIDATES)
+            candidate = nth_candidates(candidates_ptr, c, found)
+            x = logit_of(candidate)
+            token = token_of(candidate)
+            rank = ranks(candidate, candidates_ptr, found, CANDIDATES, 8)
             wanted = (c < found) & (rank < num_top)
             tl.store(top_ids_ptr + row * num_top + rank, token, mask=wanted)
             tl.store(top_ptr + row * num_top + rank, x - logarithm, mask=wanted)
@@ -63,7 +70,9 @@ def logprob_kernel(
                 best = float("-inf")
                 best_token = 2147483647
                 for first in range(0, listed, 128):
-                    x, token = listed_tile(row, list_ptr, first, listed, vocab, source, terms, 0)
+                    x, token = listed_tile(row, list_ptr, first, listed, vocab, source, terms, 128, 0)
+                    x = tl.reshape(x, (2048,))
+                    token = tl.reshape(token, (2048,))
                     behind = (x < limit) | ((x == limit) & (token > limit_token))
                     behind &= token < vocab
                     tile_best = tl.max(tl.where(behind, x, float("-inf")), 0)

@@ -8,7 +8,8 @@ kernels and the torch reference come to the same bits.
 import triton
 import triton.language as tl
 
-__all__ = ["adjusted_logits", "gumbel_about", "gumbel_at", "largest", "noisy_bound", "order_key", "row_terms"]
+__all__ = ["adjusted_logits", "gumbel_about", "gumbel_at", "key_value", "largest", "noisy_bound", "order_key",
+           "row_terms"]  # fmt: skip
 
 
 @triton.jit
@@ -100,6 +101,12 @@ def order_key(x):
     """int32 that orders as the floats do; both zeros are one."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def key_value(key):
+    """The float of an order key; of keys beyond those of the infinities, none that anything reaches."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
