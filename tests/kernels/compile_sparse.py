@@ -36,7 +36,7 @@ def operands(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 
 
 def main() -> None:
-    for name in ("pool_keys_kernel", "pool_queries_kernel", "score_kernel", "select_kernel"):
+    for name in ("pool_kernel", "score_kernel", "select_kernel"):
         setattr(select, name, plain_recorder.Recorder(getattr(select, name)))
     sparse.combine_kernel = plain_recorder.Recorder(sparse.combine_kernel)
     sparse.sparse_hopper_kernel = compile_gluon.Recorder(sparse.sparse_hopper_kernel)

@@ -41,33 +41,44 @@ def sparse_item(pieces_ptr, turn, items, heads, together, most):
 
 
 @gluon.jit
+def _load_queries(
+    q_desc, q_smem, q_full, q_empty, turn, q_first, head, Q_STAGES: gl.constexpr, D: gl.constexpr
+):  # fmt: skip
+    bits: gl.constexpr = q_desc.dtype.primitive_bitwidth
+    DB: gl.constexpr = min(D, 1024 // bits)
+    stage = turn % Q_STAGES
+    mbarrier.wait(q_empty.index(stage), ((turn // Q_STAGES) & 1) ^ 1)
+    mbarrier.expect(q_full.index(stage), 128 * D * bits // 8)
+    for w in gl.static_range(2):
+        for c in gl.static_range(D // DB):
+            target = q_smem.index(stage * 2 + w).slice(c * 64, 64)
+            tma.async_copy_global_to_shared(q_desc, [q_first + 64 * w, head * D + c * DB], q_full.index(stage), target)
+
+
+@gluon.jit
 def load_listed(
     q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, pieces_ptr, blocks_ptr, table_ptr, table_stride, items,
-    heads, kv_heads, together, most, STAGES: gl.constexpr, D: gl.constexpr, PERMUTE: gl.constexpr, EARLY: gl.constexpr,
+    heads, kv_heads, together, most, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, D: gl.constexpr,
+    PERMUTE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: a block of keys is two pages, each by its own TMA box."""
+    """The loading warp: a block of keys is two pages, each by its own TMA box. The plan is older than the kernel before
+    this one.
+    """
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     bits: gl.constexpr = k_desc.dtype.primitive_bitwidth
     DB: gl.constexpr = min(D, 1024 // bits)
     KB: gl.constexpr = D // DB
     turn = 0
     i = 0
-    if EARLY:
-        gdc_wait()
     valid, row, head, q_first, _q_end, _position, length, count, _begin, listed, _partial = sparse_item(
         pieces_ptr, turn, items, heads, together, most
     )
+    if EARLY:
+        gdc_wait()
     while valid:
         table = table_ptr + row.to(gl.int64) * table_stride
         final_page = gl.maximum((length + 63) // 64 - 1, 0)
         kv_head = head // (heads // kv_heads)
-        mbarrier.wait(q_empty, (turn & 1) ^ 1)
-        mbarrier.expect(q_full, 128 * D * bits // 8)
-        for w in gl.static_range(2):
-            for c in gl.static_range(KB):
-                tma.async_copy_global_to_shared(
-                    q_desc, [q_first + 64 * w, head * D + c * DB], q_full, q_smem.index(w).slice(c * 64, 64)
-                )
         # The next block's number is on its way while this one's pages are waited for.
         block = gl.load(blocks_ptr + listed)
         for entry in range(count):
@@ -93,6 +104,9 @@ def load_listed(
                         tma.async_copy_global_to_shared(
                             k_desc, [(page * kv_heads + kv_head) * 64, c * DB], k_full.index(stage), target
                         )
+            if entry == 0:
+                # Behind the first keys: those need not wait for the tile before to be done with its queries.
+                _load_queries(q_desc, q_smem, q_full, q_empty, turn, q_first, head, Q_STAGES, D)
             mbarrier.wait(v_empty.index(stage), phase)
             mbarrier.expect(v_full.index(stage), 128 * D * bits // 8)
             for p in gl.static_range(2):

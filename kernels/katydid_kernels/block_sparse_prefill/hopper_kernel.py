@@ -46,8 +46,8 @@ def _scores(q, k_smem, k_full, stage, phase, into, D: gl.constexpr):
 def _attend(
     which: gl.constexpr, q_smem, k_smem, v_smem, bars, turn_bars, pieces_ptr, out_ptr, partials_ptr, sums_ptr,
     q_scale_ptr, k_scale_ptr, v_scale_ptr, items, heads, kv_heads, together, most, scale, HAS_Q_SCALE: gl.constexpr,
-    HAS_KV_SCALE: gl.constexpr, PER_HEAD: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, PERMUTE: gl.constexpr,
-    PING_PONG: gl.constexpr, EARLY: gl.constexpr,
+    HAS_KV_SCALE: gl.constexpr, PER_HEAD: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, D: gl.constexpr,
+    PERMUTE: gl.constexpr, PING_PONG: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     dtype: gl.constexpr = q_smem.dtype
@@ -67,15 +67,13 @@ def _attend(
     rows = gl.arange(0, 64, row_layout) + which * 64
     o_rows = gl.arange(0, 64, o_row) + which * 64
     d = gl.arange(0, D, gl.SliceLayout(0, o_layout))
-    q = q_smem.index(which)._reinterpret(dtype, [64, D], q_layout)
-
     turn = 0
     i = 0
-    if EARLY:
-        gdc_wait()
     valid, _row, head, q_first, q_end, position, length, count, begin, _listed, partial = sparse_item(
         pieces_ptr, turn, items, heads, together, most
     )
+    if EARLY:
+        gdc_wait()
     while valid:
         factor = gl.full([64], scale, gl.float32, row_layout)
         if HAS_Q_SCALE:
@@ -86,13 +84,15 @@ def _attend(
         unit = gl.maximum(factor, 1e-30) * LOG2E
         acc = gl.zeros([64, D], gl.float32, o_layout)
 
-        mbarrier.wait(q_full, turn & 1)
+        q_stage = turn % Q_STAGES
+        q = q_smem.index(q_stage * 2 + which)._reinterpret(dtype, [64, D], q_layout)
+        mbarrier.wait(q_full.index(q_stage), (turn // Q_STAGES) & 1)
         nothing = gl.zeros([64, N], gl.float32, s_layout)
         s = _scores(q, k_smem, k_full, i % STAGES, (i // STAGES) & 1, nothing, D)
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k_empty.index(i % STAGES))
         if count == 1:
-            mbarrier.arrive(q_empty)
+            mbarrier.arrive(q_empty.index(q_stage))
         # Whole blocks lie before a piece's that is not the list's first.
         newest = position % N + rows + gl.where(begin > 0, N, 0)
         s = mask_scores(s, newest, newest, False, PERMUTE)
@@ -129,7 +129,7 @@ def _attend(
             s = warpgroup_mma_wait(1, deps=[s])
             mbarrier.arrive(k_empty.index(i % STAGES))
             if entry == count - 1:
-                mbarrier.arrive(q_empty)
+                mbarrier.arrive(q_empty.index(q_stage))
             new_maximum = gl.maximum(maximum, gl.max(s, 1) * unit)
             p32 = gl.exp2(s * unit[:, None] - (new_maximum - SHIFT)[:, None])
             shrink = gl.exp2(maximum - new_maximum)
@@ -185,26 +185,27 @@ def _attend(
 def sparse_hopper_kernel(
     q_desc, k_desc, v_desc, pieces_ptr, blocks_ptr, table_ptr, out_ptr, partials_ptr, sums_ptr, q_scale_ptr,
     k_scale_ptr, v_scale_ptr, items, heads, kv_heads, together, table_stride, most, scale, HAS_Q_SCALE: gl.constexpr,
-    HAS_KV_SCALE: gl.constexpr, PER_HEAD: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, PERMUTE: gl.constexpr,
-    PING_PONG: gl.constexpr, REGISTERS: gl.constexpr, EARLY: gl.constexpr,
+    HAS_KV_SCALE: gl.constexpr, PER_HEAD: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, D: gl.constexpr,
+    PERMUTE: gl.constexpr, PING_PONG: gl.constexpr, REGISTERS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     bits: gl.constexpr = dtype.primitive_bitwidth
     DB: gl.constexpr = min(D, 1024 // bits)
     k_layout: gl.constexpr = gl.NVMMASharedLayout(min(128, D * bits // 8), bits, 2)
     v_layout: gl.constexpr = gl.NVMMASharedLayout(64 * bits // 8, bits, 2)
-    q_smem = gl.allocate_shared_memory(dtype, [2, D // DB * 64, DB], k_layout)
+    q_smem = gl.allocate_shared_memory(dtype, [2 * Q_STAGES, D // DB * 64, DB], k_layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES, D // DB * N, DB], k_layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES, N // 64 * D, 64], v_layout)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turn_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=2)
+    for s in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(s), count=1)
+        mbarrier.init(q_empty.index(s), count=2)
     for s in gl.static_range(STAGES):
         mbarrier.init(k_full.index(s), count=1)
         mbarrier.init(k_empty.index(s), count=2)
@@ -221,16 +222,16 @@ def sparse_hopper_kernel(
             (_attend, (
                 gl.constexpr(0), q_smem, k_smem, v_smem, bars, turn_bars, pieces_ptr, out_ptr, partials_ptr,
                 sums_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, items, heads, kv_heads, together, most, scale,
-                HAS_Q_SCALE, HAS_KV_SCALE, PER_HEAD, STAGES, D, PERMUTE, PING_PONG, EARLY,
+                HAS_Q_SCALE, HAS_KV_SCALE, PER_HEAD, STAGES, Q_STAGES, D, PERMUTE, PING_PONG, EARLY,
             )),
             (_attend, (
                 gl.constexpr(1), q_smem, k_smem, v_smem, bars, turn_bars, pieces_ptr, out_ptr, partials_ptr,
                 sums_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, items, heads, kv_heads, together, most, scale,
-                HAS_Q_SCALE, HAS_KV_SCALE, PER_HEAD, STAGES, D, PERMUTE, PING_PONG, EARLY,
+                HAS_Q_SCALE, HAS_KV_SCALE, PER_HEAD, STAGES, Q_STAGES, D, PERMUTE, PING_PONG, EARLY,
             )),
             (load_listed, (
                 q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, pieces_ptr, blocks_ptr, table_ptr,
-                table_stride, items, heads, kv_heads, together, most, STAGES, D, PERMUTE, EARLY,
+                table_stride, items, heads, kv_heads, together, most, STAGES, Q_STAGES, D, PERMUTE, EARLY,
             )),
         ],
         [4, 1],

@@ -74,6 +74,7 @@ def launch_hopper(problem: SparseProblem) -> None:
         HAS_KV_SCALE=problem.k_scale is not None,
         PER_HEAD=int(problem.k_scale is not None and problem.k_scale.numel() > 1),
         STAGES=STAGES[bits],
+        Q_STAGES=2 if bits == 8 else 1,  # of 16 bits there is no room for the next tile's queries
         D=head_dim,
         PERMUTE=bits == 8,
         PING_PONG=bits in PING_PONG,

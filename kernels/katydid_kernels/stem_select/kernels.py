@@ -1,4 +1,4 @@
-"""Selection on the GPU in four launches: pooled keys, pooled queries, their products, and the best of each row.
+"""Selection on the GPU in three launches: pooled keys and queries, their products, and the best of each row.
 
 The products are a matrix product with the tensor cores; everything else reads its input once. Scores of a row's tile
 and block depend on that tile and block alone, so chunks of a prompt come to the same bits. EARLY: a kernel is launched
@@ -9,24 +9,19 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["pool_keys_kernel", "pool_queries_kernel", "score_kernel", "select_kernel"]
+__all__ = ["pool_kernel", "score_kernel", "select_kernel"]
 
 LOWEST = tl.constexpr(-2147483648)
 
 
-@triton.jit(do_not_specialize=["length"])
-def pool_keys_kernel(
-    k_ptr, v_ptr, table_ptr, pooled_ptr, bias_ptr, k_scale_ptr, v_scale_ptr, length, kv_heads, value_weight,
-    PER_HEAD: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr,
+@triton.jit
+def _pool_keys(
+    block, head, k_ptr, v_ptr, table_ptr, pooled_ptr, bias_ptr, k_scale_ptr, v_scale_ptr, length, blocks, kv_heads,
+    value_weight, PER_HEAD: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of 128 keys, kv head) of one row: the sums of its keys by residue, last residue first, and beta
-    times the logarithm of its largest value.
+    """Of a block of 128 keys of a kv head: the sums of its keys by residue, last residue first, and beta times the
+    logarithm of its largest value.
     """
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    block = tl.program_id(0)
-    head = tl.program_id(1)
     d = tl.arange(0, D)
     residue = tl.arange(0, STRIDE)
     k_factor = 1.0
@@ -52,23 +47,18 @@ def pool_keys_kernel(
             squares = tl.sum(tl.where((first + slot < length)[None, :], v * v, 0.0), 0)
             largest = tl.maximum(largest, tl.max(squares, 0))
     norm = tl.sqrt(largest) * v_factor
-    place = head * tl.num_programs(0) + block
+    place = head * blocks + block
     tl.store(bias_ptr + place, value_weight * tl.log(tl.maximum(norm, 1.0)))
     target = pooled_ptr + place.to(tl.int64) * (STRIDE * D) + (STRIDE - 1 - residue)[:, None] * D + d[None, :]
     tl.store(target, (total * k_factor).to(pooled_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["first_tile"])
-def pool_queries_kernel(
-    q_ptr, q_scale_ptr, records_ptr, pooled_ptr, first_tile, heads, scale, STRIDE: tl.constexpr, D: tl.constexpr,
-    EARLY: tl.constexpr,
+@triton.jit
+def _pool_queries(
+    tile, head, q_ptr, q_scale_ptr, records_ptr, pooled_ptr, first_tile, tiles, heads, scale, STRIDE: tl.constexpr,
+    D: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of one row, head): the sums of its queries by residue, times what the score asks for."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
-    tile = tl.program_id(0)
-    head = tl.program_id(1)
+    """Of a tile and a head: the sums of its queries by residue, times what the score asks for."""
     record = records_ptr + (first_tile + tile) * 8
     first = tl.load(record + 1)
     end = tl.load(record + 2)
@@ -85,8 +75,32 @@ def pool_queries_kernel(
             q *= tl.load(q_scale_ptr + place, mask=inside, other=0.0)[:, None]
         total += q
     total *= scale * (STRIDE * STRIDE / 128.0) / (end - first).to(tl.float32)
-    target = pooled_ptr + ((head * tl.num_programs(0) + tile) * STRIDE + residue)[:, None] * D + d[None, :]
+    target = pooled_ptr + ((head * tiles + tile) * STRIDE + residue)[:, None] * D + d[None, :]
     tl.store(target, total.to(pooled_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["length", "blocks", "first_tile", "tiles"])
+def pool_kernel(
+    k_ptr, v_ptr, table_ptr, keys_ptr, bias_ptr, k_scale_ptr, v_scale_ptr, length, blocks, kv_heads, value_weight,
+    q_ptr, q_scale_ptr, records_ptr, queries_ptr, first_tile, tiles, heads, scale, PER_HEAD: tl.constexpr,
+    STRIDE: tl.constexpr, D: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One row: programs of (block of 128 keys, kv head), then of (tile, head)."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    item = tl.program_id(0)
+    if item < blocks * kv_heads:
+        _pool_keys(
+            item % blocks, item // blocks, k_ptr, v_ptr, table_ptr, keys_ptr, bias_ptr, k_scale_ptr, v_scale_ptr,
+            length, blocks, kv_heads, value_weight, PER_HEAD, STRIDE, D,
+        )  # fmt: skip
+    else:
+        item -= blocks * kv_heads
+        _pool_queries(
+            item % tiles, item // tiles, q_ptr, q_scale_ptr, records_ptr, queries_ptr, first_tile, tiles, heads, scale,
+            STRIDE, D,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tiles", "blocks"])

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from katydid_kernels.prefill_attention.op import check_pages
-from katydid_kernels.stem_select.kernels import pool_keys_kernel, pool_queries_kernel, score_kernel, select_kernel
+from katydid_kernels.stem_select.kernels import pool_kernel, score_kernel, select_kernel
 from katydid_kernels.stem_select.plan import SparsePlan
 from katydid_kernels.stem_select.reference import stem_select_reference
 
@@ -80,19 +80,18 @@ def launch_select(
         bias = torch.empty(kv_heads, row.blocks, device=device)
         queries = torch.empty(heads, row.tiles, width, dtype=dtype, device=device)
         scores = torch.empty(heads, row.tiles, row.blocks, device=device)
-        pool_keys_kernel[(row.blocks, kv_heads)](
-            k_pages, v_pages, block_table[row.row], keys, bias, k_scale, v_scale, row.length, kv_heads,
-            rule.value_weight, PER_HEAD=int(k_scale is not None and k_scale.numel() > 1), STRIDE=rule.stride,
-            D=head_dim, num_warps=4, **first,
+        pool_kernel[(row.blocks * kv_heads + row.tiles * heads,)](
+            k_pages, v_pages, block_table[row.row], keys, bias, k_scale, v_scale, row.length, row.blocks, kv_heads,
+            rule.value_weight, q, q_scale, plan.in_order, queries, row.first_tile, row.tiles, heads, scale,
+            PER_HEAD=int(k_scale is not None and k_scale.numel() > 1), STRIDE=rule.stride, D=head_dim, num_warps=4,
+            **first,
         )  # fmt: skip
         first = follows
-        pool_queries_kernel[(row.tiles, heads)](
-            q, q_scale, plan.in_order, queries, row.first_tile, heads, scale, STRIDE=rule.stride, D=head_dim,
-            num_warps=4, **follows,
-        )  # fmt: skip
-        score_kernel[(triton.cdiv(row.tiles, 64), triton.cdiv(row.blocks, 64), heads)](
-            queries, keys, bias, scores, row.tiles, row.blocks, heads // kv_heads, K=width, BLOCK_M=64, BLOCK_N=64,
-            BLOCK_K=128 if width % 128 == 0 else 64, num_warps=4, num_stages=4, **follows,
+        # Of few blocks, narrow tiles: more programs, each with less to read.
+        width_n = 64 if row.blocks > 512 else 32
+        score_kernel[(triton.cdiv(row.tiles, 64), triton.cdiv(row.blocks, width_n), heads)](
+            queries, keys, bias, scores, row.tiles, row.blocks, heads // kv_heads, K=width, BLOCK_M=64,
+            BLOCK_N=width_n, BLOCK_K=128 if width % 128 == 0 else 64, num_warps=4, num_stages=4, **follows,
         )  # fmt: skip
         # One warp counts without a barrier, as long as its registers hold a row of scores.
         block = max(32, triton.next_power_of_2(row.blocks))
