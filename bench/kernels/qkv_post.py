@@ -134,11 +134,11 @@ def time_case(case: Case, compiled: Callable[[Layer], object] | None, flashinfer
             compiled(layers[0])
     few = tokens <= 64
     with measuring():
-        us = median_us([partial(case.fused, layer) for layer in layers], at_least=16)
-        chain_us = median_us([partial(case.chain, layer) for layer in layers[:8]], 7, at_least=8)
+        us = median_us([partial(case.fused, layer) for layer in layers])
+        chain_us = median_us([partial(case.chain, layer) for layer in layers[:8]], 7)
         compiled_us = None
         if compiled is not None:
-            compiled_us = median_us([partial(compiled, layer) for layer in layers[:8]], 7, at_least=8)
+            compiled_us = median_us([partial(compiled, layer) for layer in layers[:8]], 7)
     floor = 1e-6 * case.bytes_moved() / COPY_TB_PER_S
     name = f"qkv_post {case.q_heads}/{case.kv_heads} heads {'fp8' if case.dtype == E4M3 else 'bf16'}, {tokens} tokens"
     public = PUBLIC.get((case.q_heads, case.kv_heads, tokens)) if case.dtype == E4M3 else None

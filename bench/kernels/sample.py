@@ -116,7 +116,7 @@ def time_kind(rows: int, kind: str, own: dict[tuple[int, str], float]) -> list[R
     if differing > rows // 256:
         return [row(f"{name}: {differing} tokens differ from the reference's", 0, "us", 0, None, None, None)]
     with measuring():
-        us = own[rows, kind] = median_us([partial(sample, logits, batch, overlap=True) for logits in inputs], at_least=16)
+        us = own[rows, kind] = median_us([partial(sample, logits, batch, overlap=True) for logits in inputs])
     floor = 1e-6 * bytes_read(rows, kind) / COPY_TB_PER_S
     found = [row(name, us, "us", floor, 25 if (rows, kind) == (64, "all filters") else None, None, None)]
     if rows in PUBLIC and kind in COMPARED:
@@ -134,7 +134,7 @@ def time_peers(rows: int, kind: str, own: dict[tuple[int, str], float]) -> list[
             inputs = [logits_of(rows, kind) for _ in range(sets_of(rows))]
             run(inputs[0])
         with measuring():
-            theirs = median_us([partial(run, logits) for logits in inputs], at_least=16)
+            theirs = median_us([partial(run, logits) for logits in inputs])
         figure = f"sample, {kind}, batch {rows}: times faster than {peer}"
         bar = 5 if peer == "FlashInfer" else None
         found.append(row(figure, theirs / own[rows, kind], "x", 1, bar, f"{peer}, us", theirs))
@@ -167,7 +167,7 @@ def time_logprobs(rows: int) -> list[Row]:
         ids = torch.randint(0, VOCAB, (rows,), device="cuda", dtype=torch.int32)
         logprobs(inputs[0], ids, 20)
     with measuring():
-        us = median_us([partial(logprobs, logits, ids, 20) for logits in inputs], at_least=16)
+        us = median_us([partial(logprobs, logits, ids, 20) for logits in inputs])
     return [row(f"logprobs with top 20, batch {rows}", us, "us", rows * VOCAB * 4e-6 / COPY_TB_PER_S, None, None, None)]
 
 
