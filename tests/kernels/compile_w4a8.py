@@ -14,7 +14,7 @@ import katydid_kernels.w4a8.launch as launch
 import torch
 from compile_gluon import BF16, E4M3, Recorder, zeros
 from katydid_kernels.w4a8.packing import Int4Weight, pack_int4
-from katydid_kernels.w4a8.tuning import expert_tile, grouped_tile, narrow_tile
+from katydid_kernels.w4a8.tuning import expert_tile, few_tile, grouped_tile, narrow_tile
 
 
 def weight(*shape: int, gated: bool = False) -> Int4Weight:
@@ -29,6 +29,13 @@ def run_linear(tokens: int) -> None:
         launch.launch_grouped(x, w, out, grouped_tile(), x_scale=scale, bias=out[0], residual=out)
     else:
         launch.launch_narrow(x, w, scale, out, tile, bias=out[0], residual=out)
+
+
+def run_few(tokens: int, columns: int, *, quantise: bool) -> None:
+    x, w = zeros(tokens, columns, dtype=BF16 if quantise else E4M3), weight(64, columns)
+    tile, scale = few_tile(x, w), None if quantise else torch.ones(tokens)
+    assert tile is not None
+    launch.launch_few(x, w, scale, zeros(tokens, 64, dtype=BF16), tile)
 
 
 def run_experts(tokens: int, pairs_of: int) -> None:
@@ -52,6 +59,9 @@ def main() -> None:
     experts.plan_routes = lambda ids, plan, count, tile, first_expert: plan  # type: ignore[assignment]
     experts.combine = lambda *args, **kwargs: None  # type: ignore[assignment]
     cases: dict[str, Callable[[], None]] = {
+        "linear, a row in bf16": lambda: run_few(1, 1024, quantise=True),
+        "linear, two rows of most columns": lambda: run_few(2, 8192, quantise=False),
+        "linear, 16 rows": lambda: run_few(16, 4096, quantise=False),
         "linear, 8 rows": lambda: run_linear(8),
         "linear, 64 rows": lambda: run_linear(64),
         "linear, many rows": lambda: run_linear(512),

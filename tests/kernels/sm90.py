@@ -22,6 +22,7 @@ _TYPE = {
     torch.float32: "fp32",
     torch.float8_e4m3fn: "fp8e4nv",
     torch.int32: "i32",
+    torch.int64: "i64",
     torch.uint8: "u8",
 }
 

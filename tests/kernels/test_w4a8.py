@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from katydid_kernels import fused_moe_w4a8, linear_w4a8, pack_int4, quantize_int4
+from katydid_kernels import fused_moe_w4a8, linear_w4a8, pack_int4, quantize_fp8, quantize_int4
 from katydid_kernels.w4a8.packing import Int4Weight, dequantize_int4, unpack_int4
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,6 +32,16 @@ def test_linear(tokens: int, n: int, k: int, hooks: bool) -> None:
         expected = expected + bias.double() + residual.double()
     assert y.dtype == torch.bfloat16
     assert (y.double() - expected).norm() / expected.norm() < 2.5e-3
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 20])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_not_yet_quantised(tokens: int, dtype: torch.dtype) -> None:
+    """They become what `quantize_fp8` makes of them, bit for bit."""
+    weight, _ = packed(72, 320)
+    x = 3 * torch.randn(tokens, 320, device=DEVICE, dtype=dtype)
+    values, scale = quantize_fp8(x)
+    assert torch.equal(linear_w4a8(x, weight), linear_w4a8(values, weight, scale))
 
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 6, 256, 192, 3
@@ -82,8 +92,10 @@ def test_packed_weights_survive_a_state_dict() -> None:
 def test_errors_name_the_field() -> None:
     weight, _ = packed(64, 128)
     x, one = torch.zeros(2, 128, device=DEVICE).to(E4M3), torch.ones(1, device=DEVICE)
-    with pytest.raises(ValueError, match="x must be float8_e4m3fn"):
+    with pytest.raises(ValueError, match=r"x must be .* got torch.float32 \(2, 128\) with a scale"):
         linear_w4a8(x.float(), weight, one)
+    with pytest.raises(ValueError, match=r"x must be .* got torch.float8_e4m3fn \(2, 128\) without a scale"):
+        linear_w4a8(x, weight)
     with pytest.raises(ValueError, match=r"weight must be one packed \[out, 64\] matrix"):
         linear_w4a8(x[:, :64], weight, one)
     with pytest.raises(ValueError, match="x_scale must be fp32 with 1 or 2 elements"):

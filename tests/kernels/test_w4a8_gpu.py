@@ -13,7 +13,14 @@ from katydid_kernels import fused_moe_w4a8, fused_moe_w4a8_reference, linear_w4a
 from katydid_kernels.gemm.checking import E4M3, ExpertCase, relative_error  # noqa: E402
 from katydid_kernels.w4a8.checking import check_experts, check_linear, random_weight  # noqa: E402
 from katydid_kernels.w4a8.plain import plain_w4a8  # noqa: E402
-from katydid_kernels.w4a8.tuning import DecodeTile, GroupedTile, NarrowTile, grouped_tile, narrow_tile  # noqa: E402
+from katydid_kernels.w4a8.tuning import (  # noqa: E402
+    DecodeTile,
+    FewTile,
+    GroupedTile,
+    NarrowTile,
+    grouped_tile,
+    narrow_tile,
+)
 
 # The result is rounded to bf16 (2^-9 relative, uniform: 1.7e-3 in norm).
 ROUNDING = 2.2e-3
@@ -31,6 +38,13 @@ def test_narrow(tile: NarrowTile) -> None:
         (3, 10240, 4096),
         (tile.tokens - 1, 72, 8192),
     ]:
+        bound = ROUNDING if m * n > 1000 else FEW_RESULTS
+        assert check_linear((m, n, k), tile, hooks=True) < bound, (m, n, k)
+
+
+@pytest.mark.parametrize("tile", [FewTile(4), FewTile(8), FewTile(16)], ids=str)
+def test_few_rows(tile: FewTile) -> None:
+    for m, n, k in [(1, 8, 64), (5, 264, 112), (9, 1000, 1040), (16, 1280, 192), (2, 4096, 1664), (8, 72, 4096)]:
         bound = ROUNDING if m * n > 1000 else FEW_RESULTS
         assert check_linear((m, n, k), tile, hooks=True) < bound, (m, n, k)
 

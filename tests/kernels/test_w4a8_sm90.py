@@ -39,12 +39,17 @@ def test_shared_memory_fits(compiled: list[dict]) -> None:
 
 def test_hopper_instructions(compiled: list[dict]) -> None:
     assert {k["kernel"] for k in compiled} == {
+        "few_w4a8_kernel",
         "narrow_w4a8_kernel",
         "grouped_w4a8_kernel",
         "experts_decode_w4a8_kernel",
     }
     for kernel in compiled:
         opcodes = kernel["opcodes"]
+        if kernel["kernel"] == "few_w4a8_kernel":
+            assert opcodes.get("HMMA", 0) >= 8, kernel
+            assert not {"QGMMA", "HGMMA", "I2F"} & opcodes.keys(), kernel
+            continue
         assert opcodes.get("QGMMA", 0) >= 8, kernel
         assert not {"HGMMA", "HMMA", "QMMA"} & opcodes.keys(), kernel
         assert opcodes.get("UTMALDG", 0) >= 2, kernel

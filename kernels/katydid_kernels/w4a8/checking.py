@@ -10,9 +10,9 @@ from torch import Tensor
 
 from katydid_kernels.gemm.checking import E4M3, ExpertCase, relative_error
 from katydid_kernels.w4a8.experts import Int4ExpertWorkspace, run_experts_w4a8
-from katydid_kernels.w4a8.launch import launch_grouped, launch_narrow
+from katydid_kernels.w4a8.launch import launch_few, launch_grouped, launch_narrow
 from katydid_kernels.w4a8.packing import GROUP, Int4Weight, dequantize_int4, pack_int4, unpack_int4
-from katydid_kernels.w4a8.tuning import DecodeTile, GroupedTile, NarrowTile
+from katydid_kernels.w4a8.tuning import DecodeTile, FewTile, GroupedTile, NarrowTile
 
 __all__ = ["check_experts", "check_linear", "random_weight"]
 
@@ -25,7 +25,7 @@ def random_weight(*shape: int, gated: bool = False) -> Int4Weight:
     return pack_int4(codes, torch.where(torch.rand(groups, device="cuda") < 0.1, -scales, scales), gated=gated)
 
 
-def check_linear(shape: tuple[int, int, int], tile: NarrowTile | GroupedTile, *, hooks: bool) -> float:
+def check_linear(shape: tuple[int, int, int], tile: FewTile | NarrowTile | GroupedTile, *, hooks: bool) -> float:
     """One product of the shape ``(m, n, k)``, with a scale a token, bias and residual where `hooks`."""
     m, n, k = shape
     x, weight = torch.randn(m, k, device="cuda").to(E4M3), random_weight(n, k)
@@ -43,6 +43,8 @@ def check_linear(shape: tuple[int, int, int], tile: NarrowTile | GroupedTile, *,
         out.fill_(float("nan"))
         if isinstance(tile, NarrowTile):
             launch_narrow(x, weight, scale, out[:m], tile, **extra)
+        elif isinstance(tile, FewTile):
+            launch_few(x, weight, scale, out[:m], tile, **extra)
         else:
             launch_grouped(x, weight, out[:m], tile, x_scale=scale, **extra)
     if not out[m:].isnan().all():

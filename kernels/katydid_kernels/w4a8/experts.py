@@ -14,9 +14,11 @@ from torch import Tensor
 
 from katydid_kernels.gemm.combine import combine
 from katydid_kernels.gemm.launch import sm_count
+from katydid_kernels.gemm.plain import scale_step
 from katydid_kernels.gemm.plan import RoutePlan, plan_routes
 from katydid_kernels.gemm.tuning import summed_at_once
 from katydid_kernels.w4a8.experts_decode_kernel import experts_decode_w4a8_kernel
+from katydid_kernels.w4a8.experts_few_kernel import experts_few_w4a8_kernel
 from katydid_kernels.w4a8.launch import launch_grouped, rows_layout, weight_descriptors
 from katydid_kernels.w4a8.packing import Int4Weight
 from katydid_kernels.w4a8.tuning import DecodeTile, GroupedTile, expert_tile
@@ -95,6 +97,35 @@ def run_experts_w4a8(
     return out
 
 
+def launch_few_experts(
+    x: Tensor,
+    w13: Int4Weight,
+    w2: Int4Weight,
+    weights: Tensor,
+    ids: Tensor,
+    x_scale: Tensor,
+    h_scale: Tensor,
+    out: Tensor,
+    workspace: Int4ExpertWorkspace,
+    first_expert: int,
+    shared: Tensor | None,
+    ctas: int = 2,
+) -> Tensor:
+    warps, h = 8, workspace.h
+    words = x.view(torch.int32)
+    experts_few_w4a8_kernel[(ctas * sm_count(x.device),)](
+        words, words.stride(0), w13.codes.view(torch.int32), w13.scales, w2.codes.view(torch.int32), w2.scales,
+        h, h.stride(0), weights, shared, out, ids, first_expert, len(w2.codes), workspace.counters, workspace.sync,
+        x_scale, scale_step(x_scale), h_scale, len(x),
+        H=w2.rows, WIDTH=w2.cols, TOP_K=ids.shape[1], WARPS=warps,
+        GROUPS=triton.next_power_of_2(triton.cdiv(w2.rows, 128 * warps)),
+        PAIRS=triton.next_power_of_2(triton.cdiv(ids.shape[1], warps)),
+        EACH=triton.next_power_of_2(triton.cdiv(w2.cols, 128)),
+        num_warps=warps, maxnreg=256 // ctas, launch_pdl=True,
+    )  # fmt: skip
+    return out
+
+
 def _launch_decode(
     x: Tensor,
     w13: Int4Weight,
@@ -117,7 +148,7 @@ def _launch_decode(
         workspace.y, weights, shared, out, ids, first_expert, len(w2.codes), *sorted_pairs,
         workspace.partial, workspace.counters, workspace.sync, x_scale, h_scale, x.shape[0],
         H=w2.rows, WIDTH=w2.cols, TOP_K=ids.shape[1], PADDED=triton.next_power_of_2(ids.shape[1]),
-        SUM=summed_at_once(len(x)), TOKENS=tile.tokens, STAGES=tile.stages, CTAS=tile.ctas,
+        SUM=summed_at_once(len(x)), TOKENS=tile.tokens, STAGES=tile.stages, CTAS=tile.ctas, ROW_WARPS=tile.row_warps,
         SCALE_A_TOKEN=x_scale.numel() > 1, X_LAYOUT=rows_layout(tile.tokens),
-        num_warps=4, maxnreg=128 // tile.ctas, launch_pdl=True,
+        num_warps=4, maxnreg=(128 if tile.row_warps == 0 else 168) // tile.ctas // 8 * 8, launch_pdl=True,
     )  # fmt: skip

@@ -10,7 +10,7 @@ only backwards in this order, and cannot wait in a circle. Counters are zero bet
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from katydid_kernels.gemm.expert_tiles import gather, row_layout, scaled_swiglu, store_columns, tokens_of
 from katydid_kernels.gemm.ring import advance, launch_next, make_barriers, wait_for_last
@@ -19,6 +19,7 @@ from katydid_kernels.w4a8.decode_order import count, down_share, expert_of, rows
 from katydid_kernels.w4a8.decode_sums import combine_rows, store_tile, sum_token
 from katydid_kernels.w4a8.packed_tiles import (
     copy_groups,
+    copy_stage,
     fetch_weights,
     flush_groups,
     multiply_packed,
@@ -138,6 +139,83 @@ def _produce_rows(
 
 
 @gluon.jit
+def _hand_over(landed, full, strips2, shape, interval, RUN: gl.constexpr, STAGES: gl.constexpr):
+    """Tells the consumers of token rows that have landed. The fence between cp.async's proxy and wgmma's waits for all
+    that its warp has on its way, so it is a warp without copies of its own that makes it."""
+    up_n, down_n, up_k, down_k = shape[1:]
+    stage = 0
+    phase = 0
+    wait_for_last()
+    first, last = down_share(shape, strips2, RUN)
+    for _ in range(interval[1] - interval[0] + (last - first) * ((RUN + 1) // 2) * down_k):
+        mbarrier.wait(landed.index(stage), phase)
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(full.index(stage), count=1)
+        stage, phase = advance(stage, phase, STAGES)
+
+
+@gluon.jit
+def _produce_stages(
+    NTH: gl.constexpr, WARPS: gl.constexpr, landed, x, hidden, strips13, strips2, plan, sync_ptr, ring, shape, interval,
+    TOP_K: gl.constexpr, RUN: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Every WARPS-th stage's token rows, by one warp: the fence behind a copy waits for all that its warp has on the
+    way, so a warp has one stage on its way, and the warps have as many as they are."""
+    x_ptr, x_stride, columns = x
+    h_ptr, h_stride = hidden
+    x_bufs, full, empty = ring[0], ring[3], ring[4]
+    tiles, up_n, down_n, up_k, down_k = shape
+    TOKENS: gl.constexpr = x_bufs.type.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [1, 1], [1, 0])
+    cols = gl.arange(0, 128, gl.SliceLayout(0, layout))
+    lane = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
+    stage = 0
+    phase = 1
+    turn = 0
+    wait_for_last()
+    first, last = tiles_of(interval, up_k)
+    for item in range(first, last):
+        row, end = rows_of(item // up_n, plan)
+        valid = (row + lane < end)[:, None]
+        source = gather(x_ptr, tokens_of(row + lane, end, plan[0], TOP_K), x_stride, cols)
+        first_k, last_k = stages_within(item, interval, up_k)
+        for k in range(first_k, last_k):
+            if turn == NTH:
+                mbarrier.wait(empty.index(stage), phase)
+                copy_stage(x_bufs, full, landed, stage, source, k, columns, valid)
+            turn = gl.where(turn == WARPS - 1, 0, turn + 1)
+            stage, phase = advance(stage, phase, STAGES)
+    first, last = down_share(shape, strips2, RUN)
+    # The tile's numbers are read while waiting, and again only where the next tile begins.
+    known = first // down_n
+    row, end = rows_of(gl.minimum(known, tiles - 1), plan)
+    wait_for(sync_ptr, tiles * strips13)
+    for item in range(first, last):
+        for j in range(0, RUN, 2):
+            if RUN > 1:
+                row = item // strips2 * RUN + j
+                end = row + gl.where(j + 1 < RUN, 2, 1)
+            elif item // down_n != known:
+                known = item // down_n
+                row, end = rows_of(known, plan)
+            valid = (row + lane < end)[:, None]
+            source = gather(h_ptr, row + lane, h_stride, cols)
+            for k in range(down_k):
+                if turn == NTH:
+                    mbarrier.wait(empty.index(stage), phase)
+                    copy_stage(x_bufs, full, landed, stage, source, k, h_stride, valid)
+                turn = gl.where(turn == WARPS - 1, 0, turn + 1)
+                stage, phase = advance(stage, phase, STAGES)
+    if RUN > 1:
+        # No consumer waits for all: the last to have seen h resets what it waited for.
+        gl.thread_barrier()
+        if gl.atomic_add(sync_ptr + 2, 1, sem="acq_rel") == gl.num_programs(0) * WARPS - 1:
+            gl.store(sync_ptr, 0)
+            gl.store(sync_ptr + 2, 0)
+
+
+@gluon.jit
 def _consume(
     WHO: gl.constexpr, plan, hidden, result, scales, strips13, partials, sync_ptr, ring, meeting, shape, interval,
     H: gl.constexpr, TOP_K: gl.constexpr, PADDED: gl.constexpr, RUN: gl.constexpr, SUM: gl.constexpr,
@@ -201,7 +279,7 @@ def experts_decode_w4a8_kernel(
     shared_ptr, out_ptr, ids_ptr, first_expert, experts, rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr,
     partial_ptr, counters_ptr, sync_ptr, x_scale_ptr, h_scale_ptr, tokens,
     H: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr, PADDED: gl.constexpr, SUM: gl.constexpr,
-    TOKENS: gl.constexpr, STAGES: gl.constexpr, CTAS: gl.constexpr, SCALE_A_TOKEN: gl.constexpr, X_LAYOUT: gl.constexpr,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr, CTAS: gl.constexpr, ROW_WARPS: gl.constexpr, SCALE_A_TOKEN: gl.constexpr, X_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``, e the expert of pair (t, j).
 
@@ -240,7 +318,42 @@ def experts_decode_w4a8_kernel(
     scales = (x_scale_ptr, h_scale_ptr)
     w13 = (codes13_desc, scales13_desc, WIDTH // 32, H // 128)
     w2 = (codes2_desc, scales2_desc, H // 64, (WIDTH + 127) // 128)
-    gl.warp_specialize(
+    if ROW_WARPS == 3:
+        gl.warp_specialize(
+            [
+                (_consume, (0, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, meeting, shape,
+                            interval, H, TOP_K, PADDED, RUN, SUM, STAGES, WGS, SCALE_A_TOKEN)),
+                (_consume, (1, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, meeting, shape,
+                            interval, H, TOP_K, PADDED, RUN, SUM, STAGES, WGS, SCALE_A_TOKEN)),
+                (_produce_stages, (0, 3, None, (x_ptr, x_stride, H), hidden, WIDTH // 32, H // 64, plan, sync_ptr, ring, shape,
+                                   interval, TOP_K, RUN, STAGES)),
+                (_produce_stages, (1, 3, None, (x_ptr, x_stride, H), hidden, WIDTH // 32, H // 64, plan, sync_ptr, ring, shape,
+                                   interval, TOP_K, RUN, STAGES)),
+                (_produce_stages, (2, 3, None, (x_ptr, x_stride, H), hidden, WIDTH // 32, H // 64, plan, sync_ptr, ring, shape,
+                                   interval, TOP_K, RUN, STAGES)),
+                (_produce_weights, (w13, w2, plan, ring, shape, interval, RUN, STAGES, WGS)),
+            ],
+            [4, 1, 1, 1, 1],
+            [200, 96, 96, 96, 96] if CTAS == 1 else [96, 40, 40, 40, 40],
+        )  # fmt: skip
+    elif ROW_WARPS == 1:
+        landed, _ = make_barriers(STAGES, 32, 1)
+        gl.warp_specialize(
+            [
+                (_consume, (0, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, meeting, shape,
+                            interval, H, TOP_K, PADDED, RUN, SUM, STAGES, WGS, SCALE_A_TOKEN)),
+                (_consume, (1, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, meeting, shape,
+                            interval, H, TOP_K, PADDED, RUN, SUM, STAGES, WGS, SCALE_A_TOKEN)),
+                (_produce_stages, (0, 1, landed, (x_ptr, x_stride, H), hidden, WIDTH // 32, H // 64, plan, sync_ptr, ring, shape,
+                                   interval, TOP_K, RUN, STAGES)),
+                (_hand_over, (landed, full, H // 64, shape, interval, RUN, STAGES)),
+                (_produce_weights, (w13, w2, plan, ring, shape, interval, RUN, STAGES, WGS)),
+            ],
+            [4, 1, 1, 1],
+            [200, 96, 96, 96] if CTAS == 1 else [96, 40, 40, 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
         [
             (_consume, (0, plan, hidden, result, scales, WIDTH // 32, partials, sync_ptr, ring, meeting, shape,
                         interval, H, TOP_K, PADDED, RUN, SUM, STAGES, WGS, SCALE_A_TOKEN)),

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from katydid_kernels.gemm.ring import launch_next, wait_for_last
 
-__all__ = ["few_w4a8_kernel"]
+__all__ = ["few_w4a8_kernel", "multiply_groups"]
 
 
 def _product_text(blocks: int) -> str:
@@ -64,6 +64,16 @@ def _product(codes, x, other, BLOCKS: gl.constexpr):
     else:
         sums = gl.inline_asm_elementwise(_PRODUCT_2, _REGISTERS_2, [codes, x, other], gl.float32, is_pure=True, pack=8)
     return sums
+
+
+@gluon.jit
+def multiply_groups(codes, scale, words, other, BLOCKS: gl.constexpr):
+    """Sums ``[2, threads, 4]`` of eight and other eight tokens: words of codes ``[groups, 2, threads, 4]``, of their
+    scales ``[groups, threads, 2]``, one for each of the two rows a thread has, and of x."""
+    sums = _product(codes, words, other, BLOCKS)
+    scale = gl.join(scale, scale).reshape([scale.shape[0], scale.shape[1], 4])
+    sums *= gl.convert_layout(scale, gl.SliceLayout(1, sums.type.layout)).expand_dims(1)
+    return gl.sum(sums, 0)
 
 
 @gluon.jit
@@ -163,7 +173,6 @@ def few_w4a8_kernel(
     scaled = gl.arange(0, GROUPS, gl.SliceLayout(1, gl.SliceLayout(2, by_row)))[:, None, None] * WARPS + lane // 32
     place = (strip * groups + scaled) * 64 + quarter * 16 + half * 8 + lane % 32 // 4
     scale = gl.load(scales_ptr + place, mask=scaled < groups, other=0.0).to(gl.float32)
-    scale = gl.join(scale, scale).reshape([GROUPS, THREADS, 4])
 
     wait_for_last()
     column = unit * 64 + word * 16 + thread % 4 * 4
@@ -184,9 +193,7 @@ def few_w4a8_kernel(
         wide = gl.convert_layout(wide.reshape([THREADS]), of_thread)[None, None, :, None]
         words = _rounded(words, gl.zeros([GROUPS, 2, THREADS, 4], gl.float32, layout) + wide)
         other = words
-    sums = _product(codes, words, other, BLOCKS)
-    sums *= gl.convert_layout(scale, gl.SliceLayout(1, layout)).expand_dims(1)
-    sums = gl.sum(sums, 0)
+    sums = multiply_groups(codes, scale, words, other, BLOCKS)
 
     # Block, warp, g, q, half, e -> token 8 * block + 2 * q + e and row 8 * half + g.
     sums = gl.sum(sums.reshape([2, WARPS, 8, 4, 2, 2]), 1).permute((0, 2, 4, 3, 1)).reshape([16, 16])

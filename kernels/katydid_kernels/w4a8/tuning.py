@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from katydid_kernels.w4a8.packing import Int4Weight
+
 __all__ = [
     "DecodeTile",
     "FewTile",
@@ -23,9 +28,17 @@ class FewTile:
     warps: int
 
 
-def few_tile(groups: int) -> FewTile:
-    """The tile for rows of so many groups of 128 columns."""
-    return FewTile(4 if groups <= 8 else 8 if groups <= 32 else 16)
+# Rows of x in e4m3, in bf16, and their columns, up to which the kernel for the fewest rows is the faster one.
+_FEW_ROWS, _FEW_WIDE_ROWS, _FEW_COLUMNS = 16, 8, 8192
+
+
+def few_tile(x: Tensor, weight: Int4Weight) -> FewTile | None:
+    """The tile for so few rows of x, or None where another kernel is faster or it cannot read them."""
+    wide = x.dtype == torch.bfloat16
+    fits = x.data_ptr() % 16 == 0 and x.stride(0) % 4 == 0 and weight.cols % 4 == 0 and weight.cols <= _FEW_COLUMNS
+    if not fits or len(x) > (_FEW_WIDE_ROWS if wide else _FEW_ROWS) or not (wide or x.element_size() == 1):
+        return None
+    return FewTile(4 if weight.cols <= 1024 else 8 if weight.cols <= 4096 else 16)
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,7 @@ class DecodeTile:
     tokens: int
     stages: int
     ctas: int = 1
+    row_warps: int = 0
 
 
 @dataclass(frozen=True)

@@ -82,11 +82,11 @@ class Int4Product:
         self.input = Fp8Input()
 
     def __call__(self, x: Activations) -> Tensor:
-        rows = self.input.quantize(x)
-        values = rows.values
+        values, scale = (x, None) if isinstance(x, Tensor) else (x.values, x.scale)
         if self._lead:
-            values = F.pad(values.view(torch.uint8), (self._lead, 0)).view(values.dtype)
-        return linear_w4a8(values, self._weight, rows.scale, bias=self._bias).to(self._dtype)
+            bits = torch.uint8 if values.element_size() == 1 else values.dtype
+            values = F.pad(values.view(bits), (self._lead, 0)).view(values.dtype)
+        return linear_w4a8(values, self._weight, scale, bias=self._bias).to(self._dtype)
 
 
 class ColumnLinear:
