@@ -4,7 +4,8 @@ A row goes once to each rank that has any of its experts, with its experts and w
 its experts make of it, so one row comes back from each. Two forms, equal in result:
 
     counted     exactly the rows that have somewhere to go; the ranks tell each other how many first, which the host
-                has to read: the throughput form
+                has to read: the throughput form. It pauses before it reads, so that a device that has another part of
+                the batch to compute is not waited for with nothing to do
     fixed       ``capacity`` rows to every rank, filled up with rows that go to no expert: every size is known
                 beforehand and nothing is read from the device, so that a CUDA graph can hold it: the latency form
 """
@@ -18,6 +19,7 @@ from katydid_kernels import gather_rows, route_rows, scatter_rows, split_rows
 from torch import Tensor
 
 from katydid_engine.collectives import Collectives
+from katydid_engine.host_copies import Arriving, to_host
 from katydid_engine.layers.activations import Activations, Fp8Input
 from katydid_engine.layers.row_bytes import RowFormat
 from katydid_engine.layers.steps import Steps
@@ -87,9 +89,12 @@ class ExpertExchange:
         send: list[int] | None = None
         receive: list[int] | None = None
         if capacity is None:
-            told = self._group.all_to_all(counts)
-            each: list[int] = counts.tolist()
-            send, receive, total = each, told.wait().tolist(), sum(each)
+            told = to_host(torch.cat((counts, self._group.all_to_all(counts).wait())))
+            arriving = Arriving(counts.device)
+            yield
+            arriving.wait()
+            send, receive = (part.tolist() for part in told.chunk(2))
+            total = sum(send)
         else:
             total = self._group.size * capacity
         values, scales = self._there.parts(rows)
