@@ -29,6 +29,16 @@ def test_parts_of_a_vocabulary(first: int, rows: int, n: int) -> None:
     assert not found[(ids < first) | (ids >= first + rows)].any()
 
 
+def test_tokens_at_position_zero_have_none() -> None:
+    ids = torch.tensor([7, 0, 9, 3, 3], dtype=torch.int32, device=DEVICE)
+    weight = torch.randn(10, 32, device=DEVICE)
+    positions = torch.tensor([0, 1, 2, 0, 5], dtype=torch.int32, device=DEVICE)
+    found = module.embedding(ids, weight, positions=positions)
+    assert torch.equal(found, embedding_reference(ids, weight, positions=positions))
+    assert torch.equal(found[[1, 2, 4]], weight[[0, 9, 3]])
+    assert not found[[0, 3]].any()
+
+
 def test_the_sum_of_all_parts_is_the_whole() -> None:
     ids = torch.tensor([7, 0, 9, 3, 3], dtype=torch.int32, device=DEVICE)
     weight = torch.randn(10, 32, device=DEVICE)

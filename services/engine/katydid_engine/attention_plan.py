@@ -17,6 +17,7 @@ from katydid_kernels import (
     prefill_plan,
     sparse_plan,
 )
+from katydid_kernels.decode_plan import RECORD
 from torch import Tensor
 
 from katydid_engine.forward_batch import ForwardBatch
@@ -32,14 +33,15 @@ class AttentionPlan:
     """What attention needs of a batch beyond the batch itself.
 
     Attributes:
-        prefill_cu_q_lens: int32 ``[prefills + 1]``, where each prefill chunk begins among the prefills' tokens.
+        prefill_cu_q_lens: int32 ``[prefills + 1]``, where each prefill chunk begins among the prefills' tokens; None in
+            a batch without any.
         decode: of ``decode_plan``; None on a CPU and in a batch without decodes.
         prefill: of ``prefill_plan``; None on a CPU and in a batch without prefill chunks.
         sparse: of ``sparse_plan``, where a prefill chunk is of a prompt that is computed sparsely.
         scratch: what decode calls of this stream share; None on a CPU.
     """
 
-    prefill_cu_q_lens: Tensor
+    prefill_cu_q_lens: Tensor | None
     decode: Tensor | None = None
     prefill: Tensor | None = None
     scratch: DecodeScratch | None = None
@@ -65,12 +67,19 @@ class AttentionPlanner:
             self._ctas = decode_ctas(device)
             self._scratch = DecodeScratch.allocate(self._ctas, MAX_Q_LEN, heads // kv_heads, head_dim, device)
 
-    def planned(self, batch: ForwardBatch) -> ForwardBatch:
-        """The batch with its plan; one that has it already is returned as it is."""
+    def new_decode_plan(self) -> Tensor | None:
+        """Memory for the plan of a batch's decodes, for which ``planned`` makes some of its own otherwise; None on a
+        CPU."""
+        if self._scratch is None:
+            return None
+        return torch.empty(self._ctas, RECORD, dtype=torch.int32, device=self._scratch.partial.device)
+
+    def planned(self, batch: ForwardBatch, out: Tensor | None = None) -> ForwardBatch:
+        """The batch with its plan; one that has it already is returned as it is. ``out``: of ``new_decode_plan``."""
         if batch.attention is not None:
             return batch
         decodes, tokens = batch.num_decodes, batch.num_decode_tokens
-        cu_q_lens = batch.cu_q_lens[decodes:] - tokens
+        cu_q_lens = None if decodes == batch.num_seqs else batch.cu_q_lens[decodes:] - tokens
         decode = prefill = None
         if self._scratch is not None and decodes:
             decode = decode_plan(
@@ -79,8 +88,9 @@ class AttentionPlanner:
                 ctas=self._ctas,
                 q_len=batch.decode_q_len,
                 block_table=batch.block_table[:decodes],
+                out=out,
             )
-        if self._scratch is not None and decodes < batch.num_seqs:
+        if self._scratch is not None and cu_q_lens is not None:
             prefill = prefill_plan(batch.context_lens[decodes:], cu_q_lens, batch.num_tokens - tokens)
         sparse = self._sparse_plan(batch)
         return replace(batch, attention=AttentionPlan(cu_q_lens, decode, prefill, self._scratch, sparse))

@@ -26,6 +26,8 @@ from torch import Tensor
 from katydid_engine.collectives import Collectives
 from katydid_engine.decode_buffers import Bucket, BucketTensors, DecodeBuffers
 from katydid_engine.drafting import DraftModel, further_drafts
+from katydid_engine.forced_agreement import ForcedAgreement
+from katydid_engine.forward_batch import ForwardBatch
 from katydid_engine.kv_cache import KvCache
 from katydid_engine.logit_terms import Asked, LogitTerms
 from katydid_engine.models.decoder_lm import MOST_FIXED_ROWS, DecoderLM
@@ -130,11 +132,14 @@ class DecodeSteps:
         self._kv_cache = kv_cache
         self._collectives = collectives
         self._pieces = pieces
-        self._agreement = agreement
+        self._forced = None if agreement is None else ForcedAgreement(agreement, rows, max(depths), model.device)
         self._overlap = runs_gluon(model.device)
         self._depths = sorted(set(depths), reverse=True)
         self._rows = row_buckets(rows)
         self._room: dict[Bucket, int | None] = {}
+        # One plan a step serves the target's layers and the draft layer's.
+        self._plan = model.new_decode_plan()
+        self._planned: dict[Bucket, ForwardBatch] = {}
         width = 1 + max(self._depths)
         self.buffers = DecodeBuffers(rows, width, pages, model.config.hidden_size, model.dtype, model.device)
         self.terms = LogitTerms(rows, width, model.config.vocab_size, seen, model.device)
@@ -197,7 +202,8 @@ class DecodeSteps:
     def _forward(self, bucket: Bucket) -> None:
         tensors = self.buffers.bucket(bucket)
         advance(tensors.built.inputs, self.buffers.left, tensors.previous)
-        hidden = self._model.forward(tensors.built.forward, self._kv_cache)
+        self._planned[bucket] = self._model.planned(tensors.built.forward, self._plan)
+        hidden = self._model.forward(self._planned[bucket], self._kv_cache)
         self.buffers.hidden[: bucket.tokens].copy_(hidden)
 
     def _choice(self, bucket: Bucket, asked: Asked) -> None:
@@ -207,9 +213,8 @@ class DecodeSteps:
         hidden = self.buffers.hidden[: bucket.tokens]
         tokens = self._sampled(bucket, tensors, hidden, asked).view(rows, width)
         drafts = inputs.token_ids.view(rows, width)[:, 1:]
-        if self._agreement is not None and bucket.drafts:
-            agreed = torch.rand_like(drafts, dtype=torch.float32) < self._agreement
-            tokens[:, :-1] = torch.where(agreed, drafts, (drafts + 1) % self._model.config.vocab_size)
+        if self._forced is not None and bucket.drafts:
+            self._forced.sample(drafts, tokens)
         slots, seen = self.terms.counted if asked.terms else (None, None)
         accepted = verify_draft(
             tokens,
@@ -241,7 +246,7 @@ class DecodeSteps:
 
     def _draft(self, tensors: BucketTensors, hidden: Tensor, tokens: Tensor, accepted: Tensor, bucket: Bucket) -> None:
         assert isinstance(self._model, DraftModel)
-        states = self._model.draft(tensors.built.forward, hidden, tokens.reshape(-1), self._kv_cache)
+        states = self._model.draft(self._planned[bucket], hidden, tokens.reshape(-1), self._kv_cache)
         at = tensors.before_first + accepted
         drafts = further_drafts(self._model, tensors.built, self._kv_cache, states, at, None, bucket.drafts)
         assert self.buffers.left.drafts is not None

@@ -172,6 +172,7 @@ class Attention:
             blocks = stem_select(*rows, plan.sparse, **scales, overlap=True)
             block_sparse_prefill(*rows, plan.sparse, blocks, **scales, out=out[split_tokens:])
         elif split < batch.num_seqs:
+            assert plan.prefill_cu_q_lens is not None
             prefill_attention(
                 q[split_tokens:],
                 k_pages,

@@ -27,9 +27,9 @@ class Embedding:
         self._part = _vocabulary_part(vocab_size, weights.rank, weights.size)
         self.weight = weights.slice("weight", (vocab_size, hidden_size), (self._part, slice(0, hidden_size)))
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """int32 ``[T]`` -> ``[T, hidden]``, this rank's summand."""
-        return embedding(token_ids, self.weight, first=self._part.start)
+    def __call__(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """int32 ``[T]`` -> ``[T, hidden]``, this rank's summand; with positions, tokens at the first have zeros."""
+        return embedding(token_ids, self.weight, first=self._part.start, positions=positions)
 
 
 class LmHead:

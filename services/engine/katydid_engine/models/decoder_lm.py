@@ -168,6 +168,15 @@ class DecoderLM:
             device=self.device,
         )
 
+    def new_decode_plan(self) -> Tensor | None:
+        """Memory for what ``planned`` makes; None where decodes need no plan."""
+        return self._planner.new_decode_plan()
+
+    def planned(self, batch: ForwardBatch, decode: Tensor | None) -> ForwardBatch:
+        """The batch with attention's part worked out, its decodes' in memory of ``new_decode_plan``: several passes
+        over it, of draft layers too, need that once."""
+        return self._planner.planned(batch, decode)
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_cache: KvCache) -> Tensor:
         """Writes the batch's K and V into its pages and returns hidden states ``[T, hidden]`` after the final norm.
@@ -284,9 +293,9 @@ class DecoderLM:
             shape = (batch.num_tokens, self.config.hidden_size)
             yield self._stage.link.receive(shape, self.dtype, self.device, self._stage.count - 1)
 
-    def _embedded(self, token_ids: Tensor) -> Tensor:
-        """Whole embeddings ``[T, hidden]`` of int32 ``[T]``, on every rank."""
-        return self._exchange.collectives.all_reduce(self._embedding(token_ids))
+    def _embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Whole embeddings ``[T, hidden]`` of int32 ``[T]``, on every rank; zeros at position 0."""
+        return self._exchange.collectives.all_reduce(self._embedding(token_ids, positions))
 
     def _decoder_layer(self, weights: Weights, index: int, feed_forward: FeedForwardBuilder) -> DecoderLayer:
         return DecoderLayer(

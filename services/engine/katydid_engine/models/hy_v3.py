@@ -19,7 +19,7 @@ from katydid_engine.kv_cache import KvCache
 from katydid_engine.layers.decoder import DecoderLayer, FeedForward
 from katydid_engine.layers.dispatched_moe import DispatchedMoe
 from katydid_engine.layers.exchange import Exchange
-from katydid_engine.layers.linear import ColumnLinear
+from katydid_engine.layers.linear import RowLinear
 from katydid_engine.layers.norm import RmsNorm
 from katydid_engine.layers.routing import MoeNames
 from katydid_engine.layers.steps import Steps, finish
@@ -85,7 +85,7 @@ class HyV3(DecoderLM):
         pages = len(self._layers) + depth
         k_pages, v_pages = kv_cache.layer(pages)
         # The first position has no predecessor whose draft it could be; the model was trained with it blanked.
-        embedded = self._embedded(torch.where(batch.positions == 0, -1, next_token_ids))
+        embedded = self._embedded(next_token_ids, batch.positions)
         return self._mtp_layers[depth](embedded, hidden, self._table, batch, k_pages, v_pages)
 
     @torch.inference_mode()
@@ -120,7 +120,10 @@ class MtpLayer:
         self._exchange = exchange
         self._embedding_norm = RmsNorm(weights.scope("enorm"), size, eps)
         self._hidden_norm = RmsNorm(weights.scope("hnorm"), size, eps)
-        self._merge = ColumnLinear(weights.replicated(), [("eh_proj", size)], 2 * size, bias=False)
+        # Every rank has both inputs, so the product is cut by their columns: each rank reads its part of the weight.
+        self._merge = RowLinear(weights.scope("eh_proj"), 2 * size, size, bias=False)
+        step = 2 * size // weights.size
+        self._columns = range(weights.rank * step, (weights.rank + 1) * step)
         # Some exporters nest the decoder layer one level down.
         block = weights.scope("mtp_block") if weights.has("mtp_block.input_layernorm.weight") else weights
         self.block = build_decoder_layer(block)
@@ -130,14 +133,22 @@ class MtpLayer:
         self, embedded: Tensor, hidden: Tensor, table: Tensor, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor
     ) -> Tensor:
         """``embedded`` and ``hidden``: ``[T, hidden]``, of the next tokens and of the positions before them."""
-        merged = torch.cat((self._embedding_norm(embedded), self._hidden_norm(hidden)), dim=-1)
-        x = self._exchange.split(self._merge(merged))
+        x = self._exchange.leave(self._merge(self._own_columns(embedded, hidden)))
         out, residual = finish(self.block.steps(x, None, table, batch, k_pages, v_pages))
         return self._exchange.last(self._final_norm, out, residual, batch.num_tokens)
 
     def take_part(self) -> Steps[None]:
         """What a rank without tokens owes the others."""
         return self.block.take_part()
+
+    def _own_columns(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """This rank's part of ``[enorm(embedded), hnorm(hidden)]``."""
+        first, last, size = self._columns.start, self._columns.stop, hidden.shape[1]
+        if last <= size:
+            return self._embedding_norm(embedded)[:, first:last]
+        if first >= size:
+            return self._hidden_norm(hidden)[:, first - size : last - size]
+        return torch.cat((self._embedding_norm(embedded), self._hidden_norm(hidden)), dim=-1)[:, first:last]
 
 
 def _feed_forward(context: RankContext, weights: Weights, index: int) -> FeedForward | DispatchedMoe:
