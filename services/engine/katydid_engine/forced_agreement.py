@@ -1,4 +1,4 @@
-"""Samples that agree with a share of drafts, whatever the model says: for timing steps with weights that predict nothing.
+"""Samples that agree with a share of drafts, whatever the model says: to time steps with weights that predict nothing.
 
 What is drawn was drawn before, so that a step pays for four small launches and no generator.
 """
