@@ -1,9 +1,10 @@
-"""Engines of several GPUs as processes: what a lost rank costs, and prompts that one computes and another continues."""
+"""Engines of several GPUs as processes: their answers, a lost rank, prompts that go from one to another."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import random
 import signal
@@ -21,6 +22,7 @@ from typing import Any
 import grpc
 from katydid.kvcache.v1 import kvcache_pb2
 from katydid.kvcache.v1.kvcache_pb2_grpc import KvCacheServiceStub
+from katydid_engine.parallel import ParallelPlan
 from katydid_runtime.duration import to_duration
 
 from tests.engine import engine_process
@@ -56,7 +58,14 @@ def lost(gpus: int, *, dry: bool) -> Iterator[Rows]:
         (f"dp{gpus},ep{gpus}", gpus - 1, signal.SIGKILL),
         (f"tp{gpus},sp,ep{gpus}", gpus - 1, signal.SIGSTOP),
     ]
-    yield from _side_by_side([lambda case=case: _lose(*case, dry=dry) for case in cases])  # type: ignore[misc]
+    yield from _side_by_side([functools.partial(_lose, *case, dry=dry) for case in cases])
+
+
+def agree(gpus: int, *, dry: bool) -> Iterator[Rows]:
+    """Engines of several ranks, which draft, against one of a single rank."""
+    plans = [f"tp{gpus}", f"dp{gpus},ep{gpus}", f"dp{gpus},ep{gpus}+{gpus}"]
+    dtypes = ["float32"] if dry else ["float32", "bfloat16"]
+    yield from _side_by_side([functools.partial(_agree, plans, dtype, dry=dry) for dtype in dtypes])
 
 
 def hand_off(_gpus: int, *, dry: bool) -> Iterator[Rows]:
@@ -70,6 +79,45 @@ def _side_by_side(calls: list[Callable[[], Rows]]) -> Iterator[Rows]:
     with ThreadPoolExecutor(len(calls)) as pool:
         for pending in [pool.submit(call) for call in calls]:
             yield pending.result()
+
+
+def _agree(plans: list[str], dtype: str, *, dry: bool) -> Rows:
+    options = ["--kv-pages", "256", "--max-sequences", "8", "--rank-timeout-s", "60", "--rebalance-passes", "8"]
+    options += [] if dry else ["--device", "cuda", "--dtype", dtype, "--max-batch-tokens", "2048"]
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        try:
+            made = [stack.enter_context(engine(HY3_TINY, Path(folder), *options, "--plan", "single"))]
+            made += [stack.enter_context(engine(HY3_TINY, Path(folder), *options, "--plan", plan)) for plan in plans]
+            dp_ranks = [1, *(ParallelPlan.parse(plan).dp for plan in plans)]
+            alone, *found = (asyncio.run(_answers(it.address, dp)) for it, dp in zip(made, dp_ranks, strict=True))
+        except Exception as error:
+            traceback.print_exc()
+            return [{"figure": f"agree, {dtype}: {error!r:.300}", "value": None, "unit": "", "bar": None, "met": False}]
+    name = f"{dtype}, with drafts: tokens of one rank's, of {len(alone)}"
+    bar = len(alone) if dtype == "float32" else None  # bf16 rounds in another order: near ties end otherwise
+    return [
+        row(f"agree, engine of {plan}, {name}", _equal(alone, tokens), "", bar, most=False)
+        for plan, tokens in zip(plans, found, strict=True)
+    ]
+
+
+async def _answers(address: str, dp_ranks: int) -> list[int]:
+    """Of greedy and of sampled requests, over all ranks that take some."""
+    async with session(address) as client:
+        asked = [
+            client.submit(
+                _prompt(100 + 30 * number, number),
+                max_tokens=24,
+                ignore_eos=True,
+                dp_rank=number % dp_ranks,
+                temperature=0.8 * (number % 2),
+                top_p=0.95,
+                seed=number,
+            )
+            for number in range(6)
+        ]
+        await asyncio.wait_for(asyncio.gather(*(answer.done.wait() for answer in asked)), 60)
+        return [token for answer in asked for token in answer.output]
 
 
 def _lose(plan: str, rank: int, how: signal.Signals, *, dry: bool) -> Rows:

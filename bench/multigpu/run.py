@@ -5,16 +5,18 @@
 
 Parts (``--parts`` for some of them):
 
+    reduce     sums over GPUs with add and norm, and e4m3 exchanges, against NCCL (``bench/kernels/allreduce.py``)
     correct    every plan's greedy tokens and logits against one rank's, hy3-tiny
     serve      layers of Hy3 at full width behind the engine's runner: prompts of TP, TP+SP and TP+SP+EP; decode steps
                of TP and of DP+EP by batch, as graphs, with sampling and drafts
-    overlap    what rows to experts and back add to a pass of DP+EP in one part, and in two
+    exchange   rows to experts and back, alone, by tokens a rank
+    overlap    what they add to a pass of DP+EP in one part, and in two
     rebalance  steps of DP+EP decodes, as graphs, while redundant experts move, and while they do not
+    agree      engines of TP and DP+EP, with drafts and graphs, against one rank's: the tokens of requests
     hand-off   prompts that an engine on one GPU computes and one on another continues, through the cache service
     lost       engines whose rank is killed or stopped while requests are open, and their next start
 
-A job that fails or makes no progress is told in a row of its own, and the ranks start anew with the next. Reductions
-and exchanges alone: ``bench/kernels/allreduce.py``.
+A job that fails or makes no progress is told in a row of its own, and the ranks start anew with the next.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("correct", "serve", "overlap", "rebalance", "hand-off", "lost")
+PARTS = ("reduce", "correct", "serve", "exchange", "overlap", "rebalance", "agree", "hand-off", "lost")
 Job = dict[str, Any]
 Rows = list[dict[str, Any]]
 
@@ -58,6 +60,9 @@ def jobs(gpus: int, parts: list[str], lengths: list[int], batches: list[int], *,
             {**common, "plan": dp, "drafts": 2},
             {**common, "plan": f"tp{gpus}", "peers": False},
         ]
+    if "exchange" in parts:
+        sizes = [4, 600] if dry else [1, 8, 32, 64, 128, 256, 512, 1024, 2048, 8192]
+        made.append({"part": "exchange", "plan": dp, "sizes": sizes})
     if "overlap" in parts:
         made += [{"part": "overlap", "plan": dp, "tokens": tokens} for tokens in ([64] if dry else [8192, 2048])]
     if "rebalance" in parts:
@@ -126,14 +131,31 @@ def _missing(job: Job, why: str, *, met: bool | None) -> dict[str, Any]:
     return {"figure": figure, "value": None, "unit": "", "bar": None, "met": met}
 
 
+def reductions(gpus: int) -> Rows:
+    """Rows of the benchmark that measures the kernels alone."""
+    script, results = ROOT / "bench" / "kernels" / "allreduce.py", ROOT / "bench" / "results"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus), str(script)]
+    paths = [str(ROOT / "kernels"), str(script.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    run = subprocess.run(
+        [*command, "--out", str(results)], env=environment, stdout=subprocess.PIPE, text=True, check=False
+    )
+    rows = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    if run.returncode:
+        rows.append(
+            {"figure": f"reduce: ended with {run.returncode}", "value": None, "unit": "", "bar": None, "met": False}
+        )
+    return rows
+
+
 def engines(gpus: int, parts: list[str], *, dry: bool) -> Iterator[Rows]:
     """Rows of the parts whose engines are processes, with a cache service beside them."""
-    if not {"hand-off", "lost"} & set(parts):
+    if not {"agree", "hand-off", "lost"} & set(parts):
         return
     sys.path.insert(0, str(ROOT))
-    from engines import hand_off, lost
+    from engines import agree, hand_off, lost
 
-    for part, rows_of in (("hand-off", hand_off), ("lost", lost)):
+    for part, rows_of in (("agree", agree), ("hand-off", hand_off), ("lost", lost)):
         if part in parts:
             yield from rows_of(gpus, dry=dry)
 
@@ -186,7 +208,8 @@ def main() -> None:
     rows: Rows = []
     work = {"layers": options.layers, "dry": options.dry}
     ranks = carry_out(options.gpus, work, todo, options.patience, until)
-    for told in itertools.chain(ranks, engines(options.gpus, options.parts, dry=options.dry)):
+    alone = [reductions(options.gpus)] if "reduce" in options.parts and not options.dry else []
+    for told in itertools.chain(alone, ranks, engines(options.gpus, options.parts, dry=options.dry)):
         rows += told
         for row in told:
             print(f"{row['figure']}: {row['value']} {row['unit']} (bar {row['bar']}, met {row['met']})", flush=True)

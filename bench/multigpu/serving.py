@@ -1,89 +1,88 @@
-"""A rank's share of Hy3's layers at full width behind the engine's runner: prompts, and decode steps as graphs.
-
-The weights are synthetic and quantised, the groups real: what `katydid bench slice` does for one rank alone.
-"""
+"""Prompts and decode steps of Hy3's layers behind the engine's runner: each plan, against TP alone."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import itertools
+from functools import partial
 
-import torch
-from katydid_engine.loader import build_model
-from katydid_engine.model_config import ModelConfig
-from katydid_engine.models.decoder_lm import DecoderLM, RankPeers
+import numpy as np
+from katydid_engine.lockstep import Lockstep
 from katydid_engine.parallel import ParallelPlan
-from katydid_engine.planning.known_models import KNOWN_MODELS
-from katydid_engine.quantization import Scheme
 from katydid_engine.rank_groups import RankGroups
-from katydid_engine.rank_slice.skewed_routing import SkewedRouting
-from katydid_engine.rank_slice.steps import SliceSteps
-from katydid_engine.rank_slice.synthetic_weights import DEVIATION, SyntheticWeights
+from katydid_engine.rank_slice.steps import Decoding
+from one_rank import CHUNK, Rank
+from shares import build_share, cut_hy3, steps_of
 
-__all__ = ["Share", "build_share", "cut_hy3", "steps_of"]
+__all__ = ["serve"]
 
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What ``SliceSteps`` needs of a model and its TP group."""
-
-    model: DecoderLM
-    tensor: object
-
-    def token_ids(self, count: int, seed: int = 0) -> list[int]:
-        generator = torch.Generator().manual_seed(seed)
-        ids: list[int] = torch.randint(3, self.model.config.vocab_size, (count,), generator=generator).tolist()
-        return ids
+# The share of drafts that count as right: synthetic weights predict nothing.
+AGREEMENT = 0.85
+LONG = 65536
+TPOT_S, HY3_LAYERS = 0.05, 80
 
 
-def cut_hy3(layers: int, *, mtp: bool = False, dry: bool = False) -> ModelConfig:
-    """So many of its sparse layers; in a dry run two, as narrow as a test."""
-    config = replace(
-        KNOWN_MODELS["hy3"], num_layers=layers, sparse_layers=(True,) * layers, num_mtp_layers=1 if mtp else 0
-    )
-    if not dry:
-        return config
-    assert config.moe is not None
-    moe = replace(config.moe, num_experts=16, intermediate_size=32, shared_intermediate_size=32)
-    return replace(
-        config, num_layers=2, sparse_layers=(True, True), hidden_size=128, vocab_size=512, head_dim=16, moe=moe
-    )
-
-
-def build_share(
-    config: ModelConfig,
+def serve(
+    own: Rank,
     plan: ParallelPlan,
     groups: RankGroups,
-    device: torch.device,
-    peers: RankPeers | None,
+    lengths: list[int],
+    batches: list[int],
+    context: int,
     *,
-    micro_batches: int = 1,
-    skewed: bool = False,
-) -> Share:
-    """e4m3 weights and pages on a GPU; fp32 on a CPU. Experts are chosen evenly or, skewed, as a trained model does."""
-    on_gpu = device.type == "cuda"
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    assert config.moe is not None
-    weights = SyntheticWeights(
-        device,
-        dtype,
-        Scheme.FP8 if on_gpu else Scheme.NONE,
-        pool=1 << 26 if on_gpu else 1 << 20,
-        bias=SkewedRouting(config.moe.top_k, DEVIATION * config.hidden_size**0.5) if skewed else None,
-    )
-    model = build_model(
-        replace(config, quantization=weights.quantization),
-        weights,
-        device=device,
-        dtype=dtype,
-        plan=plan,
-        collectives=groups.tensor,
-        experts=groups.experts,
-        peers=peers,
-        micro_batches=micro_batches,
-        kv_cache_dtype="fp8" if on_gpu else "auto",
-    )
-    return Share(model, groups.tensor)
+    drafts: int = 0,
+    peers: bool = True,
+) -> None:
+    config = cut_hy3(own.layers, mtp=drafts > 0, dry=own.dry)
+    memory = own.peers(plan, groups, config.hidden_size, CHUNK) if peers else None
+    share = build_share(config, plan, groups, own.device, memory)
+    name = f"{plan}" + ("" if peers else " over NCCL") + (f", {drafts} drafts" if drafts else "")
+    shares = {batch: batch // plan.dp for batch in batches if batch >= plan.dp}
+    tokens = max([*lengths, *(rows * (context + 256) for rows in shares.values())])
+    # As in an engine: groups that share experts agree on every pass, and none plans one before the last is over.
+    steps = steps_of(share, tokens, drafts, ahead=plan.dp == 1)
+    for length in lengths if plan.dp == 1 else []:
+        calls = 4 if length < LONG else 2
+        took_s = sorted(own.together(partial(steps.prefill, length, CHUNK)) for _ in range(calls))[calls // 2 - 1]
+        own.note(f"serve {length}, {name}: TTFT, {own.layers} layers", 1e3 * took_s, "ms")
+        _against_tp(own, f"serve {length}, {name}: TTFT lower than with tp{plan.tp}", plan, "", length, took_s)
+    took: dict[int, float] = {}
+    for batch, rows in shares.items():
+        if not own.dry and (plan.dp > 1 or not took):
+            share.model.before_pass = None
+            most = rows if plan.dp > 1 else max(shares)
+            steps.capture(most, context + 256, agreement=AGREEMENT if drafts else None)
+        if plan.dp > 1:
+            share.model.before_pass = Lockstep(groups.step, share.model.take_part).enter
+        took[batch] = own.slowest(float(np.median(Decoding(steps, rows, context).time(30, 6))))
+        own.note(f"serve {batch} x {context}, {name}: a step, {own.layers} layers", 1e3 * took[batch], "ms")
+        figure = f"serve {batch} x {context}, {name}: a step shorter than with tp{own.ranks}"
+        _against_tp(own, figure, plan, f"{drafts} drafts", batch, took[batch])
+    if took and not drafts:
+        figure = f"serve, {name}: tokens a second at {1e3 * TPOT_S:.0f} ms a token with {HY3_LAYERS} layers"
+        rate = _rate(took, TPOT_S * own.layers / HY3_LAYERS) * own.layers / HY3_LAYERS
+        own.note(f"{figure}, up to {max(took)} requests", rate, "tokens/s")
+        if plan.dp > 1 and "rate" in {kind for kind, _ in own.of_tp}:
+            bar = 1.0 if own.ranks == 8 else None
+            own.note(f"{figure}: times tp{own.ranks}'s", rate / own.of_tp["rate", 0], "x", bar, most=False)
+        elif plan == ParallelPlan(tp=plan.tp):
+            own.of_tp.setdefault(("rate", 0), rate)
+    if memory is not None:
+        memory.check()
 
 
-def steps_of(share: Share, tokens: int, drafts: int = 0, *, ahead: bool = True) -> SliceSteps:
-    return SliceSteps(share, tokens, drafts=drafts, ahead=ahead)  # type: ignore[arg-type]
+def _rate(took: dict[int, float], most_s: float) -> float:
+    """Tokens a second of the largest batch whose step takes ``most_s`` at most, between two that were measured."""
+    best = 0.0
+    for (few, few_s), (many, many_s) in itertools.pairwise(sorted(took.items())):
+        if few_s <= most_s < many_s:
+            return (few + (many - few) * (most_s - few_s) / (many_s - few_s)) / most_s
+        best = many / many_s
+    return best
+
+
+def _against_tp(own: Rank, figure: str, plan: ParallelPlan, kind: str, size: int, took: float) -> None:
+    """The first plan is plain TP; the others are compared with it."""
+    if (kind, size) in own.of_tp:
+        own.note(figure, 100 * (1 - took / own.of_tp[kind, size]), "%")
+    elif plan == ParallelPlan(tp=plan.tp):
+        own.of_tp[kind, size] = took
