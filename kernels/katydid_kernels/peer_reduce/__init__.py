@@ -7,11 +7,12 @@
 Two ways for the first. Few tokens: every rank writes its rows to all others and each sums them all (one crossing of
 the link; the data are their own flags: `lamport_kernel`). Many: ranks write rows to their owners, which sum them and
 write the results to all (two crossings of 1/n of the data, in bf16 or e4m3, see `two_shot_kernel`). NVLink multicast is
-not used.
+not used. Where something else is computed meanwhile, the same goes by copy engines: `copies`.
 
 Sums run over the ranks in order, so all ranks come to the same bits.
 """
 
+from katydid_kernels.peer_reduce.copies import PeerCopies
 from katydid_kernels.peer_reduce.op import (
     PeerReducer,
     add_rms_norm_of_ranks_reference,
@@ -21,6 +22,7 @@ from katydid_kernels.peer_reduce.op import (
 from katydid_kernels.peer_reduce.peers import PeerMemory, emulated_peers, symmetric_peers
 
 __all__ = [
+    "PeerCopies",
     "PeerMemory",
     "PeerReducer",
     "add_rms_norm_of_ranks_reference",
