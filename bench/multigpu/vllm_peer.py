@@ -1,0 +1,143 @@
+"""vLLM on the same layers and GPUs: times to a first token and of a decode step, for ``run.py`` to set beside its own.
+
+    python bench/multigpu/vllm_peer.py --gpus 8 --layers 16        writes bench/results/multigpu_8_vllm.json
+
+As its users run it: weights and KV in fp8, tensor parallel, torch.compile and CUDA graphs on. Its Triton experts have
+no configuration for Hy3's shapes: ``--tuned`` is a folder of those that vLLM's own tuning script found. Weights are
+random (``load_format="dummy"``), its scheduler is within the times. Needs vLLM 0.26, not Katydid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+CONTEXT, STEPS, CHUNK = 4096, 64, 8192
+HY3 = {
+    "architectures": ["HYV3ForCausalLM"],
+    "model_type": "hy_v3",
+    "vocab_size": 120832,
+    "hidden_size": 4096,
+    "intermediate_size": 13312,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 11158840.0},
+    "qk_norm": True,
+    "tie_word_embeddings": False,
+    "num_experts": 192,
+    "num_experts_per_tok": 8,
+    "num_shared_experts": 1,
+    "expert_hidden_dim": 1536,
+    "moe_intermediate_size": 1536,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_use_sigmoid": True,
+    "route_norm": True,
+    "router_scaling_factor": 2.826,
+    "first_k_dense_replace": 0,
+    "num_nextn_predict_layers": 0,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.006,
+    "enable_lm_head_fp32": False,
+    "enable_moe_fp32_combine": False,
+}
+Found = dict[str, Any]
+
+
+def start(gpus: int, layers: int, batches: list[int], folder: Path, **more: Any) -> Any:
+    from vllm import LLM
+
+    (folder / "config.json").write_text(json.dumps({**HY3, "num_hidden_layers": layers}))
+    return LLM(
+        str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        quantization="fp8",
+        kv_cache_dtype="fp8",
+        tensor_parallel_size=gpus,
+        max_model_len=140_000,
+        max_num_batched_tokens=CHUNK,
+        max_num_seqs=max(batches),
+        compilation_config={"cudagraph_capture_sizes": batches},
+        disable_log_stats=True,
+        **more,
+    )
+
+
+class Measured:
+    """Prompts that share nothing, unless they are asked again."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm, self._number = llm, 0
+
+    def ttft_s(self, tokens: int, calls: int) -> float:
+        return sorted(self._seconds([self._prompt(tokens)], 1) for _ in range(calls))[(calls - 1) // 2]
+
+    def step_s(self, batch: int) -> float:
+        """What ``STEPS`` more tokens of prompts that are cached take, each."""
+        prompts = [self._prompt(CONTEXT) for _ in range(batch)]
+        self._seconds(prompts, 1)
+        first = min(self._seconds(prompts, 1) for _ in range(3))
+        return (min(self._seconds(prompts, 1 + STEPS) for _ in range(2)) - first) / STEPS
+
+    def _prompt(self, tokens: int) -> list[int]:
+        self._number += 1
+        return [(7 + self._number * 13 + index * 17) % 60_000 + 100 for index in range(tokens)]
+
+    def _seconds(self, prompts: list[list[int]], tokens: int) -> float:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        started = time.perf_counter()
+        self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+        return time.perf_counter() - started
+
+
+def measure(llm: Any, lengths: list[int], batches: list[int], tell: Any = print) -> Found:
+    measured = Measured(llm)
+    measured.ttft_s(CHUNK, 2)
+    found: Found = {"ttft_ms": {}, "step_ms": {}}
+    for batch in sorted(batches, reverse=True):
+        found["step_ms"][str(batch)] = round(1e3 * measured.step_s(batch), 3)
+        tell(json.dumps(found), flush=True)
+    for tokens in lengths:
+        found["ttft_ms"][str(tokens)] = round(1e3 * measured.ttft_s(tokens, 3 if tokens < 65536 else 1), 3)
+        tell(json.dumps(found), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, required=True)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768, 131072])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 64, 128])
+    parser.add_argument("--tuned", type=Path)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
+    options = parser.parse_args()
+    # No NVLink multicast, as in Katydid's runs.
+    os.environ |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    if options.tuned is not None:
+        os.environ["VLLM_TUNED_CONFIG_FOLDER"] = str(options.tuned)
+    with tempfile.TemporaryDirectory() as folder:
+        llm = start(options.gpus, options.layers, options.batches, Path(folder))
+        found = measure(llm, options.lengths, options.batches)
+    import vllm
+
+    found |= {"version": vllm.__version__, "layers": options.layers, "tuned": options.tuned is not None}
+    (options.out / f"multigpu_{options.gpus}_vllm.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
