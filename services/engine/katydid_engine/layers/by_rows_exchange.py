@@ -62,9 +62,6 @@ class ByRowsExchange(Exchange):
     def last(self, norm: RmsNorm, x: BlockOutput, residual: Tensor, num_tokens: int) -> Tensor:
         return self._way(num_tokens).last(norm, x, residual, num_tokens)
 
-    def split(self, x: Tensor) -> Tensor:
-        return self._way(len(x)).split(x)
-
     def num_kept(self, num_tokens: int) -> int:
         return self._way(num_tokens).num_kept(num_tokens)
 

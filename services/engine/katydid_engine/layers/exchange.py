@@ -156,13 +156,6 @@ class Exchange:
         assert isinstance(rows, Tensor)
         return rows.view(self.collectives.size, -1, rows.shape[1]).float().sum(0).to(dtype)
 
-    def split(self, x: Tensor) -> Tensor:
-        """Rows every rank has -> the rows this rank keeps."""
-        if not self.sequence_parallel:
-            return x
-        padding = -x.shape[0] % self.collectives.size
-        return F.pad(x, (0, 0, 0, padding)).chunk(self.collectives.size)[self.collectives.rank]
-
     def num_kept(self, num_tokens: int) -> int:
         """How many of the rows this rank keeps are tokens; the others fill up."""
         if not self.sequence_parallel:
