@@ -155,18 +155,20 @@ class Bench:
 
     def _captured(self, most: int) -> Iterator[dict[str, Any]]:
         before, started = self._used(), time.perf_counter()
-        steps = self._steps(most)
-        steps.prepare()
-        graphs = f"{2 * len(steps.buckets)} graphs, up to {most} rows, 0 and 1 drafts"
+        pieces = self._pieces()
+        self._steps(most, pieces).prepare()
+        graphs = f"{len(pieces)} graphs, up to {most} rows, 0 and 1 drafts"
         seconds = time.perf_counter() - started
         yield figure(f"capture of {graphs}, kernels compiled meanwhile", seconds, "s", bar=None)
         yield figure(f"memory of {graphs}", (self._used() - before) / 2**20, "MiB")
         started = time.perf_counter()
-        self._steps(most).prepare()
+        self._steps(most, self._pieces()).prepare()
         yield figure(f"capture of {graphs}", time.perf_counter() - started, "s", bar=20.0)
 
-    def _steps(self, most: int) -> DecodeSteps:
-        pieces = Captured() if self._cuda else Uncaptured()
+    def _pieces(self) -> Captured | Uncaptured:
+        return Captured() if self._cuda else Uncaptured()
+
+    def _steps(self, most: int, pieces: Captured | Uncaptured) -> DecodeSteps:
         return self._runner.use_decode_steps(pieces, rows=most, tokens=32768, depths=(0, 1), agreement=AGREEMENT)
 
     def _time(self, rows: int, context: int, depth: int, *, ahead: bool, steps: int = 40) -> tuple[float, float]:

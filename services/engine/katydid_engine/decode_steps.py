@@ -64,6 +64,9 @@ class Uncaptured:
     def __init__(self) -> None:
         self._works: dict[tuple[str, Bucket], Callable[[], None]] = {}
 
+    def __len__(self) -> int:
+        return len(self._works)
+
     def prepare(self, key: tuple[str, Bucket], work: Callable[[], None]) -> None:
         self._works[key] = work
 
@@ -78,6 +81,9 @@ class Captured:
         self._graphs: dict[tuple[str, Bucket], torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def __len__(self) -> int:
+        return len(self._graphs)
 
     def prepare(self, key: tuple[str, Bucket], work: Callable[[], None]) -> None:
         # Once outside: kernels are compiled and loaded, scratch that outlives the graph is allocated.
