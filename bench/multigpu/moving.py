@@ -24,6 +24,7 @@ def rebalance(own: Rank, plan: ParallelPlan, groups: RankGroups, batch: int, con
     if not own.dry:
         runs.capture(rows, context + steps + 64)
     balancer = Rebalancer(share.model.dispatched, groups.movers, interval=steps // 4)
+    balancer.connect()
     share.model.before_pass = Lockstep(groups.step, share.model.take_part, balancer).enter
     decoding = Decoding(runs, rows, context)
     took: dict[str, list[float]] = {"still": [], "moving": [], "planning": []}

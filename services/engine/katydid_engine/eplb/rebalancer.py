@@ -93,6 +93,11 @@ class Rebalancer:
         self._placed_at: float | None = None
         self._imbalance = 1.0
 
+    def connect(self) -> None:
+        """For all ranks together before there are requests: the first message between two ranks connects them, which
+        takes longer than a pass may wait."""
+        self._group.all_to_all(self._layers[0].table.chosen.new_zeros(self._group.size, 1)).wait()
+
     @property
     def state(self) -> BalanceState:
         return BalanceState(
@@ -225,8 +230,9 @@ class _Staged:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Its bytes, a row for each slot."""
-    return tensor.view(len(tensor), -1).view(torch.uint8)
+    """Its bytes, a row for each slot, in elements of eight where they are as many: copied so a GPU is not held up."""
+    rows = tensor.view(len(tensor), -1).view(torch.uint8)
+    return rows.view(torch.int64) if rows.shape[1] % 8 == 0 else rows
 
 
 def _per_rank(ranks: Sequence[int], size: int) -> list[int]:
