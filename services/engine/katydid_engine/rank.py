@@ -211,7 +211,9 @@ def _rebalancer(
         if config.member == 0:
             channel.send(ExpertBalance(**dataclasses.asdict(state)))
 
-    return Rebalancer(model.dispatched, groups.movers, interval=config.rebalance_passes, tell=tell)
+    rebalancer = Rebalancer(model.dispatched, groups.movers, interval=config.rebalance_passes, tell=tell)
+    rebalancer.connect()
+    return rebalancer
 
 
 class _Peers:
