@@ -72,12 +72,12 @@ def serve(
 
 def _rate(took: dict[int, float], most_s: float) -> float:
     """Tokens a second of the largest batch whose step takes ``most_s`` at most, between two that were measured."""
-    best = 0.0
-    for (few, few_s), (many, many_s) in itertools.pairwise(sorted(took.items())):
+    measured = sorted(took.items())
+    for (few, few_s), (many, many_s) in itertools.pairwise(measured):
         if few_s <= most_s < many_s:
             return (few + (many - few) * (most_s - few_s) / (many_s - few_s)) / most_s
-        best = many / many_s
-    return best
+    within = [batch / seconds for batch, seconds in measured if seconds <= most_s]
+    return within[-1] if within else 0.0
 
 
 def _against_tp(own: Rank, figure: str, plan: ParallelPlan, kind: str, size: int, took: float) -> None:
