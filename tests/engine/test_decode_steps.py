@@ -73,7 +73,8 @@ class Decoding:
         )
         samples = self._samples(len(runs))
         self._take(StepPlan(1, runs=runs, num_decodes=len(runs), decode_q_len=3, samples=samples, drafts=2))
-        return self.steps.buffers.hidden[: 3 * len(runs)].clone()
+        (hidden,) = self.steps._hidden.values()
+        return hidden[: 3 * len(runs)].clone()
 
     def _samples(self, rows: int) -> tuple[SampleRow, ...]:
         return tuple(SampleRow(row, 0) for row in range(rows))

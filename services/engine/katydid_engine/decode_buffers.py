@@ -68,14 +68,11 @@ class DecodeBuffers:
     """Buffers of buckets up to ``rows`` by ``width``, for sequences of up to ``pages`` pages.
 
     Attributes:
-        hidden: ``[rows * width, hidden]``, between a step's two graphs.
         left: what the last step sampled, of ``rows`` rows; see `Sampled`.
         sound: bool ``[rows * width]``, whether the logits of each of its tokens are numbers.
     """
 
-    def __init__(
-        self, rows: int, width: int, pages: int, hidden_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, rows: int, width: int, pages: int, device: torch.device) -> None:
         self._device = device
         # Behind what a bucket holds there is room for the block tables, on their way to where rows have fixed places.
         self._ints = torch.zeros(_size(Bucket(rows, width, 0)) + rows * pages, dtype=torch.int32, device=device)
@@ -83,7 +80,6 @@ class DecodeBuffers:
         ends = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._ends = [ends * each for each in range(width + 1)]
         self._before_first = [each - 1 for each in self._ends]
-        self.hidden = torch.zeros(rows * width, hidden_size, dtype=dtype, device=device)
         shapes = [(rows, width), (rows,), (rows,), (rows, max(1, width - 1))]
         # One memory, which one copy takes to the host.
         *left, self.sound = _in_one_memory(

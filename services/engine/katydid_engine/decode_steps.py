@@ -146,8 +146,10 @@ class DecodeSteps:
         # One plan a step serves the target's layers and the draft layer's.
         self._plan = model.new_decode_plan()
         self._planned: dict[Bucket, ForwardBatch] = {}
+        # What the first graph of a bucket leaves for the second stays where it was made.
+        self._hidden: dict[Bucket, Tensor] = {}
         width = 1 + max(self._depths)
-        self.buffers = DecodeBuffers(rows, width, pages, model.config.hidden_size, model.dtype, model.device)
+        self.buffers = DecodeBuffers(rows, width, pages, model.device)
         self.terms = LogitTerms(rows, width, model.config.vocab_size, seen, model.device)
 
     @property
@@ -196,7 +198,7 @@ class DecodeSteps:
     def forward(self, bucket: Bucket) -> Tensor:
         """Computes what the buffers hold: hidden states of the whole bucket, ``[rows * width, hidden]``."""
         self._pieces.run(("forward", bucket))
-        return self.buffers.hidden[: bucket.tokens]
+        return self._hidden[bucket]
 
     def choose(self, bucket: Bucket, rows: int, asked: Asked) -> tuple[Left, Sampled]:
         """Samples, verifies and drafts after ``forward``; of the step's own rows. What they ask lies in ``terms``."""
@@ -209,14 +211,13 @@ class DecodeSteps:
         tensors = self.buffers.bucket(bucket)
         advance(tensors.built.inputs, self.buffers.left, tensors.previous)
         self._planned[bucket] = self._model.planned(tensors.built.forward, self._plan)
-        hidden = self._model.forward(self._planned[bucket], self._kv_cache)
-        self.buffers.hidden[: bucket.tokens].copy_(hidden)
+        self._hidden[bucket] = self._model.forward(self._planned[bucket], self._kv_cache)
 
     def _choice(self, bucket: Bucket, asked: Asked) -> None:
         rows, width = bucket.rows, bucket.width
         tensors, left = self.buffers.bucket(bucket), self.buffers.left
         inputs = tensors.built.inputs
-        hidden = self.buffers.hidden[: bucket.tokens]
+        hidden = self._hidden[bucket]
         tokens = self._sampled(bucket, tensors, hidden, asked).view(rows, width)
         drafts = inputs.token_ids.view(rows, width)[:, 1:]
         if self._forced is not None and bucket.drafts:
