@@ -115,11 +115,10 @@ def test_a_bucket_is_prepared_without_rows(model: DecoderLM) -> None:
 
 def test_drafts_agree_as_often_as_told(model: DecoderLM) -> None:
     decoding = Decoding(model, [1, 63, 100], 3, agreement=0.7)
-    torch.manual_seed(1)
     before = sum(decoding._lengths)
     for _ in range(20):
         decoding.step()
-    assert 60 * 1.8 < sum(decoding._lengths) - before < 60 * 2.6, "1 + 0.7 + 0.49 tokens a row"
+    assert 60 * 2.0 < sum(decoding._lengths) - before < 60 * 2.4, "1 + 0.7 + 0.49 tokens a row"
 
 
 def test_steps_of_other_kinds_have_no_bucket(model: DecoderLM) -> None:
