@@ -102,6 +102,19 @@ def test_clipping_never_adds_error() -> None:
         assert (clipped - weight).norm() <= (plain - weight).norm()
 
 
+def test_columns_that_count_more_are_rounded_finer() -> None:
+    weight, counts = torch.randn(2, 16, 256), torch.ones(2, 256)
+    counts[:, ::2] = 100.0
+    plain, weighted = (dequantize_int4(*quantize_int4(weight, "mse", some)) for some in (None, counts))
+    errors = [(one - weight).square() for one in (plain, weighted)]
+    assert errors[1][..., ::2].sum() < errors[0][..., ::2].sum()
+    assert (errors[1] * counts[:, None]).sum() < (errors[0] * counts[:, None]).sum()
+    same = quantize_int4(weight, "mse", torch.full_like(counts, 3.0))
+    assert torch.equal(dequantize_int4(*same), plain)
+    nothing = quantize_int4(weight, "mse", torch.zeros_like(counts))
+    assert torch.equal(dequantize_int4(*nothing), dequantize_int4(*quantize_int4(weight)))
+
+
 def test_int4_values_are_kept() -> None:
     codes, _ = random_codes(4, 256)
     codes[:, ::128] = 7

@@ -89,12 +89,16 @@ class Int4Weight:
         return Int4Weight(self.codes.to(device), self.scales.to(device), self.rows, self.cols, self.gated)
 
 
-def quantize_int4(weight: Tensor, clip: Literal["none", "mse"] = "none") -> tuple[Tensor, Tensor]:
+def quantize_int4(
+    weight: Tensor, clip: Literal["none", "mse"] = "none", importance: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Codes int8 ``[*, N, K]`` in -8..7 and scales bf16 ``[*, N, ceil(K / 128)]`` of a float weight ``[*, N, K]``.
 
     clip: "none" rounds to nearest under the scale that takes the largest magnitude of a group to 7; "mse" picks, of
         smaller scales too and of scales of either sign (one of which lets the largest magnitude be -8), the one with
         the least squared error.
+    importance: ``[B, K]`` of a weight ``[B, N, K]``, what the squared error of a column counts for "mse"; None for
+        all the same. A group of columns that count nothing is rounded to nearest.
 
     Raises ValueError for another `clip`, or a weight that is not finite.
     """
@@ -106,11 +110,12 @@ def quantize_int4(weight: Tensor, clip: Literal["none", "mse"] = "none") -> tupl
     largest = groups.abs().amax(-1)
     scale = _rounded_scale(largest / 7)
     if clip == "mse":
-        best = _squared_error(groups, scale)
+        counts = None if importance is None else _grouped(importance.float())[:, None]
+        best = _squared_error(groups, scale, counts)
         for share in _SHARES:
             for candidate in (largest * (share / 7.5), largest * (share / -7.5)):
                 candidate = _rounded_scale(candidate)
-                error = _squared_error(groups, candidate)
+                error = _squared_error(groups, candidate, counts)
                 scale = torch.where(error < best, candidate, scale)
                 best = torch.minimum(error, best)
     codes = _codes(groups, scale).to(torch.int8).flatten(-2)[..., : weight.shape[-1]]
@@ -133,8 +138,9 @@ def _codes(groups: Tensor, scale: Tensor) -> Tensor:
     return (groups / divisor).round().clamp(-8, 7)
 
 
-def _squared_error(groups: Tensor, scale: Tensor) -> Tensor:
-    return (_codes(groups, scale) * scale[..., None] - groups).square().sum(-1)
+def _squared_error(groups: Tensor, scale: Tensor, counts: Tensor | None) -> Tensor:
+    squared = (_codes(groups, scale) * scale[..., None] - groups).square()
+    return squared.sum(-1) if counts is None else (squared * counts).sum(-1)
 
 
 def dequantize_int4(codes: Tensor, scales: Tensor) -> Tensor:

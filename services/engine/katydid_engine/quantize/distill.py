@@ -19,6 +19,7 @@ from torch import Tensor
 from katydid_engine.matrices import Fp8Matrix, Int4Matrix
 from katydid_engine.quantize.block import Block
 from katydid_engine.quantize.learned import LearnedFp8, LearnedInt4
+from katydid_engine.quantize.precision import tf32_products
 from katydid_engine.quantize.recipe import Distillation
 from katydid_engine.quantize.replayed import Replayed
 from katydid_engine.quantize.whole_model import Draft, ExpertStack, Layer, WholeModel
@@ -89,7 +90,8 @@ def distill(
         for group, rate in zip(optimizer.param_groups, by_rate, strict=True):
             group["lr"].fill_(rate * part)
         chosen = torch.randint(len(ids), (options.sequences,), generator=generator)
-        losses.append(float(run(ids[chosen].to(device))))
+        with tf32_products(device):
+            losses.append(float(run(ids[chosen].to(device))))
         report(step + 1, losses[-1])
     return [layer.matrices() for layer in learned], losses
 

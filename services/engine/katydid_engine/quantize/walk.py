@@ -19,6 +19,7 @@ from katydid_engine.matrices import Fp8Matrix, Int4Matrix
 from katydid_engine.quantize.block import Block
 from katydid_engine.quantize.gptq import follow_drift, output_error
 from katydid_engine.quantize.pages import PageRounding, PageScales, page_scales
+from katydid_engine.quantize.precision import fp32_products, tf32_products
 from katydid_engine.quantize.recipe import Recipe
 from katydid_engine.quantize.rotation import hadamard
 from katydid_engine.quantize.rounding import Fp8Rounding, Int4Rounding, Rounded, Rounding
@@ -98,15 +99,16 @@ def quantise_layer(
     Raises:
         ModelFolderError: rows or weights that are not finite.
     """
-    alphas: dict[str, float] = {}
-    sample = _sample_rows(block, streams.original[0], angles)
-    outliers = {name: _outlier(rows) for name, rows in sample.items() if len(rows) and "experts" not in name}
-    if recipe.smooth:
-        block, alphas = smooth(block, recipe.smooth, sample, functools.partial(_round, recipe, int4), gain_dtype)
-    layer = _Layer(block, recipe, int4=int4)
-    result = LayerResult(block, layer.matrices, layer.errors, alphas, layer.tokens, outliers)
-    _walk_attention(layer, streams, angles, result)
-    _walk_feed_forward(layer, streams)
+    with tf32_products(streams.original[0].device):
+        alphas: dict[str, float] = {}
+        sample = _sample_rows(block, streams.original[0], angles)
+        outliers = {name: _outlier(rows) for name, rows in sample.items() if len(rows) and "experts" not in name}
+        if recipe.smooth:
+            block, alphas = smooth(block, recipe.smooth, sample, functools.partial(_round, recipe, int4), gain_dtype)
+        layer = _Layer(block, recipe, int4=int4)
+        result = LayerResult(block, layer.matrices, layer.errors, alphas, layer.tokens, outliers)
+        _walk_attention(layer, streams, angles, result)
+        _walk_feed_forward(layer, streams)
     return result
 
 
@@ -144,18 +146,20 @@ class _Layer:
         if not sums:
             self._keep(groups, heights, rounding, rounding.nearest(weight))
             return
-        hessian = torch.stack([one.hessian for one in sums])
-        drift = torch.stack([one.hessian if one.drift is None else one.drift for one in sums])
-        _check_finite(groups[0][0], hessian, drift)
-        rounded = rounding.nearest(weight)
-        plain_error = output_error(weight, hessian, rounded.weight)
-        target = weight
-        if self.gptq is not None:
-            if self.gptq.follow_drift:
-                target = follow_drift(weight, hessian, drift, damping=self.gptq.damping)
-                _check_finite(groups[0][0], target)
-            rounded = rounding.by_hessian(target, hessian, self.gptq)
-        error = output_error(target, hessian, rounded.weight)
+        with fp32_products(weight.device):
+            hessian = torch.stack([one.hessian for one in sums])
+            drift = torch.stack([one.hessian if one.drift is None else one.drift for one in sums])
+            _check_finite(groups[0][0], hessian, drift)
+            plain_error = output_error(weight, hessian, rounding.plain(weight).weight)
+            target = weight
+            if self.gptq is None:
+                rounded = rounding.nearest(weight)
+            else:
+                if self.gptq.follow_drift:
+                    target = follow_drift(weight, hessian, drift, damping=self.gptq.damping)
+                    _check_finite(groups[0][0], target)
+                rounded = rounding.by_hessian(target, hessian, self.gptq)
+            error = output_error(target, hessian, rounded.weight)
         self._keep(groups, heights, rounding, rounded)
         for group, found, plain in zip(groups, error.tolist(), plain_error.tolist(), strict=True):
             self.errors |= dict.fromkeys(group, (found, plain))
