@@ -47,6 +47,9 @@ class ThreadGroup:
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return torch.cat(self._exchange(x), dim)
 
+    def gather(self, x: Tensor) -> _Here:
+        return _Here(self.all_gather(x, 0))
+
     def all_to_all(
         self,
         x: Tensor,

@@ -113,6 +113,7 @@ class BatchBuilder:
             decode_q_len=decode_q_len,
             max_q_len=int(counts.max()),
             max_context_len=max_context_len,
+            q_lens=tuple(counts[num_decodes:].tolist()),
         )
         inputs = StepInputs(
             token_ids=tensors[0][:num_rows],

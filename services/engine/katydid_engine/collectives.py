@@ -44,6 +44,10 @@ class Collectives(Protocol):
         """Concatenation over ranks along ``dim``, in rank order."""
         ...
 
+    def gather(self, x: Tensor) -> Pending:
+        """As ``all_gather`` along the first dimension, under way."""
+        ...
+
     def all_to_all(
         self,
         x: Tensor,
@@ -87,6 +91,9 @@ class SingleRank:
     def all_gather(self, x: Tensor, dim: int) -> Tensor:  # noqa: ARG002
         return x
 
+    def gather(self, x: Tensor) -> Pending:
+        return Settled(x)
+
     def all_to_all(
         self,
         x: Tensor,
@@ -128,6 +135,13 @@ class TorchCollectives:
         with _ranks_answer():
             _all_gather(parts.flatten(0, 1), x.contiguous(), group=self.group)
         return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+    def gather(self, x: Tensor) -> Pending:
+        out = x.new_empty((self.size * len(x), *x.shape[1:]))
+        with _ranks_answer():
+            work = _all_gather(out, x.contiguous(), group=self.group, async_op=True)
+        assert work is not None
+        return _Sent(work, out)
 
     def all_to_all(
         self,

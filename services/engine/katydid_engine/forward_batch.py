@@ -6,9 +6,10 @@ Python int, so that a forward never waits for the device.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,6 +67,7 @@ class ForwardBatch:
         max_context_len: largest of ``context_lens``.
         prefills: the rows behind the decodes as the host knows them, where some may be computed sparsely; else empty.
         attention: made by the model from the rest, once for all its layers.
+        q_lens: of the runs behind the decodes, on the host; empty where it does not know them.
     """
 
     token_ids: Tensor
@@ -80,6 +82,7 @@ class ForwardBatch:
     max_context_len: int
     prefills: tuple[PrefillChunk, ...] = ()
     attention: AttentionPlan | None = None
+    q_lens: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -129,6 +132,58 @@ class ForwardBatch:
                 )
             )
         return batches
+
+    @property
+    def halvable(self) -> bool:
+        """Whether `halves` can cut it: what of it is no decode is more than half, known here and computed densely."""
+        return bool(self.q_lens) and not self.prefills and 2 * self.num_decode_tokens < self.num_tokens
+
+    def halves(self) -> tuple[ForwardBatch, ForwardBatch]:
+        """Its first and its last tokens, about as many each: a run at the border is cut, and goes on behind itself.
+        Only of one that is ``halvable``."""
+        border, decodes = -(-self.num_tokens // 2), self.num_decodes
+        ends = list(accumulate(self.q_lens, initial=self.num_decode_tokens))
+        index = bisect.bisect_left(ends, border)  # the first border of runs that is not before
+        later = ends[index] - border  # of the run at the border, in the second half
+        last, first = decodes + index, decodes + index - (later > 0)
+        context_lens, cu_q_lens = self.context_lens[:last].clone(), self.cu_q_lens[: last + 1].clone()
+        context_lens[-1:] -= later
+        cu_q_lens[-1:] -= later
+        rest = self.cu_q_lens[first:] - border
+        lengths = [now - before for before, now in pairwise(ends)]
+        before, behind = lengths[:index], lengths[first - decodes :]
+        before[-1] -= later
+        if later:
+            rest[:1] = 0
+            behind[0] = later
+        common = {"prefills": (), "attention": None}
+        return (
+            replace(
+                self,
+                token_ids=self.token_ids[:border],
+                positions=self.positions[:border],
+                slot_mapping=self.slot_mapping[:border],
+                cu_q_lens=cu_q_lens,
+                context_lens=context_lens,
+                block_table=self.block_table[:last],
+                max_q_len=max(before),
+                q_lens=tuple(before),
+                **common,
+            ),
+            replace(
+                self,
+                token_ids=self.token_ids[border:],
+                positions=self.positions[border:],
+                slot_mapping=self.slot_mapping[border:],
+                cu_q_lens=rest,
+                context_lens=self.context_lens[first:],
+                block_table=self.block_table[first:],
+                num_decodes=0,
+                max_q_len=max(behind),
+                q_lens=tuple(behind),
+                **common,
+            ),
+        )
 
     @classmethod
     def pack(
@@ -185,4 +240,5 @@ class ForwardBatch:
             decode_q_len=decode_q_len,
             max_q_len=max(len(run.token_ids) for run in runs),
             max_context_len=max(context_lens),
+            q_lens=tuple(len(run.token_ids) for run in runs[num_decodes:]),
         )

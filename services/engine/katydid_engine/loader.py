@@ -12,8 +12,9 @@ from katydid_runtime.errors import ModelFolderError, SettingsError
 
 from katydid_engine.checkpoint import Checkpoint
 from katydid_engine.collectives import Collectives, SingleRank
+from katydid_engine.layers.part_exchange import RowCopies
 from katydid_engine.model_config import ModelConfig, read_model_config
-from katydid_engine.models.decoder_lm import DecoderLM, RankContext, RankPeers
+from katydid_engine.models.decoder_lm import HALVED_FROM, DecoderLM, RankContext, RankPeers
 from katydid_engine.models.dense import build_dense
 from katydid_engine.models.hy_v3 import build_hy_v3, count_mtp_layers
 from katydid_engine.models.pipeline import Stage
@@ -48,6 +49,8 @@ def load_model(
     stage: Stage | None = None,
     micro_batches: int = 1,
     peers: RankPeers | None = None,
+    copies: RowCopies | None = None,
+    halved_from: int = HALVED_FROM,
     quantization: str = "auto",
     kv_cache_dtype: str = "auto",
 ) -> DecoderLM:
@@ -64,6 +67,8 @@ def load_model(
         micro_batches: into how many parts a step is cut where ranks wait for each other.
         peers: sums few rows in a plan without sp, or sends rows of a split residual in one with sp and fp8, where all
             ranks are GPUs of one host.
+        copies: likewise sends rows of a part of a chunk while another part is computed, with micro-batches.
+        halved_from: tokens of a pass from which those of a split residual are computed in two parts.
         quantization: "auto" takes linear weights as they are stored; "fp8" and "w4a8" quantise plain ones.
         kv_cache_dtype: "auto" for pages of ``dtype``, or fp8 where the checkpoint was calibrated for it; "fp8".
 
@@ -89,6 +94,8 @@ def load_model(
             stage=stage,
             micro_batches=micro_batches,
             peers=peers,
+            copies=copies,
+            halved_from=halved_from,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
         )
@@ -118,6 +125,8 @@ def build_model(
     stage: Stage | None = None,
     micro_batches: int = 1,
     peers: RankPeers | None = None,
+    copies: RowCopies | None = None,
+    halved_from: int = HALVED_FROM,
     quantization: str = "auto",
     kv_cache_dtype: str = "auto",
 ) -> DecoderLM:
@@ -163,7 +172,7 @@ def build_model(
         config = replace(
             config, num_mtp_layers=max(config.num_mtp_layers, count_mtp_layers(weights, config.num_layers))
         )
-    context = RankContext(config, plan, collectives, experts, stage, pages, micro_batches, peers)
+    context = RankContext(config, plan, collectives, experts, stage, pages, micro_batches, peers, copies, halved_from)
     return _BUILDERS[config.architecture](context, weights)
 
 

@@ -5,13 +5,14 @@ So one plan serves prompts and answers: every rank knows how many rows a pass ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
 from katydid_engine.layers.activations import Activations, Fp8Input
 from katydid_engine.layers.exchange import BlockOutput, Entered, Exchange
 from katydid_engine.layers.norm import RmsNorm
+from katydid_engine.layers.steps import Steps
 
 __all__ = ["ByRowsExchange"]
 
@@ -58,6 +59,17 @@ class ByRowsExchange(Exchange):
         keep: bool = False,
     ) -> tuple[Entered, Tensor]:
         return self._way(num_tokens).through(norm, consumer, x, residual, num_tokens, keep=keep)
+
+    def pass_on(
+        self,
+        norm: RmsNorm,
+        consumer: Fp8Input | None,
+        x: BlockOutput,
+        residual: Tensor,
+        num_tokens: int,
+        told_of: Callable[[Tensor], Tensor | None] | None = None,
+    ) -> Steps[tuple[Entered, Tensor]]:
+        return (yield from self._way(num_tokens).pass_on(norm, consumer, x, residual, num_tokens, told_of))
 
     def last(self, norm: RmsNorm, x: BlockOutput, residual: Tensor, num_tokens: int) -> Tensor:
         return self._way(num_tokens).last(norm, x, residual, num_tokens)

@@ -29,13 +29,17 @@ class FeedForward(Protocol):
         """What the block wants of rows that ``of_gathered`` gets; it takes plain ones, too."""
         ...
 
-    def of_gathered(self, rows: Activations, own: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+    def told_of(self, own: Tensor) -> Tensor | None:
+        """What all ranks must be told of the normed rows that this one keeps, int32 ``[rows, n]``; if anything."""
+        ...
+
+    def of_gathered(self, rows: Activations, told: Tensor | None, pause: Callable[[], Steps[None]]) -> Steps[Tensor]:
         """Of normed rows.
 
         Args:
             rows: of all tokens.
-            own: plain, of the tokens that this rank keeps.
-            gather: what each rank has of its own tokens -> the same of all.
+            told: what all ranks have told, of all tokens.
+            pause: in the middle.
         """
         ...
 
@@ -69,31 +73,34 @@ class DecoderLayer:
         batch: ForwardBatch,
         k_pages: Tensor,
         v_pages: Tensor,
+        exchange: Exchange | None = None,
     ) -> Steps[tuple[BlockOutput, Tensor]]:
         """Returns ``(output of the feed-forward, residual)``, whose sum is the layer's output.
 
         Args:
             x: output of the block before, ``[rows, hidden]`` (rows: T, or this rank's share with sequence parallelism).
             residual: None where ``x`` is the whole residual: at the beginning.
+            exchange: of a part of a batch that is computed in turns with another.
         """
-        exchange, tokens = self._exchange, batch.num_tokens
+        exchange, tokens = exchange or self._exchange, batch.num_tokens
         if residual is None:
             assert isinstance(x, Tensor)
             rows, residual = exchange.enter_for(self._attention.input, self._input_norm(x), tokens), x
         else:
-            entered, residual = exchange.through(self._input_norm, self._attention.input, x, residual, tokens)
+            wanted = self._attention.input
+            entered, residual = yield from exchange.pass_on(self._input_norm, wanted, x, residual, tokens)
             rows = entered.rows
         attended = self._attention(rows, table, batch, k_pages, v_pages)
+        yield from exchange.pause()
         block = self.feed_forward
         if isinstance(block, DispatchedMoe):
             kept = exchange.num_kept(tokens)
             return (yield from block.steps(self._post_norm, exchange.leave_in_parts(attended), residual, kept))
         if exchange.splits(tokens):
-            entered, residual = exchange.through(
-                self._post_norm, block.input, exchange.leave_open(attended), residual, tokens, keep=True
+            entered, residual = yield from exchange.pass_on(
+                self._post_norm, block.input, exchange.leave_open(attended), residual, tokens, block.told_of
             )
-            assert entered.own is not None
-            out = block.of_gathered(entered.rows, entered.own, lambda own: exchange.enter(own, tokens))
+            out = yield from block.of_gathered(entered.rows, entered.told, exchange.pause)
         else:
             out, residual = block.after_norm(self._post_norm, exchange.leave_in_parts(attended), residual)
         return exchange.leave_open([out]), residual

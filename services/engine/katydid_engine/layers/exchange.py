@@ -8,8 +8,8 @@ sums are made in fp32 of what arrives.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,9 @@ from katydid_engine.collectives import Collectives, Pending
 from katydid_engine.layers.activations import Activations, Fp8Input
 from katydid_engine.layers.norm import RmsNorm
 from katydid_engine.layers.row_bytes import RowFormat
+from katydid_engine.layers.steps import Steps
 
-__all__ = ["BlockOutput", "Entered", "Exchange", "Summand"]
+__all__ = ["BlockOutput", "Entered", "Exchange", "Summand", "joined_columns"]
 
 _PARTS = 2
 
@@ -42,10 +43,12 @@ class Entered:
     Attributes:
         rows: of all tokens, in the form that the block wants, or plain.
         own: plain, of the tokens that this rank keeps; None where nobody asked for them.
+        told: what each rank told of its own, of all tokens; None where there is nothing to tell.
     """
 
     rows: Activations
     own: Tensor | None
+    told: Tensor | None = None
 
 
 class Exchange:
@@ -98,9 +101,9 @@ class Exchange:
     def leave_in_parts(self, parts: Iterable[Tensor]) -> Tensor:
         """As ``leave``, of parts of the columns; each is under way before the next is asked for."""
         if not self.sequence_parallel:
-            return _joined([self.collectives.all_reduce(part) for part in parts])
+            return joined_columns([self.collectives.all_reduce(part) for part in parts])
         under_way = [self._send(part) for part in parts]
-        return _joined([self._sum(way, rows.wait(), dtype) for way, rows, dtype in under_way])
+        return joined_columns([self._sum(way, rows.wait(), dtype) for way, rows, dtype in under_way])
 
     def begin(self, embedded: Tensor) -> tuple[BlockOutput, Tensor | None]:
         """Each rank's part of the embeddings of all tokens -> what the first layer begins with: an output of no block,
@@ -131,6 +134,32 @@ class Exchange:
         normed, total = self.add_for(norm, early, x, residual)
         entered = self.enter_for(consumer, normed, num_tokens)
         return Entered(entered, normed if isinstance(normed, Tensor) else None), total
+
+    def pass_on(
+        self,
+        norm: RmsNorm,
+        consumer: Fp8Input | None,
+        x: BlockOutput,
+        residual: Tensor,
+        num_tokens: int,
+        told_of: Callable[[Tensor], Tensor | None] | None = None,
+    ) -> Steps[tuple[Entered, Tensor]]:
+        """As ``through``, pausing wherever rows are under way.
+
+        Args:
+            told_of: of its own plain rows ``[rows, hidden]``, what a rank tells all: int32 ``[rows, n]``.
+        """
+        entered, total = self.through(norm, consumer, x, residual, num_tokens, keep=told_of is not None)
+        if told_of is not None:
+            assert entered.own is not None
+            told = told_of(entered.own)
+            entered = replace(entered, told=None if told is None else self.enter(told, num_tokens))
+        return entered, total
+        yield  # a generator that does not pause
+
+    def pause(self) -> Steps[None]:
+        """Within a block: another part's turn, where there are parts."""
+        yield from ()
 
     def add_for(
         self, norm: RmsNorm, consumer: Fp8Input | None, x: BlockOutput, residual: Tensor
@@ -164,5 +193,5 @@ class Exchange:
         return min(max(num_tokens - self.collectives.rank * each, 0), each)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def joined_columns(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -10,6 +10,7 @@ from torch import Tensor
 from katydid_engine.layers.activations import Activations, QuantizedRows
 from katydid_engine.layers.linear import ColumnLinear, RowLinear
 from katydid_engine.layers.norm import RmsNorm
+from katydid_engine.layers.steps import Steps
 from katydid_engine.weights import Weights
 
 __all__ = ["DenseMlp"]
@@ -32,7 +33,16 @@ class DenseMlp:
             return self._down(swiglu(gate_up))
         return self._down(QuantizedRows(*swiglu_quantize(gate_up, scale=wanted.scale, group=wanted.group)))
 
-    def of_gathered(self, rows: Activations, own: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:  # noqa: ARG002
+    def told_of(self, own: Tensor) -> Tensor | None:  # noqa: ARG002
+        return None
+
+    def of_gathered(
+        self,
+        rows: Activations,
+        told: Tensor | None,  # noqa: ARG002
+        pause: Callable[[], Steps[None]],
+    ) -> Steps[Tensor]:
+        yield from pause()
         return self(rows)
 
     def after_norm(self, norm: RmsNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from katydid_engine.layers.expert_share import ExpertShare
 from katydid_engine.layers.mlp import DenseMlp
 from katydid_engine.layers.norm import RmsNorm
 from katydid_engine.layers.routing import MoeNames, Routed, Routing
+from katydid_engine.layers.steps import Steps
 from katydid_engine.matrices import has_matrix, stored_alike
 from katydid_engine.model_config import MoeConfig
 from katydid_engine.weights import Weights
@@ -47,14 +48,18 @@ class SparseMoe:
         """Of the experts, and of the shared expert where both want the same."""
         return self._experts.input if self._shared is None or self._one_input else None
 
-    def of_gathered(self, rows: Activations, own: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+    def told_of(self, own: Tensor) -> Tensor:
         """Each rank routes the rows it keeps, as they are before anything rounds them for the way."""
         routed = self._routing.of(own, None)
-        told = gather(torch.cat((routed.ids, routed.weights.view(torch.int32)), dim=1))
+        return torch.cat((routed.ids, routed.weights.view(torch.int32)), dim=1)
+
+    def of_gathered(self, rows: Activations, told: Tensor | None, pause: Callable[[], Steps[None]]) -> Steps[Tensor]:
+        assert told is not None
         ids, weights = (part.contiguous() for part in told.chunk(2, dim=1))
         shared = None
         if self._shared is not None:
             shared = self._shared(rows)
+        yield from pause()
         wanted = self._experts.input
         return self._experts(
             rows if wanted is None else wanted.quantize(rows), weights.view(torch.float32), ids, shared

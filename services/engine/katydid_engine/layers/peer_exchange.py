@@ -19,7 +19,7 @@ from katydid_engine.layers.activations import Activations, Fp8Input, QuantizedRo
 from katydid_engine.layers.exchange import BlockOutput, Entered, Exchange, Summand
 from katydid_engine.layers.norm import RmsNorm
 
-__all__ = ["PeerExchange", "RowPeers"]
+__all__ = ["PeerExchange", "RowPeers", "plain_rows", "scaled_by_token"]
 
 
 class RowPeers(Protocol):
@@ -62,10 +62,10 @@ class PeerExchange(Exchange):
     def enter_for(self, consumer: Fp8Input | None, x: Activations, num_tokens: int) -> Activations:
         if not self._fp8 or not isinstance(x, Tensor) or not self._takes(x, len(x) * self.collectives.size):
             return super().enter_for(consumer, x, num_tokens)
-        if consumer is not None and not _scaled_by_token(consumer):
+        if consumer is not None and not scaled_by_token(consumer):
             return super().enter_for(consumer, x, num_tokens)
         values, scale = (rows[:num_tokens] for rows in self._peers.quantized_all_gather(x.contiguous()))
-        return QuantizedRows(values, scale) if consumer is not None else _plain(values, scale, x.dtype)
+        return QuantizedRows(values, scale) if consumer is not None else plain_rows(values, scale, x.dtype)
 
     @property
     def quantises_first(self) -> bool:
@@ -104,7 +104,7 @@ class PeerExchange(Exchange):
     ) -> tuple[Entered, Tensor]:
         if isinstance(x, Tensor):
             return super().through(norm, consumer, x, residual, num_tokens, keep=keep)
-        by_token = consumer is not None and _scaled_by_token(consumer)
+        by_token = consumer is not None and scaled_by_token(consumer)
         own = torch.empty_like(residual) if keep else None
         y, scale, total = self._peers.all_reduce_many(
             x.rows.contiguous(),
@@ -118,7 +118,7 @@ class PeerExchange(Exchange):
         self._clear_beyond(num_tokens, total, own)
         rows: Activations = y
         if scale is not None:
-            rows = QuantizedRows(y, scale) if by_token else _plain(y, scale, residual.dtype)
+            rows = QuantizedRows(y, scale) if by_token else plain_rows(y, scale, residual.dtype)
         return Entered(rows, own), total
 
     def add_for(
@@ -146,9 +146,9 @@ class PeerExchange(Exchange):
         return x.dtype == torch.bfloat16 and rows <= self._peers.tokens
 
 
-def _scaled_by_token(consumer: Fp8Input) -> bool:
+def scaled_by_token(consumer: Fp8Input) -> bool:
     return consumer.scale is None and consumer.group is None
 
 
-def _plain(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def plain_rows(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (values.float() * scale[:, None]).to(dtype)

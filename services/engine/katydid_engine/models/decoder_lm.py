@@ -22,6 +22,7 @@ from katydid_engine.layers.exchange import BlockOutput, Exchange
 from katydid_engine.layers.expert_share import ExpertShare
 from katydid_engine.layers.few_rows_exchange import FewRowPeers, FewRowsExchange
 from katydid_engine.layers.norm import RmsNorm
+from katydid_engine.layers.part_exchange import CopiedPartExchange, PartExchange, RowCopies
 from katydid_engine.layers.peer_exchange import PeerExchange, RowPeers
 from katydid_engine.layers.rotary import rotary_table
 from katydid_engine.layers.steps import Steps, finish, interleave
@@ -31,12 +32,23 @@ from katydid_engine.parallel import ParallelPlan
 from katydid_engine.sparse_prefill import SparsePrefill
 from katydid_engine.weights import Weights
 
-__all__ = ["MOST_FIXED_ROWS", "DecoderLM", "FeedForward", "FeedForwardBuilder", "RankContext", "RankPeers"]
+__all__ = [
+    "HALVED_FROM",
+    "MOST_FIXED_ROWS",
+    "DecoderLM",
+    "FeedForward",
+    "FeedForwardBuilder",
+    "RankContext",
+    "RankPeers",
+]
 
 
 class RankPeers(RowPeers, FewRowPeers, Protocol):
     """The memory of a TP group's GPUs."""
 
+
+# Halves of fewer tokens would cost more, for every expert's weights are read twice, than their transfers.
+HALVED_FROM = 8192
 
 # With more rows on a rank, sending room that stays empty takes longer than to tell and read how many go where.
 MOST_FIXED_ROWS = 512
@@ -56,6 +68,8 @@ class RankContext:
         micro_batches: parts that a batch is cut into so that one computes while another's rows are under way, or so
             that pipeline stages work at the same time.
         peers: what sums few rows, or sends rows of a split residual, where all ranks are GPUs of one host.
+        copies: likewise what sends rows of a part of a chunk while another part is computed.
+        halved_from: tokens of a pass from which a split residual's are computed in two parts, with micro-batches.
     """
 
     config: ModelConfig
@@ -66,6 +80,8 @@ class RankContext:
     kv_dtype: torch.dtype
     micro_batches: int = 1
     peers: RankPeers | None = None
+    copies: RowCopies | None = None
+    halved_from: int = HALVED_FROM
 
     @property
     def dispatches(self) -> bool:
@@ -105,6 +121,7 @@ class DecoderLM:
         self._context = context
         self._stage = context.stage
         self._exchange = _exchange(context)
+        self._part_exchanges = _part_exchanges(context, self._exchange)
         tp = context.plan.tp
         self._planner = AttentionPlanner(
             config.num_heads // tp, context.plan.kv_heads(config.num_kv_heads), config.head_dim, weights.device
@@ -184,7 +201,11 @@ class DecoderLM:
         On a pipeline's later stages what is returned is not the model's.
         """
         self._agree(0, batch)
-        parts = batch.split(self._context.micro_batches)
+        if self._part_exchanges and batch.num_tokens >= self._context.halved_from and batch.halvable:
+            halves = zip(batch.halves(), self._part_exchanges, (False, True), strict=True)
+            works = [self._embed_and_pass(half, kv_cache, way, late=late) for half, way, late in halves]
+            return torch.cat(interleave(works))
+        parts = batch.split(1 if self._part_exchanges else self._context.micro_batches)
         if self._stage.count > 1:
             return self._pipelined(parts, kv_cache)
         works = [self._embed_and_pass(part, kv_cache) for part in parts]
@@ -240,18 +261,34 @@ class DecoderLM:
     def _every_layer(self) -> list[DecoderLayer]:
         return self._layers
 
-    def _embed_and_pass(self, batch: ForwardBatch, kv_cache: KvCache) -> Steps[Tensor]:
+    def _embed_and_pass(
+        self,
+        batch: ForwardBatch,
+        kv_cache: KvCache,
+        exchange: Exchange | None = None,
+        *,
+        late: bool = False,
+    ) -> Steps[Tensor]:
+        """``late``: it begins a turn behind the part that it takes turns with."""
+        exchange = exchange or self._exchange
+        if late:
+            yield
         batch = self._planner.planned(batch)
-        x, residual = self._exchange.begin(self._embedding(batch.token_ids))
-        x, residual = yield from self._pass(x, residual, batch, kv_cache)
-        return self._exchange.last(self._norm, x, residual, batch.num_tokens)
+        x, residual = exchange.begin(self._embedding(batch.token_ids))
+        x, residual = yield from self._pass(x, residual, batch, kv_cache, exchange)
+        return exchange.last(self._norm, x, residual, batch.num_tokens)
 
     def _pass(
-        self, x: BlockOutput, residual: Tensor | None, batch: ForwardBatch, kv_cache: KvCache
+        self,
+        x: BlockOutput,
+        residual: Tensor | None,
+        batch: ForwardBatch,
+        kv_cache: KvCache,
+        exchange: Exchange | None = None,
     ) -> Steps[tuple[BlockOutput, Tensor]]:
         for index, layer in enumerate(self._layers):
             k_pages, v_pages = kv_cache.layer(index)
-            x, residual = yield from layer.steps(x, residual, self._table, batch, k_pages, v_pages)
+            x, residual = yield from layer.steps(x, residual, self._table, batch, k_pages, v_pages, exchange)
         assert residual is not None
         return x, residual
 
@@ -318,3 +355,13 @@ def _exchange(context: RankContext) -> Exchange:
         if not plan.sp and context.stage.count == 1:
             return few
     return Exchange(context.collectives, sequence_parallel=plan.sp, fp8=plan.sp and plan.fp8_transfers)
+
+
+def _part_exchanges(context: RankContext, whole: Exchange) -> tuple[PartExchange, ...]:
+    """Of the two parts of a chunk that take turns; none where a batch is cut otherwise, or not at all."""
+    plan = context.plan
+    if not plan.sp or context.micro_batches < 2 or context.dispatches:
+        return ()
+    if context.copies is not None:
+        return tuple(CopiedPartExchange(whole, context.copies, part) for part in range(2))
+    return tuple(PartExchange(whole, fp8=plan.fp8_transfers) for _ in range(2))

@@ -83,6 +83,9 @@ class AbsentRanks:
         whole.narrow(dim, self.rank * x.shape[dim], x.shape[dim]).copy_(x)
         return whole
 
+    def gather(self, x: Tensor) -> Pending:
+        return Settled(self.all_gather(x, 0))
+
     def all_to_all(
         self,
         x: Tensor,
