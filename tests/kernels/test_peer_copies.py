@@ -8,30 +8,31 @@ from katydid_kernels.peer_reduce import PeerCopies, add_rms_norm_of_ranks_refere
 from katydid_kernels.quantize_rows import quantize_fp8_reference
 
 HIDDEN, TOLD, EPS = 48, 3, 1e-5
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize(("ranks", "tokens"), [(2, 9), (4, 8), (4, 5)])
 def test_sums_come_to_their_owners_and_norms_to_all(ranks: int, tokens: int) -> None:
     size = PeerCopies.nbytes(ranks, HIDDEN, tokens=12, told=TOLD)
-    memories = emulated_peers(ranks, size, "cpu")
+    memories = emulated_peers(ranks, size, DEVICE)
     own = [PeerCopies(memory, HIDDEN, tokens=12, told=TOLD) for memory in memories]
     share = -(-tokens // ranks)
-    weight = torch.rand(HIDDEN) + 0.5
+    weight = torch.rand(HIDDEN, device=DEVICE) + 0.5
     generator = torch.Generator().manual_seed(ranks)
-    residual = torch.randn(ranks * share, HIDDEN, generator=generator).to(torch.bfloat16)
+    residual = torch.randn(ranks * share, HIDDEN, generator=generator).to(DEVICE, torch.bfloat16)
     residual[tokens:] = 0
     for part in (0, 1, 0):
-        summands = [torch.randn(tokens, HIDDEN, generator=generator).to(torch.bfloat16) for _ in range(ranks)]
+        summands = [torch.randn(tokens, HIDDEN, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(ranks)]
         for copies, x in zip(own, summands, strict=True):
             copies.scatter(part, x)
         totals, kept = [], []
         for rank, (copies, x) in enumerate(zip(own, summands, strict=True)):
-            mine = torch.full((share, HIDDEN), torch.nan, dtype=torch.bfloat16)
+            mine = torch.full((share, HIDDEN), torch.nan, dtype=torch.bfloat16, device=DEVICE)
             rows = residual[rank * share : (rank + 1) * share]
             totals.append(copies.sum(part, x, rows, weight, EPS, mine))
             kept.append(mine)
         for rank, copies in enumerate(own):
-            told = torch.arange(share * TOLD, dtype=torch.int32).view(share, TOLD) + 1000 * rank
+            told = torch.arange(share * TOLD, dtype=torch.int32, device=DEVICE).view(share, TOLD) + 1000 * rank
             copies.gather(part, tokens, told)
         found = [copies.gathered(part, tokens, TOLD) for copies in own]
         for rank in range(ranks):
