@@ -9,6 +9,7 @@ import torch
 from katydid_engine.chunk_steps import ChunkSteps
 from katydid_engine.collectives import SingleRank
 from katydid_engine.decode_steps import Uncaptured
+from katydid_engine.forward_batch import ForwardBatch, TokenRun
 from katydid_engine.loader import load_model
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.plan import Run, SampleRow, Start, StepPlan
@@ -82,8 +83,17 @@ def test_the_same_tokens_as_op_by_op(model: DecoderLM, decodes: int, drafts: int
     expected, none = generated(model, decodes, drafts, prepared=False)
     found, passes = generated(model, decodes, drafts, prepared=True)
     assert found == expected
-    # The last chunk is of another size.
-    assert (none, passes) == (0, 2)
+    # The last chunk is of another size: it is the end of a whole one.
+    assert (none, passes) == (0, 3)
+
+
+def test_a_chunk_without_as_much_before_it_runs_op_by_op(model: DecoderLM) -> None:
+    steps = ChunkSteps(model, model.new_kv_cache(1), Uncaptured(), rows=8, pages=3, chunks=(16, 32))
+    run = TokenRun([5], 0, [0])
+    for new, start, expected in ((16, 0, 16), (10, 6, 16), (10, 5, None), (17, 15, 32), (17, 14, None), (33, 90, None)):
+        prompt = TokenRun([7] * new, start, [1, 2])
+        found = steps.bucket(ForwardBatch.pack([run, prompt], num_decodes=1), start)
+        assert (None if found is None else found[1]) == expected
 
 
 def test_the_largest_bucket_comes_first(model: DecoderLM) -> None:

@@ -42,6 +42,7 @@ CONFIG = WorkerConfig(
     async_scheduling="auto",
     cuda_graphs="on",
     tpot_target_s=0.05,
+    ttft_target_s=4.0,
     num_pages=None,
     kv_memory_bytes=0,
     gpu_memory_share=0.5,

@@ -14,7 +14,7 @@ from katydid_engine.block_pool import BlockPool
 from katydid_engine.plan import StepOutput, StepPlan
 from katydid_engine.request import Request, Sampling
 from katydid_engine.scheduler import Scheduler, SchedulerConfig
-from katydid_engine.token_budget import TokenBudget, deal_chunks, deal_turn
+from katydid_engine.token_budget import TokenBudget, deal_chunks
 from katydid_runtime.block_hash import ChainKey
 
 
@@ -27,54 +27,52 @@ def test_chunks(wanted: list[int], budget: int) -> None:
         assert chunks[1] > 0, "the second always moves"
 
 
-def test_no_target_and_no_decodes_mean_no_limit() -> None:
-    assert TokenBudget(None, 64).prompt_tokens(3) is None
-    budget = TokenBudget(0.05, 64)
-    assert budget.prompt_tokens(0) is None
-    assert budget.prompt_tokens(3) == 64, "nothing is measured yet"
+def linear(budget: TokenBudget, first: float, token: float) -> None:
+    """Steps behind nothing that take so long."""
+    for tokens in (100, 300, 900) * 20:
+        budget.cost.took(tokens, tokens * (tokens + 1) / 2, first + token * tokens)
 
 
-def test_what_is_left_of_the_target_goes_to_the_prompt() -> None:
+def test_what_fits_the_time_goes_to_the_prompt() -> None:
     budget = TokenBudget(0.05, 64)
-    for _ in range(30):
-        budget.took(0, 8, 0.01)
-        budget.took(500, 8, 0.06)
-    assert budget.prompt_tokens(8) == pytest.approx(400, rel=0.02)
-    assert budget.prompt_tokens(8, 2.0) == pytest.approx(900, rel=0.02), "two tokens a step, twice the time"
-    for _ in range(30):
-        budget.took(500, 8, 2.0)
-    assert budget.prompt_tokens(8) == 64, "too slow for the target: it moves all the same"
+    assert budget.prompt_tokens(0.05) == 64, "nothing is measured yet"
+    linear(budget, 0.01, 1e-4)
+    assert budget.prompt_tokens(0.05) == pytest.approx(400, rel=0.02)
+    assert budget.prompt_tokens(0.1) == pytest.approx(900, rel=0.02)
+    assert budget.prompt_tokens(0.012) == 64, "too little time: it moves all the same"
+    linear(budget, 2.0, 1e-4)
+    assert budget.prompt_tokens(0.05) == 64
 
 
 def test_prepared_sizes() -> None:
     budget = TokenBudget(0.05, 64, (256, 1024))
-    assert budget.prompt_tokens(8) == 256
-    for seconds, tokens in ((0.06, 256), (0.02, 1024), (2.0, 256), (0.015, 4000)):
-        for _ in range(30):
-            budget.took(0, 8, 0.01)
-            budget.took(500, 8, seconds)
-        assert budget.prompt_tokens(8) == pytest.approx(tokens, rel=0.02)
+    assert budget.prompt_tokens(0.05) == 256
+    linear(budget, 0.01, 1e-5)
+    for seconds, tokens in ((0.001, 256), (0.015, 256), (0.025, 1024), (0.03, 1024), (0.05, 4000)):
+        assert budget.prompt_tokens(seconds) == pytest.approx(tokens, rel=0.02)
 
 
-@given(st.lists(st.integers(1, 1000), min_size=1, max_size=6), st.integers(1, 2000))
-def test_turns(wanted: list[int], budget: int) -> None:
-    dealt = [deal_turn(wanted, budget, turn) for turn in range(2 * len(wanted))]
-    for chunks in dealt:
-        (index,) = (index for index, chunk in enumerate(chunks) if chunk)
-        assert chunks[index] == min(wanted[index], budget)
-    assert sum(chunks[0] > 0 for chunks in dealt) >= len(wanted), "the first has every other turn at least"
-    assert all(any(chunks[index] for chunks in dealt) for index in range(len(wanted))), "everybody has one"
-    assert deal_turn([], budget, 3) == []
+def test_how_long_a_prompt_takes() -> None:
+    budget = TokenBudget(0.05, 64, (100, 300))
+    linear(budget, 0.01, 1e-4)
+    assert budget.prompt_s(900, 0, 0.041) == pytest.approx(3 * 0.01 + 0.09, rel=0.02)
+    assert budget.prompt_s(900, 0, 0.02) == pytest.approx(9 * 0.01 + 0.09, rel=0.02)
+    assert budget.prompt_s(20, 0, 0.02) == pytest.approx(0.012, rel=0.02), "one step at least"
 
 
+@pytest.mark.parametrize("ttft_s", [None, 4.0])
 @pytest.mark.parametrize("sizes", [(), (64, 128, 256, 1024)])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_running_streams_keep_their_pace_while_a_long_prompt_comes(ahead: bool, sizes: tuple[int, ...]) -> None:
+def test_running_streams_keep_their_pace_while_a_long_prompt_comes(
+    ahead: bool, sizes: tuple[int, ...], ttft_s: float | None
+) -> None:
     """Steps that cost 5 ms, 0.1 ms a token and more with context; 8 streams, then a prompt of 128,000 tokens and, in
     the middle of it, a short one."""
     now, handles = 0.0, itertools.count(1)
     config = SchedulerConfig(max_model_tokens=131_072, max_batch_tokens=8192, max_sequences=16)
-    scheduler = Scheduler(config, BlockPool(2300), lambda: now, budget=TokenBudget(0.05, 64, sizes))
+    scheduler = Scheduler(
+        config, BlockPool(2300), lambda: now, budget=TokenBudget(0.05, 64, sizes), ttft_target_s=ttft_s
+    )
 
     def submit(length: int, **sampling: int) -> int:
         request = Request(next(handles), array("I", [7] * length), ChainKey(b"m" * 32), Sampling(**sampling))
@@ -113,12 +111,3 @@ def test_running_streams_keep_their_pace_while_a_long_prompt_comes(ahead: bool, 
     assert gaps[len(gaps) * 99 // 100] <= 0.052
     work = 128_000 * (1e-4 + 64_000 * 2e-9)
     assert ended[long] - submitted[long] < 1.35 * work, "and the long one gets what the streams leave"
-
-
-def test_an_outlier_does_not_stop_a_prompt() -> None:
-    budget = TokenBudget(0.05, 16)
-    for _ in range(20):
-        budget.took(0, 8, 0.01)
-        budget.took(100, 8, 0.02)
-    budget.took(100, 8, 30.0)
-    assert (budget.prompt_tokens(8) or 0) >= 100

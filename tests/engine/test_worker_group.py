@@ -34,6 +34,7 @@ CONFIG = WorkerConfig(
     async_scheduling="auto",
     cuda_graphs="on",
     tpot_target_s=None,
+    ttft_target_s=None,
     num_pages=1,
     kv_memory_bytes=0,
     gpu_memory_share=0.9,

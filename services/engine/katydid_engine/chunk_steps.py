@@ -1,8 +1,9 @@
 """Passes of decodes with a chunk of one prompt beside them, over tensors that never move: CUDA graphs can hold them.
 
 Such passes set the pace of streams while a long prompt comes, and op by op the host takes longer to launch a deep model
-than the GPU to compute them. Chunks of a few sizes are prepared, decodes padded to a bucket of rows; any other chunk,
-and what comes after the pass, runs op by op.
+than the GPU to compute them. Chunks of a few sizes are prepared, decodes padded to a bucket of rows. A chunk of another
+size, such as a prompt's last, is computed as the end of the next larger one, whose beginning computes again what lies
+in the pages and writes nothing; without as much before it, and what comes after the pass, runs op by op.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from katydid_engine.models.decoder_lm import DecoderLM
 
 __all__ = ["CHUNKS", "ChunkSteps"]
 
-CHUNKS = (256, 512, 1024, 2048)
+CHUNKS = (256, 512, 768, 1024, 1536, 2048)
 _FEWEST_ROWS = 8
 _NOWHERE = -1
 
@@ -87,34 +88,37 @@ class ChunkSteps:
         self._clear(bucket, chunk)
         self._pieces.prepare((f"chunk of {chunk}", bucket), lambda: self._forward(bucket, chunk))
 
-    def bucket(self, batch: ForwardBatch) -> tuple[Bucket, int] | None:
-        """The smallest that a batch fits, and its chunk; None where it is of another kind."""
-        chunk, decodes = batch.num_tokens - batch.num_decode_tokens, batch.num_decodes
+    def bucket(self, batch: ForwardBatch, start: int) -> tuple[Bucket, int] | None:
+        """The smallest that a batch fits, whose last run stands behind ``start`` tokens, and its chunk; None where it
+        is of another kind."""
+        new, decodes = batch.num_tokens - batch.num_decode_tokens, batch.num_decodes
         if not 0 < decodes == batch.num_seqs - 1 or batch.prefills or batch.block_table.shape[1] > self._table.shape[1]:
             return None
-        if chunk not in self._chunks or batch.decode_q_len not in self._widths or decodes > self._rows[-1]:
+        chunk = next((chunk for chunk in self._chunks if 0 <= chunk - new <= start), None)
+        if chunk is None or batch.decode_q_len not in self._widths or decodes > self._rows[-1]:
             return None
         return Bucket(next(rows for rows in self._rows if rows >= decodes), batch.decode_q_len, 0), chunk
 
     def forward(self, bucket: Bucket, chunk: int, batch: ForwardBatch) -> Tensor:
         """What the model's ``forward`` returns for a batch that fits, ``[T, hidden]``; until the next pass."""
-        own, padded = batch.num_decode_tokens, bucket.tokens
+        own, end = batch.num_decode_tokens, bucket.tokens + chunk
+        begin = end - (batch.num_tokens - own)
         for kept, told, filler in (
             (self._token_ids, batch.token_ids, 0),
             (self._positions, batch.positions, 0),
             (self._slots, batch.slot_mapping, _NOWHERE),
         ):
             kept[:own].copy_(told[:own])
-            kept[own:padded].fill_(filler)
-            kept[padded : padded + chunk].copy_(told[own:])
+            kept[own:begin].fill_(filler)
+            kept[begin:end].copy_(told[own:])
         pages = batch.block_table.shape[1]
         for kept, told in ((self._context_lens, batch.context_lens), (self._table[:, :pages], batch.block_table)):
             kept[: batch.num_decodes].copy_(told[:-1])
             kept[bucket.rows : bucket.rows + 1].copy_(told[-1:])
         self._context_lens[batch.num_decodes : bucket.rows].fill_(0)
         self._pieces.run((f"chunk of {chunk}", bucket))
-        hidden = self._hidden[: padded + chunk]
-        return hidden if own == padded else torch.cat((hidden[:own], hidden[padded:]))
+        hidden = self._hidden[:end]
+        return hidden if own == begin else torch.cat((hidden[:own], hidden[begin:]))
 
     def _clear(self, bucket: Bucket, chunk: int) -> None:
         """A pass of no decodes and of a chunk that nothing stands before, which writes nowhere."""

@@ -370,6 +370,7 @@ def _worker_config(
         async_scheduling=settings.async_scheduling,
         cuda_graphs=settings.cuda_graphs,
         tpot_target_s=settings.tpot_target_s,
+        ttft_target_s=settings.ttft_target_s,
         num_pages=settings.kv_pages,
         kv_memory_bytes=settings.kv_memory_mib * 1024 * 1024,
         gpu_memory_share=settings.gpu_memory_share,

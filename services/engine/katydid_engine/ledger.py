@@ -66,7 +66,7 @@ class Ledger:
         self._tokens.append(ChoiceTokens(handle, sequence.choice, tokens, logprobs))
         if not live.has_first_token:
             live.enter(Phase.DECODE, now)
-            live.has_first_token = True
+            live.first_token_at = now
             self._first_tokens.append(FirstToken(handle, live.cached, live.phases.take()))
 
     def verified(self, drafted: int, accepted: int) -> None:

@@ -106,6 +106,12 @@ class StepPlan:
         return sum(len(run.tokens) for run in self.runs[self.num_decodes :])
 
     @property
+    def num_prefill_pairs(self) -> int:
+        """Pairs of a prompt token and one that it attends to."""
+        prompts = ((len(run.tokens), run.start) for run in self.runs[self.num_decodes :])
+        return sum(new * start + new * (new + 1) // 2 for new, start in prompts)
+
+    @property
     def borders(self) -> list[int]:
         """Where each run begins among the step's tokens, and where the last ends."""
         decodes, prompts = self.runs[: self.num_decodes], self.runs[self.num_decodes :]

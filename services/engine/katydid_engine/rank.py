@@ -183,6 +183,7 @@ def _lead(
         config.staging.writing if config.staging is not None else range(0),
         drafts,
         TokenBudget(config.tpot_target_s, BLOCK_TOKENS, CHUNKS if warm_up.capture else ()),
+        config.ttft_target_s,
     )
     writer = PlanWriter(config.ring.memory, config.ring.bells) if config.ring is not None else None
     publish = (lambda _: None) if writer is None else writer.write

@@ -199,8 +199,12 @@ class LiveRequest:
         self.phases = PhaseLog(request.received_at)
         self.cached = CachedTokens()
         self.preemptions = 0
-        self.has_first_token = False
+        self.first_token_at: float | None = None
         self.prompt_tokens_reported = 1
+
+    @property
+    def has_first_token(self) -> bool:
+        return self.first_token_at is not None
 
     def enter(self, phase: Phase, now: float, tier: Tier | None = None, span_id: bytes = b"") -> None:
         """Changes phase; from the first token on, everything is decoding."""

@@ -31,12 +31,13 @@ from katydid_engine.kv_traffic import KvTraffic
 from katydid_engine.ledger import Ledger, Outcome
 from katydid_engine.messages import KvArrived, KvFound, Load
 from katydid_engine.plan import Logprobs, Run, SampleRow, StepOutput, StepPlan
+from katydid_engine.prefills import Prefills
 from katydid_engine.request import CachedTokens, FinishReason, LiveRequest, Phase, Request, Sequence, State
 from katydid_engine.residency import Residency
 from katydid_engine.scheduler_config import SchedulerConfig
 from katydid_engine.sparse_prefill import whole_blocks
 from katydid_engine.step_flight import StepFlight, decode_run, prefill_run, start_of
-from katydid_engine.token_budget import TokenBudget, deal_chunks, deal_turn
+from katydid_engine.token_budget import TokenBudget
 
 __all__ = ["Scheduler", "SchedulerConfig"]
 
@@ -44,7 +45,8 @@ __all__ = ["Scheduler", "SchedulerConfig"]
 class Scheduler:
     """One per TP group. ``clock`` gives the monotonic seconds on which deadlines and phases are measured;
     ``write_slots`` are the staging slots for finished blocks on their way to the cache service; ``drafts`` says how
-    many tokens are drafted behind each, ``budget`` how many prompt tokens go into a step with decodes.
+    many tokens are drafted behind each, ``budget`` how many prompt tokens go into a step with decodes; prompts are to
+    have their first token within ``ttft_target_s``, or are computed side by side.
 
     Raises:
         ValueError: ``max_model_tokens`` exceeds what the pages hold.
@@ -58,6 +60,7 @@ class Scheduler:
         write_slots: range = range(0),
         drafts: DraftDepth | None = None,
         budget: TokenBudget | None = None,
+        ttft_target_s: float | None = None,
     ) -> None:
         if config.max_model_tokens > pool.num_pages * BLOCK_TOKENS:
             raise ValueError(
@@ -78,6 +81,7 @@ class Scheduler:
         self._drafts = 0
         self._depth = drafts or DraftDepth(0)
         self._budget = budget or TokenBudget(None, 1)
+        self._prefills = Prefills(self._budget, ttft_target_s)
         self._fetched = Fetched(self._queues, compute=self._compute, preempt=self._preempt)
         self._admission = Admission(config, pool, self._queues, preempt=self._preempt, load=self._load)
 
@@ -143,7 +147,7 @@ class Scheduler:
         packs = self.kv.take_packs(self._pool.hash_of)
         unpacking = self._fetched.begin(now, decodes=bool(decodes))
         copies = self._queues.take_copies()
-        prefills = self._schedule_prefills(len(decodes), q_len)
+        prefills = self._schedule_prefills(decodes, q_len)
         # With nothing else to do a step sees what transfers are over.
         if not (decodes or prefills or packs or copies or unpacking or (self._queues.moves and not self._flights)):
             return None
@@ -214,8 +218,8 @@ class Scheduler:
         """How long a step took."""
         if plan.num_decodes and plan.num_decodes == len(plan.runs) and plan.decode_q_len == 1 + plan.drafts:
             self._depth.took(plan.num_decodes, plan.drafts, seconds)
-        if plan.runs:
-            self._budget.took(plan.num_prefill_tokens, plan.num_decodes, seconds)
+        if plan.num_prefill_tokens and self._prefills.by_time:
+            self._budget.cost.took(plan.num_prefill_tokens, plan.num_prefill_pairs, seconds)
 
     def take_outcome(self) -> Outcome:
         """What happened since the last call, for the face."""
@@ -260,18 +264,12 @@ class Scheduler:
                     decodes.append(sequence)
         return decodes, q_len, short
 
-    def _schedule_prefills(self, decodes: int, q_len: int) -> list[tuple[Sequence, int]]:
+    def _schedule_prefills(self, decodes: list[Sequence], q_len: int) -> list[tuple[Sequence, int]]:
         """Chunks of the sequences that prefill, for what decodes leave of the step's tokens and of its time."""
         prefills = [sequence for sequence in self._queues.running if not sequence.decodes]
-        budget = self._config.max_batch_tokens - decodes * q_len
-        in_time = self._budget.prompt_tokens(decodes, self._depth.tokens(q_len - 1))
-        if in_time is not None:
-            budget = min(budget, in_time)
-        wanted = [sequence.num_unscheduled for sequence in prefills]
-        if in_time is not None and self._budget.prepared:
-            chunks = deal_turn(wanted, budget, self._step)
-        else:
-            chunks = deal_chunks(wanted, budget)
+        most = self._config.max_batch_tokens - len(decodes) * q_len
+        yields = self._depth.tokens(q_len - 1)
+        chunks = self._prefills.choose(prefills, decodes, most, yields, self._clock(), self._step)
         chosen = zip(prefills, chunks, strict=True)
         return [(sequence, _between_blocks(sequence, chunk)) for sequence, chunk in chosen if chunk]
 

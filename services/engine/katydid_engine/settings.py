@@ -99,6 +99,12 @@ class EngineSettings(DialingSettings):
         gt=0,
         description="time between a request's tokens that others' prompts leave it; by default 50 on a GPU, else any",
     )
+    ttft_target_ms: float | None = Field(
+        None,
+        gt=0,
+        description="time to a request's first token: prompts are ordered so that as many as can keep it; "
+        "by default 4000 on a GPU, else none",
+    )
     warm_grammars: bool = Field(
         True, description="start what checks grammars with the engine, or with the first request that has one"
     )
@@ -206,6 +212,12 @@ class EngineSettings(DialingSettings):
         if self.tpot_target_ms is None:
             return None if self.device == "cpu" else 0.05
         return self.tpot_target_ms / 1000
+
+    @property
+    def ttft_target_s(self) -> float | None:
+        if self.ttft_target_ms is None:
+            return None if self.device == "cpu" else 4.0
+        return self.ttft_target_ms / 1000
 
     @property
     def worker_threads(self) -> int:

@@ -37,6 +37,7 @@ class WorkerConfig:
         micro_batches, rebalance_passes: as in the settings.
         mtp, async_scheduling, cuda_graphs: as in the settings.
         tpot_target_s: longest time between a row's tokens that is left to it beside prompts; None for any.
+        ttft_target_s: longest time to a request's first token that prompts are ordered for; None for none.
         num_pages: KV pages; None takes ``kv_memory_bytes``, or on a GPU ``gpu_memory_share`` of what is free.
         max_model_tokens: longest prompt plus output wanted; the model or the pages may allow less.
         ring: None when the group has one member.
@@ -63,6 +64,7 @@ class WorkerConfig:
     async_scheduling: str
     cuda_graphs: str
     tpot_target_s: float | None
+    ttft_target_s: float | None
     num_pages: int | None
     kv_memory_bytes: int
     gpu_memory_share: float

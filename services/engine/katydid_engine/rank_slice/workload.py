@@ -76,6 +76,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tpot-s", type=float, default=0.05, help="target of the time per output token")
     parser.add_argument("--step-s", type=float, default=0.045, help="what a step with a prompt may take beside decodes")
     parser.add_argument("--sparse-prefill", help="compute long prompts so, as the engine's option has it: stem:...")
+    parser.add_argument("--in-order", action="store_true", help="prompts come as they arrived, for no target of TTFT")
     parser.add_argument("--links", action="store_true", help="add the link model's time to every step")
     parser.add_argument("--real-s", type=float, default=0.0, help="replay so many seconds on the slice too")
     parser.add_argument("--real-after-minutes", type=float, default=5.0, help="of simulated time before them")
@@ -293,7 +294,9 @@ def _scheduler(arguments: argparse.Namespace, pages: int, clock: Clock) -> Sched
         watermark_pages=pages // 100,
     )
     sizes = [chunk for chunk in CHUNKS if chunk <= arguments.max_batch_tokens]
-    return Scheduler(config, BlockPool(pages), clock, budget=TokenBudget(arguments.step_s, BLOCK_TOKENS, sizes))
+    budget = TokenBudget(arguments.step_s, BLOCK_TOKENS, sizes)
+    ttft_s = None if arguments.in_order else arguments.ttft_s
+    return Scheduler(config, BlockPool(pages), clock, budget=budget, ttft_target_s=ttft_s)
 
 
 def _sending(arguments: argparse.Namespace) -> Sequence[tuple[int, float]]:

@@ -1,0 +1,91 @@
+"""What a step computes of the prompts on their way, beside its decodes: which of them, and how many of its tokens.
+
+With no targets every prompt gets a share of a step's tokens. With a target for the time between tokens, and with one
+for the time to the first, a step beside decodes belongs to one prompt (``prompt_order.py``), and takes no longer than a
+row may wait for its token (``token_budget.py``). Where prompts would be late at that pace, but not at a faster one, and
+all rows have been faster than their target, they wait longer for once: none comes to be slower than its target so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Several
+
+from katydid_engine.prompt_order import Due, in_time, in_turn, next_prompt
+from katydid_engine.request import Sequence
+from katydid_engine.token_budget import TokenBudget, deal_chunks
+
+__all__ = ["Prefills"]
+
+# Of what rows are ahead of their target one step spends at most; and how many targets it takes at most.
+_SPENT, _LONGEST = 0.5, 8.0
+_TURNS = 8
+
+
+class Prefills:
+    """``ttft_s`` is the target of the time from a request's receipt to its first token; None for none."""
+
+    def __init__(self, budget: TokenBudget, ttft_s: float | None) -> None:
+        self._budget = budget
+        self._ttft_s = ttft_s
+
+    @property
+    def by_time(self) -> bool:
+        """Whether it matters what steps take."""
+        return self._ttft_s is not None or self._budget.target_s is not None
+
+    def choose(
+        self, prompts: Several[Sequence], decodes: Several[Sequence], most: int, yields: float, now: float, turn: int
+    ) -> list[int]:
+        """How many tokens of each prompt, ``most`` in all, in the step number ``turn``; decodes yield so many tokens
+        a row and step."""
+        wanted = [sequence.num_unscheduled for sequence in prompts]
+        target_s = self._budget.target_s if decodes else None
+        if not prompts or (target_s is None and self._ttft_s is None):
+            return deal_chunks(wanted, most)
+        # Those of lower priority have a turn now and then.
+        first = prompts[0].request.priority
+        served = [sequence for sequence in prompts if turn % _TURNS == 0 or sequence.request.priority == first]
+        if target_s is None:
+            step_s = self._budget.cost.seconds(most, 0)
+            chosen = self._next(served, step_s, now, turn)
+        else:
+            ahead_s = min(_ahead(sequence, target_s, now) for sequence in decodes)
+            step_s = self._pace(served, target_s * yields, ahead_s, now)
+            chosen = self._next(served, step_s, now, turn)
+            most = min(most, self._budget.prompt_tokens(step_s, chosen.num_scheduled))
+        chunks = [0] * len(wanted)
+        for at in sorted(range(len(wanted)), key=lambda at: prompts[at] is not chosen):
+            if target_s is None or prompts[at] is chosen:
+                chunks[at] = min(wanted[at], most)
+                most -= chunks[at]
+        return chunks
+
+    def _pace(self, prompts: Several[Sequence], smooth_s: float, ahead_s: float, now: float) -> float:
+        """Seconds that a step may take beside decodes."""
+        fast_s = min(_LONGEST * smooth_s, smooth_s + _SPENT * ahead_s)
+        if self._ttft_s is None or fast_s <= smooth_s:
+            return smooth_s
+        smooth, fast = (len(in_time(self._dues(prompts, step_s, now))) for step_s in (smooth_s, fast_s))
+        return fast_s if fast > smooth else smooth_s
+
+    def _next(self, prompts: Several[Sequence], step_s: float, now: float, turn: int) -> Sequence:
+        """The one that a step goes on with, where steps take so long."""
+        if self._ttft_s is None:
+            return prompts[in_turn(len(prompts), turn)]
+        return prompts[next_prompt(self._dues(prompts, step_s, now), turn)]
+
+    def _dues(self, prompts: Several[Sequence], step_s: float, now: float) -> list[Due]:
+        assert self._ttft_s is not None
+        return [
+            Due(
+                self._budget.prompt_s(sequence.num_unscheduled, sequence.num_scheduled, step_s),
+                sequence.request.received_at + self._ttft_s - now,
+            )
+            for sequence in prompts
+        ]
+
+
+def _ahead(sequence: Sequence, target_s: float, now: float) -> float:
+    """Seconds by which a row's tokens have come earlier than its target asks."""
+    first = sequence.live.first_token_at
+    return 0.0 if first is None else target_s * (sequence.num_new_output - 1) - (now - first)

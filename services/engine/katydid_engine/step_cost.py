@@ -1,0 +1,88 @@
+"""What a step with prompt tokens will take, learnt from the steps that were.
+
+    seconds = a + b * tokens + c * pairs
+
+of prompt tokens, and of pairs of one with a token that it attends to; decodes beside them are in ``a``, which changes
+little while they come and go. The three are fitted to the newest steps by least squares of relative errors, and held
+by a small weight to what they were, for steps that are all alike do not tell them apart.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+__all__ = ["StepCost"]
+
+_STEPS = 48
+# Of the old values against one step; how far a step's time may jump (a first use, a page fault).
+_HOLD, _MOST_JUMP = 0.02, 4.0
+
+
+class StepCost:
+    """Seconds of steps with prompt tokens; 0 for all of them until ``took`` was told of one."""
+
+    def __init__(self) -> None:
+        self._known: Sequence[float] = (0.0, 0.0, 0.0)
+        self._seen: deque[tuple[float, float, float]] = deque(maxlen=_STEPS)
+
+    def __bool__(self) -> bool:
+        return bool(self._seen)
+
+    def seconds(self, tokens: int, context: int, steps: float = 1.0) -> float:
+        """Of ``tokens`` of a prompt behind ``context``, in so many steps."""
+        first, token, pair = self._known
+        return steps * first + token * tokens + pair * tokens * (context + (tokens + 1) / 2)
+
+    def tokens(self, seconds: float, context: int) -> int:
+        """How many prompt tokens behind ``context`` fit that time; 0 if none do."""
+        first, token, pair = self._known
+        left, linear, square = seconds - first, token + pair * (context + 0.5), pair / 2
+        if left <= 0 or not (linear or square):
+            return 0
+        # The positive root of square * n^2 + linear * n = left, in the form that stays exact for a small square.
+        return int(2 * left / (linear + (linear * linear + 4 * square * left) ** 0.5))
+
+    def took(self, tokens: int, pairs: float, seconds: float) -> None:
+        """A step with so many prompt tokens and pairs has taken so long."""
+        first, token, pair = self._known
+        if self._seen:
+            seconds = min(seconds, _MOST_JUMP * (first + token * tokens + pair * pairs))
+        else:
+            self._known = (0.0, seconds / tokens, 0.0)
+        # Shares of the step's seconds: a second of ``a`` is 1 / seconds of it, and so on.
+        self._seen.append((1 / seconds, tokens / seconds, pairs / seconds))
+        self._known = _fitted(self._seen, self._known)
+
+
+def _fitted(steps: Sequence[tuple[float, float, float]], held: Sequence[float]) -> list[float]:
+    """Values of the three, none below 0, whose shares add up closest to 1 in every step."""
+    scale = [max(step[i] for step in steps) for i in range(3)]
+    rows = [[step[i] / scale[i] for i in range(3)] for step in steps]
+    held = [held[i] * scale[i] for i in range(3)]
+    free = [0, 1, 2]
+    while True:
+        found = _solved(
+            [[sum(row[i] * row[j] for row in rows) + _HOLD * (i == j) for j in free] for i in free],
+            [sum(row[i] for row in rows) + _HOLD * held[i] for i in free],
+        )
+        if min(found, default=0.0) >= 0:
+            values = dict(zip(free, found, strict=True))
+            return [values.get(i, 0.0) / scale[i] for i in range(3)]
+        # The lowest is nothing; the others make up for it.
+        free.pop(found.index(min(found)))
+
+
+def _solved(left: list[list[float]], right: list[float]) -> list[float]:
+    """By elimination; ``left`` is symmetric and positive definite."""
+    rows = [[*row, value] for row, value in zip(left, right, strict=True)]
+    for at, row in enumerate(rows):
+        for below in rows[at + 1 :]:
+            factor = below[at] / row[at]
+            for column in range(at, len(row)):
+                below[column] -= factor * row[column]
+    found = [0.0] * len(rows)
+    for at in reversed(range(len(rows))):
+        known = sum(rows[at][column] * found[column] for column in range(at + 1, len(rows)))
+        found[at] = (rows[at][-1] - known) / rows[at][at]
+    return found
