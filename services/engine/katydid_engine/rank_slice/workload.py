@@ -77,7 +77,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-s", type=float, default=0.045, help="what a step with a prompt may take beside decodes")
     parser.add_argument("--sparse-prefill", help="compute long prompts so, as the engine's option has it: stem:...")
     parser.add_argument("--in-order", action="store_true", help="prompts come as they arrived, for no target of TTFT")
-    parser.add_argument("--links", action="store_true", help="add the link model's time to every step")
+    parser.add_argument("--link-model", action="store_true", help="add transfers' modelled time to simulated steps")
     parser.add_argument("--real-s", type=float, default=0.0, help="replay so many seconds on the slice too")
     parser.add_argument("--real-after-minutes", type=float, default=5.0, help="of simulated time before them")
     parser.add_argument("--real-rate", type=float, default=1.0, help="requests a second of that")
@@ -123,7 +123,7 @@ def run_workload(arguments: argparse.Namespace) -> dict[str, Any]:
     if steps is not None and arguments.real_s:
         record["rows"] += _real(arguments, steps, times)
         _write(arguments.json, record)
-    sending = _sending(arguments) if arguments.links else ()
+    sending = _sending(arguments) if arguments.link_model else ()
     for rate in _rates(arguments.rates):
         record["rows"].append(_simulated(arguments, replace(times, sending=sending), rate))
         _write(arguments.json, record)
