@@ -12,7 +12,7 @@ not used. Where something else is computed meanwhile, the same goes by copy engi
 Sums run over the ranks in order, so all ranks come to the same bits.
 """
 
-from katydid_kernels.peer_reduce.copies import PeerCopies
+from katydid_kernels.peer_reduce.copies import PARTS, PeerCopies
 from katydid_kernels.peer_reduce.op import (
     PeerReducer,
     add_rms_norm_of_ranks_reference,
@@ -22,6 +22,7 @@ from katydid_kernels.peer_reduce.op import (
 from katydid_kernels.peer_reduce.peers import PeerMemory, emulated_peers, symmetric_peers
 
 __all__ = [
+    "PARTS",
     "PeerCopies",
     "PeerMemory",
     "PeerReducer",

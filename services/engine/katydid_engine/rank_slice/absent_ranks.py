@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from katydid_engine.collectives import Pending, Settled
+from katydid_engine.rank_slice.emulated_link import EmulatedLink
 
 __all__ = ["AbsentRanks", "ExpertMessages", "Traffic"]
 
@@ -53,6 +54,7 @@ class AbsentRanks:
     Attributes:
         traffic: by name of the collective, since it was last cleared.
         messages: set for the group that holds the experts.
+        link: what rows that are under way go over; None: they take no time.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -62,6 +64,7 @@ class AbsentRanks:
         self.size = size
         self.traffic: dict[str, Traffic] = {}
         self.messages: ExpertMessages | None = None
+        self.link: EmulatedLink | None = None
         self._arrived: dict[tuple[object, ...], Tensor] = {}
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -99,10 +102,12 @@ class AbsentRanks:
         self.count("all_to_all", row * (sum(each) - each[self.rank]))
         if out is not None:
             return Settled(out.copy_(x))
-        messages = self.messages
-        if messages is None or x.ndim < 2 or x.shape[1] != messages.row_bytes or not len(x):
-            return Settled(x)
-        return Settled(self._addressed_here(x, each, messages, counted=receive is not None))
+        arrived, messages = x, self.messages
+        if messages is not None and x.ndim > 1 and x.shape[1] == messages.row_bytes and len(x):
+            arrived = self._addressed_here(x, each, messages, counted=receive is not None)
+        if self.link is None:
+            return Settled(arrived)
+        return _Carried(self.link, round(row * (sum(each) - each[self.rank])), arrived)
 
     def _addressed_here(self, x: Tensor, each: list[int], messages: ExpertMessages, *, counted: bool) -> Tensor:
         """``len(x)`` rows with experts of this rank. Counted rows all have some, so that any number of them is taken
@@ -129,6 +134,24 @@ class AbsentRanks:
         traffic = self.traffic.setdefault(name, Traffic())
         traffic.calls += 1
         traffic.sent_bytes += sent_bytes
+
+
+class _Carried:
+    """Rows that have come when as many bytes have gone over a link."""
+
+    def __init__(self, link: EmulatedLink, nbytes: int, rows: Tensor) -> None:
+        self._rows, self._over = rows, torch.cuda.Event()  # type: ignore[no-untyped-call]
+        link.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(link.stream):
+            link.carry(nbytes)
+            self._over.record()
+
+    def done(self) -> bool:
+        return bool(self._over.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> Tensor:
+        torch.cuda.current_stream().wait_event(self._over)
+        return self._rows
 
 
 def _ids(rows: Tensor, messages: ExpertMessages) -> Tensor:

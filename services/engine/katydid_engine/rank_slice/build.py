@@ -13,8 +13,10 @@ from katydid_engine.model_config import ModelConfig
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.quantization import Scheme
+from katydid_engine.rank_slice.absent_copies import AbsentCopies
 from katydid_engine.rank_slice.absent_peers import AbsentPeers
 from katydid_engine.rank_slice.absent_ranks import AbsentRanks, ExpertMessages
+from katydid_engine.rank_slice.emulated_link import EmulatedLink
 from katydid_engine.rank_slice.skewed_routing import SkewedRouting
 from katydid_engine.rank_slice.synthetic_weights import DEVIATION, SyntheticWeights
 
@@ -38,6 +40,7 @@ class SliceOptions:
         mtp: whether the model's draft layers are built.
         micro_batches: parts of a batch where ranks wait for each other.
         most_tokens: of a step, where peers' memory is made for them.
+        links: bytes a second of a link that what is sent beside the step goes over, emulated; None: it takes no time.
 
     Raises:
         SettingsError: a rank that the plan does not have, pipeline stages, or a dtype that there is not.
@@ -53,6 +56,7 @@ class SliceOptions:
     mtp: bool = False
     micro_batches: int = 1
     most_tokens: int = 32_768
+    links: float | None = None
 
     def __post_init__(self) -> None:
         for field, value, allowed in (("dtype", self.dtype, DTYPES), ("kv", self.kv, _KV)):
@@ -108,10 +112,19 @@ def build_slice(options: SliceOptions) -> RankSlice:
     experts = tensor
     if plan.ep > 1 and plan.dp > 1:
         experts = AbsentRanks(options.rank, plan.ep) if plan.shares_experts else tensor
-    peers = None
+    peers = copies = None
+    link = (
+        None if options.links is None or options.device.type != "cuda" else EmulatedLink(options.device, options.links)
+    )
+    tensor.link = experts.link = link
     if plan.sp and options.device.type == "cuda" and not plan.tp & (plan.tp - 1) and config.hidden_size % 16 == 0:
         most = -(-options.most_tokens // plan.tp) * plan.tp
         peers = AbsentPeers(tensor, config.hidden_size, most, options.device)
+        if plan.fp8_transfers and options.micro_batches > 1:
+            told = 2 * (config.moe.top_k + 1) if config.moe is not None else 0
+            copies = AbsentCopies(
+                tensor, config.hidden_size, tokens=most // 2, told=told, device=options.device, link=link
+            )
     model = build_model(
         config,
         weights,
@@ -122,6 +135,7 @@ def build_slice(options: SliceOptions) -> RankSlice:
         experts=experts if plan.ep > 1 else None,
         micro_batches=options.micro_batches,
         peers=peers,
+        copies=copies,
         kv_cache_dtype=_KV[options.kv],
     )
     if model.dispatched:

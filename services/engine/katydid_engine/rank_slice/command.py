@@ -79,6 +79,11 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv", choices=("fp8", "bf16"), default="fp8", help="of the pages; bf16 is fp32 on a CPU")
     parser.add_argument("--routing", choices=("uniform", "skewed"), default="uniform", help="skewed: as hy3-tiny's")
     parser.add_argument("--micro-batches", type=int, default=1, help="parts of a batch where ranks wait for each other")
+    parser.add_argument(
+        "--emulate-links",
+        action="store_true",
+        help="what is sent beside a step takes the time of NVLink, by emulated copies",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
 
@@ -138,6 +143,7 @@ def options_of(arguments: argparse.Namespace, *, drafts: int = 0, most_tokens: i
         mtp=drafts > 0,
         micro_batches=arguments.micro_batches,
         most_tokens=most_tokens,
+        links=measured(_LINKS)["nvlink_bytes_per_s"] if arguments.emulate_links else None,
     )
 
 
