@@ -1,7 +1,8 @@
 """Agents at work, as a stream of requests: long prompts that grow turn by turn, short answers, pauses for tools.
 
 A session's prompts are drawn log-normal and asked in order of length: each is the one before, then its answer, then
-what the agent has read since. So prompts as a whole are log-normal, and most of each was seen before: four fifths of all tokens.
+what the agent has read since. So prompts as a whole are log-normal, and most of each was seen before: four fifths of
+all tokens.
 """
 
 from __future__ import annotations
