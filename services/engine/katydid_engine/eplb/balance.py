@@ -12,6 +12,7 @@ Where groups do not divide over nodes, all nodes count as one.
 
 from __future__ import annotations
 
+import heapq
 from typing import Any
 
 import numpy as np
@@ -31,25 +32,29 @@ def deal(loads: _Floats, packs: int) -> _Ints:
     """
     if len(loads) % packs:
         raise ValueError(f"{len(loads)} items do not divide over {packs} packs")
-    room = np.full(packs, len(loads) // packs)
-    filled = np.zeros(packs)
+    # The lightest first, of equals the first; a layer's 224 copies are dealt between two passes.
+    open_packs = [(0.0, pack, len(loads) // packs) for pack in range(packs)]
     pack_of = np.zeros(len(loads), dtype=np.int64)
-    for item in np.argsort(-loads, kind="stable"):
-        pack = int(np.argmin(np.where(room > 0, filled, np.inf)))
+    weights = loads.tolist()
+    for item in np.argsort(-loads, kind="stable").tolist():
+        filled, pack, room = open_packs[0]
         pack_of[item] = pack
-        filled[pack] += loads[item]
-        room[pack] -= 1
+        if room > 1:
+            heapq.heapreplace(open_packs, (filled + weights[item], pack, room - 1))
+        else:
+            heapq.heappop(open_packs)
     return pack_of
 
 
 def replicate(loads: _Floats, copies: int) -> _Ints:
     """The expert of each of ``copies`` copies: every expert once, in order, then those that were given another one."""
-    count = np.ones(len(loads))
+    shares = [(-load, expert, 1) for expert, load in enumerate(loads.tolist())]
+    heapq.heapify(shares)
     extra = []
     for _ in range(copies - len(loads)):
-        expert = int(np.argmax(loads / count))
+        _, expert, count = shares[0]
         extra.append(expert)
-        count[expert] += 1
+        heapq.heapreplace(shares, (-float(loads[expert]) / (count + 1), expert, count + 1))
     return np.concatenate((np.arange(len(loads)), np.array(extra, dtype=np.int64)))
 
 
