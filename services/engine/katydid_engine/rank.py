@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from katydid_kernels.peer_reduce import PeerReducer, symmetric_peers
+from katydid_kernels.peer_reduce import PeerCopies, PeerReducer, symmetric_peers
 from katydid_runtime.block_hash import BLOCK_TOKENS
 from katydid_runtime.errors import EngineLostError, SettingsError
 
@@ -28,7 +28,7 @@ from katydid_engine.loader import load_model
 from katydid_engine.lockstep import Lockstep
 from katydid_engine.messages import ExpertBalance, Ready, Stop
 from katydid_engine.model_config import read_model_config
-from katydid_engine.models.decoder_lm import DecoderLM
+from katydid_engine.models.decoder_lm import HALVED_FROM, DecoderLM
 from katydid_engine.page_budget import count_pages
 from katydid_engine.plan_ring import PlanReader, PlanWriter
 from katydid_engine.planning.memory import check_memory
@@ -85,6 +85,7 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         stage=groups.stage,
         micro_batches=config.micro_batches,
         peers=peers,
+        copies=_copies(config, groups, device),
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
     )
@@ -310,6 +311,26 @@ def _peers(config: WorkerConfig, groups: RankGroups, device: torch.device) -> Pe
     patience = min(round(2 * config.rank_timeout_s * _LOOKS_A_SECOND), 2**31 - 1)
     memory = symmetric_peers(groups.tensor.group, PeerReducer.nbytes(plan.tp, hidden, **sizes), device)
     return PeerReducer(memory, hidden, patience=patience, **sizes)
+
+
+def _copies(config: WorkerConfig, groups: RankGroups, device: torch.device) -> PeerCopies | None:
+    """Memory of the TP group's GPUs for chunks whose parts take turns; None where no chunk is cut so, or rows go by
+    collectives."""
+    plan = config.plan
+    halves = plan.sp and config.micro_batches > 1 and config.max_batch_tokens >= HALVED_FROM
+    if device.type != "cuda" or not (halves and plan.fp8_transfers):
+        return None
+    assert isinstance(groups.tensor, TorchCollectives)
+    assert groups.tensor.group is not None
+    model = read_model_config(Path(config.folder))
+    if model.hidden_size % 16:
+        return None
+    tokens = -(-config.max_batch_tokens // 2)
+    # A rank tells of each row its experts and their weights, the shared one's among them.
+    told = 0 if model.moe is None else 2 * (model.moe.top_k + 1)
+    size = PeerCopies.nbytes(plan.tp, model.hidden_size, tokens=tokens, told=told)
+    memory = symmetric_peers(groups.tensor.group, size, device)
+    return PeerCopies(memory, model.hidden_size, tokens=tokens, told=told)
 
 
 def _meet(config: WorkerConfig, device: torch.device) -> None:
