@@ -14,7 +14,7 @@ from katydid_kernels import kv_pack, kv_unpack, object_bytes
 from katydid_runtime.duration import to_duration
 
 from tests.engine.engine_process import Answer, engine, service, session
-from tests.engine.test_engine_kvcache import attached, blocks_stored, cache_options
+from tests.engine.test_engine_kvcache import attached, cache_options
 from tests.engine.test_engine_process import prompt, run
 from tests.tiny_model import write_tiny_model
 
@@ -52,21 +52,35 @@ def test_prefill_over_all_ranks_then_decode_on_one_each(plan: str, tmp_path: Pat
                 # Without the cache the decode engine computes everything itself.
                 whole = [await taker.generate(ids, **FIELDS, bypass_cache=True) for ids in prompts]
                 hold = to_duration(30.0)
+                # The last one's blocks are fetched as they come; what is not there yet is not computed meanwhile.
+                fields = {"max_tokens": 1, "blocks_within": to_duration(20.0), "fetch_only": True}
+                fetch = taker.submit(prompts[-1], **FIELDS | fields, dp_rank=(len(prompts) - 1) % 2)
                 firsts = [giver.submit(ids, **FIELDS | {"max_tokens": 1}, hold=hold) for ids in prompts]
                 await asyncio.gather(*(first.done.wait() for first in firsts))
                 assert [first.output for first in firsts] == [answer.output[:1] for answer in whole]
-                await blocks_stored(address, sum(length // 64 for length in LENGTHS))
+                await asyncio.wait_for(fetch.done.wait(), 20)
+                fetched = LENGTHS[-1] // 64 * 64
+                assert (fetch.end.reason, fetch.output, fetch.end.cached.memory) == (
+                    pb.FINISH_REASON_LENGTH,
+                    [],
+                    fetched,
+                )
 
                 def resume(index: int) -> Answer:
                     generated = array("I", firsts[index].output).tobytes()
-                    return taker.submit(prompts[index], **FIELDS, generated_ids=generated, dp_rank=index % 2)
+                    # The others wait for the last of theirs, which may be on their way to the service still.
+                    within = to_duration(10.0)
+                    return taker.submit(
+                        prompts[index], **FIELDS, generated_ids=generated, dp_rank=index % 2, blocks_within=within
+                    )
 
                 rests = [resume(index) for index in range(len(prompts))]
                 await asyncio.gather(*(rest.done.wait() for rest in rests))
                 for length, first, rest, answer in zip(LENGTHS, firsts, rests, whole, strict=True):
                     assert first.output + rest.output == answer.output
                     # All but the tail of less than a block comes from the cache service's memory.
-                    assert rest.cached() == (0, length // 64 * 64, 0, 0)
+                    blocks = length // 64 * 64
+                    assert rest.cached() == ((fetched, 0, 0, 0) if length == LENGTHS[-1] else (0, blocks, 0, 0))
 
         run(scenario())
 
