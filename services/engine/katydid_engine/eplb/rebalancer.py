@@ -1,10 +1,10 @@
 """Moves experts to where the load asks for them, between passes and without holding one up.
 
-Every ``interval`` passes the ranks add up how often each expert was chosen. Then layer by layer: a placement is worked
-out; when every rank has buffers for it, the weights that have to move are sent into them while passes go on; and when
-every rank has its own, the next round swaps them in and changes the table, on all ranks before the same pass. A layer
-is moved whole or not at all: whatever fails, each layer's table and weights agree, and where one rank has no room for a
-layer all leave it as it is and try again an interval later.
+Every ``interval`` passes the ranks add up how often each expert was chosen. Then layer by layer, a little between two
+passes: the placement of one layer is worked out; when every rank has buffers for it, the weights that have to move are
+sent into them while passes go on; and when every rank has its own, the next round swaps them in and changes the table,
+on all ranks before the same pass. A layer is moved whole or not at all: whatever fails, each layer's table and weights
+agree, and where one rank has no room for a layer all leave it as it is and try again an interval later.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class BalanceState:
         layers_moved, layers: of the rebalancing that is under way; equal when none is.
         finished, abandoned: rebalancings that moved something, and that had to be given up, since the start.
         placed_at: when the last one came to its end, whether or not anything had to move; None before.
-        imbalance: load of the busiest rank over the mean, averaged over layers, as the last statistics had it.
+        imbalance: load of the busiest rank over the mean, averaged over layers, as it was before the last one.
     """
 
     layers_moved: int = 0
@@ -91,6 +91,7 @@ class Rebalancer:
         self._failed = self._moved = False
         self._finished = self._abandoned = 0
         self._placed_at: float | None = None
+        self._ratios: list[float] = []
         self._imbalance = 1.0
 
     def connect(self) -> None:
@@ -105,7 +106,8 @@ class Rebalancer:
         )
 
     def progress(self) -> int:
-        """0: a layer's weights are under way; 1: its buffers are there; 2: its weights are; -1: there is no room."""
+        """0: a layer's weights are under way, or no layer has been chosen; 1: its buffers are there; 2: its weights are;
+        -1: there is no room."""
         if self._failed:
             return _FAILED
         if self._staged is None:
@@ -117,7 +119,9 @@ class Rebalancer:
         if self._next < len(self._layers):
             if _FAILED in progress:
                 self._abandon()
-            elif self._staged is not None and set(progress) == {_PREPARED}:
+            elif self._staged is None:
+                self._stage()
+            elif set(progress) == {_PREPARED}:
                 self._staged.start()
                 return
             elif set(progress) == {_ARRIVED}:
@@ -138,42 +142,41 @@ class Rebalancer:
             layer.table.chosen.zero_()
         recent = self._group.all_reduce(counts).cpu().numpy().astype(np.float64)
         self._window = _KEPT * self._window + recent
-        ratios = [
-            imbalance(loads, np.array(layer.table.held), self._group.size)
-            for loads, layer in zip(self._window, self._layers, strict=True)
-        ]
-        self._imbalance = float(np.mean(ratios))
+        self._ratios = []
         self._moved = False
         self._next = 0
-        self._stage()
 
     def _stage(self) -> None:
-        """Prepares the next layer that changes."""
-        while self._next < len(self._layers):
-            layer = self._layers[self._next]
-            held = layer.table.held
-            loads, ranks = self._window[self._next], self._group.size
-            wanted = place_experts(loads, len(held), ranks)
-            if imbalance(loads, np.array(held), ranks) > _WORTH * imbalance(loads, wanted, ranks):
-                placed = keep_in_place(held, wanted.tolist(), ranks)
-                moves = moves_between(held, placed, ranks)
-                try:
-                    self._staged = _Staged(layer, placed, moves, self._group)
-                except RuntimeError:
-                    # No memory for the buffers; the others learn it in the next round.
-                    self._failed = True
-                return
-            self._next += 1
-        self._finished += self._moved
-        self._placed_at = self._clock()
+        """Prepares the next layer, or passes over it where it is well as it is."""
+        layer = self._layers[self._next]
+        held = layer.table.held
+        loads, ranks = self._window[self._next], self._group.size
+        wanted = place_experts(loads, len(held), ranks)
+        self._ratios.append(imbalance(loads, np.array(held), ranks))
+        if self._ratios[-1] <= _WORTH * imbalance(loads, wanted, ranks):
+            self._go_on()
+            return
+        placed = keep_in_place(held, wanted.tolist(), ranks)
+        moves = moves_between(held, placed, ranks)
+        try:
+            self._staged = _Staged(layer, placed, moves, self._group)
+        except RuntimeError:
+            # No memory for the buffers; the others learn it in the next round.
+            self._failed = True
 
     def _swap(self) -> None:
         assert self._staged is not None
         self._staged.swap()
         self._staged = None
         self._moved = True
+        self._go_on()
+
+    def _go_on(self) -> None:
         self._next += 1
-        self._stage()
+        if self._next == len(self._layers):
+            self._finished += self._moved
+            self._placed_at = self._clock()
+            self._imbalance = float(np.mean(self._ratios))
 
     def _abandon(self) -> None:
         self._staged = None
