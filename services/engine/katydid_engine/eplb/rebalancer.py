@@ -106,7 +106,7 @@ class Rebalancer:
         )
 
     def progress(self) -> int:
-        """0: a layer's weights are under way, or no layer has been chosen; 1: its buffers are there; 2: its weights are;
+        """0: a layer's weights are under way, or no layer is chosen; 1: its buffers are there; 2: its weights are;
         -1: there is no room."""
         if self._failed:
             return _FAILED
