@@ -1,7 +1,7 @@
 """One rank of a plan over gloo, started by ``test_plans`` as a process of its own.
 
 Arguments: rank, number of processes, rendezvous file, and a JSON list of jobs ``{folder, plan, prompts, chunk, steps,
-output, capacity, micro_batches}``. Prompt i is computed by DP group i % dp: its first ``chunk`` tokens, the rest, then
+output, capacity, micro_batches, halved_from}``. Prompt i is computed by DP group i % dp: its first ``chunk`` tokens, the rest, then
 ``steps`` greedy tokens. The first rank of each DP group saves logits and tokens.
 """
 
@@ -51,6 +51,7 @@ def run(job: dict[str, Any], rank: int) -> None:
         experts=groups.experts,
         stage=groups.stage,
         micro_batches=job["micro_batches"],
+        halved_from=job["halved_from"],
     )
     for block in model.dispatched:
         block.exchange.capacity = job["capacity"]

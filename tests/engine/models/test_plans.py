@@ -13,6 +13,7 @@ import pytest
 import torch
 from katydid_engine.forward_batch import ForwardBatch, TokenRun
 from katydid_engine.loader import load_model
+from katydid_engine.models.decoder_lm import HALVED_FROM
 from katydid_engine.parallel import ParallelPlan
 from katydid_runtime.errors import SettingsError
 from transformers import HYV3Config, LlamaConfig
@@ -33,6 +34,7 @@ PAIRS: list[Case] = [
     ("hy_v3", "tp2", 2, {}),
     ("hy_v3", "tp2,ep2", 2, {}),
     ("hy_v3", "tp2,sp,ep2", 2, {}),
+    ("hy_v3", "tp2,sp,ep2", 3, {"micro_batches": 2, "halved_from": 20}),  # chunks in two parts that take turns
     ("hy_v3", "dp2,ep2", 3, {}),
     ("hy_v3", "dp2,ep2", 1, {}),  # the second rank has nothing to compute
     ("hy_v3", "dp2,ep2", 3, {"capacity": 256, "micro_batches": 2}),
@@ -41,6 +43,7 @@ PAIRS: list[Case] = [
 FOURS: list[Case] = [
     ("one_kv_head", "tp4", 2, {}),
     ("hy_v3", "tp4,sp,ep4", 3, {}),  # more ranks than KV heads
+    ("hy_v3", "tp4,sp", 3, {"micro_batches": 2, "halved_from": 20}),
     ("hy_v3", "dp4,ep4", 3, {}),
     ("hy_v3", "tp2,dp2,sp,ep4", 3, {}),
     ("hy_v3", "tp2,pp2", 3, {"micro_batches": 3}),
@@ -92,6 +95,7 @@ def check(folders: dict[str, Path], scratch: Path, ranks: int, cases: list[Case]
             "output": str(scratch / str(index)),
             "capacity": None,
             "micro_batches": 1,
+            "halved_from": HALVED_FROM,
             **options,
         }
         for index, (name, plan, prompts, options) in enumerate(cases)
