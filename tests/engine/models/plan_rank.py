@@ -1,8 +1,8 @@
 """One rank of a plan over gloo, started by ``test_plans`` as a process of its own.
 
 Arguments: rank, number of processes, rendezvous file, and a JSON list of jobs ``{folder, plan, prompts, chunk, steps,
-output, capacity, micro_batches, halved_from}``. Prompt i is computed by DP group i % dp: its first ``chunk`` tokens, the rest, then
-``steps`` greedy tokens. The first rank of each DP group saves logits and tokens.
+output, capacity, micro_batches, halved_from}``. Prompt i is computed by DP group i % dp: its first ``chunk`` tokens,
+the rest, then ``steps`` greedy tokens. The first rank of each DP group saves logits and tokens.
 """
 
 from __future__ import annotations
