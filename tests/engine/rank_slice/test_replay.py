@@ -16,6 +16,7 @@ from katydid_engine.plan import Run, Start, StepPlan
 from katydid_engine.rank_slice.agents import Agents, AgentTraffic
 from katydid_engine.rank_slice.on_slice import OnSlice, measure_steps
 from katydid_engine.rank_slice.replay import Answer, Clocks, Replay, Simulated, WallClock
+from katydid_engine.rank_slice.replay_arena import ReplayArena
 from katydid_engine.rank_slice.skewed_routing import SHARES, SkewedRouting, expert_shares
 from katydid_engine.rank_slice.step_times import MeasuredSteps, StepTimes, between, fit_step_times
 from katydid_engine.rank_slice.steps import SliceSteps
@@ -150,6 +151,34 @@ def test_a_slice_goes_on_where_simulated_time_ends() -> None:
         assert answer.times == sorted(answer.times)
     assert any(answer.cached_tokens for answer in answers[len(before) :])
     scheduler.check_integrity()
+
+
+def test_hits_come_from_an_arena() -> None:
+    """In simulated time, then on a slice: pages forget what nobody holds, and the arena has all of it."""
+    steps = SliceSteps(small_slice("tp2"), 8192, arena=True)
+    arena, pool, simulation = ReplayArena(steps.object_bytes, 32), BlockPool(steps.pages), Simulated(TIMES, 100)
+    clocks = Clocks(simulation)
+    scheduler = Scheduler(SchedulerConfig(2048, 256, 16), pool, clocks)
+    agents = Agents(
+        AgentTraffic(5.0, 4, 250, 400, output_mean=8, output_most=20, shared_tokens=64, pause_s=0.01, vocabulary=100)
+    )
+    replay = Replay(scheduler, simulation, clocks, arena=arena, forget=pool.flush)
+    before = len(replay.run(agents.sessions(1.2), 0.6))
+    read, written = arena.read, arena.written
+    assert read > 0
+    assert written > 0
+    replay.go_on_with(OnSlice(steps))
+    clocks.present = WallClock(0.6)
+    answers = replay.run((), 60.0)
+    assert len(answers) > before
+    assert all(answer.done and len(answer.times) == answer.output_tokens for answer in answers)
+    assert arena.read > read
+    assert arena.written > written
+    assert sum(answer.cached_tokens for answer in answers[before:]) > 0.5 * sum(
+        a.prompt_tokens for a in answers[before:]
+    )
+    scheduler.check_integrity()
+    arena.close()
 
 
 def test_sparse_prompts_have_times_of_their_own() -> None:

@@ -19,8 +19,9 @@ from typing import Protocol
 
 from katydid_runtime.block_hash import ChainKey
 
-from katydid_engine.plan import StepOutput, StepPlan
+from katydid_engine.plan import Moved, StepOutput, StepPlan
 from katydid_engine.rank_slice.agents import Session
+from katydid_engine.rank_slice.replay_arena import ReplayArena
 from katydid_engine.rank_slice.step_times import StepTimes
 from katydid_engine.request import Request, Sampling
 from katydid_engine.scheduler import Scheduler
@@ -103,7 +104,11 @@ class Simulated:
         seconds = self._times.of(plan, self._sparse) if plan.runs else 0.0
         self._now += seconds
         tokens = tuple(array("I", (next(self._tokens),)) for _ in plan.samples)
-        return lambda: (StepOutput(tokens, (0,) * len(tokens)), seconds)
+        packed, unpacked = (
+            (Moved(plan.number, (0,) * len(moves)),) if moves else () for moves in (plan.packs, plan.unpacks)
+        )
+        output = StepOutput(tokens, (0,) * len(tokens), packed=packed, unpacked=unpacked)
+        return lambda: (output, seconds)
 
 
 @dataclass(slots=True)
@@ -147,13 +152,27 @@ class _Open:
 
 
 class Replay:
-    """One run of sessions through a scheduler."""
+    """One run of sessions through a scheduler; prompts may be ``sparse``. Blocks go to an ``arena`` and come from it,
+    where there is one; ``forget`` is called when a request ends."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, clock: Clock, *, sparse: bool = False) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Clock,
+        *,
+        sparse: bool = False,
+        arena: ReplayArena | None = None,
+        forget: Callable[[], object] = lambda: None,
+    ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._clock = clock
         self._sparse = sparse
+        self._arena = arena
+        self._forget = forget
+        if arena is not None:
+            arena.attach(scheduler)
         self._handles = itertools.count()
         self._due: list[tuple[float, int, Session]] = []
         self._open: dict[int, _Open] = {}
@@ -187,19 +206,26 @@ class Replay:
         plan = self._scheduler.schedule()
         if plan is not None:
             self._under_way.append((plan, self._executor.begin(plan)))
+        answered = self._take_outcome()
         if len(self._under_way) > (self._executor.ahead if plan is not None else 0):
             self._finish()
-        return plan is not None or bool(self._under_way)
+        return plan is not None or bool(self._under_way) or answered
 
     def _finish(self) -> None:
         plan, ended = self._under_way.popleft()
         output, seconds = ended()
         self._scheduler.commit(plan, output)
         self._scheduler.took(plan, seconds)
+        self._take_outcome()
+
+    def _take_outcome(self) -> bool:
+        """Whether the arena was asked for something."""
         now, outcome = self._clock(), self._scheduler.take_outcome()
+        if self._arena is not None:
+            self._arena.answer(self._scheduler, outcome.kv)
         for first in outcome.first_tokens:
             answer = self._open[first.handle].answer
-            answer.cached_tokens = answer.cached_tokens or first.cached.device
+            answer.cached_tokens = answer.cached_tokens or first.cached.device + first.cached.memory
         for chunk in outcome.tokens:
             one = self._open[chunk.handle]
             one.tokens.extend(chunk.tokens)
@@ -211,6 +237,8 @@ class Replay:
             assert turn is not None
             one.session.answered(one.tokens)
             self._expect(one.session, now + turn.pause_s)
+            self._forget()
+        return bool(outcome.kv)
 
     def _expect(self, session: Session, when: float) -> None:
         if session.turn is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from array import array
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from katydid_engine.plan import Run, SampleRow, Start, StepPlan
 from katydid_engine.rank_slice.build import RankSlice, fill_pages
 from katydid_engine.request import Sampling, pages_for
 from katydid_engine.runner import Runner
+from katydid_engine.slot_memory import SlotMemory
 from katydid_engine.step_outcome import Launched
 
 __all__ = ["Decoding", "SliceSteps"]
@@ -28,22 +30,41 @@ class SliceSteps:
     Args:
         drafts: most that a decode step makes and verifies; the slice must have a draft layer then.
         ahead: whether a step is launched before the one before it is over; by default on the first rank of a TP group.
+        arena: whether plans move blocks between pages and slots of an arena of this process.
 
     Attributes:
         drafts: made and verified in every decode step that begins from now on.
     """
 
-    def __init__(self, rank_slice: RankSlice, tokens: int, *, drafts: int = 0, ahead: bool | None = None) -> None:
+    def __init__(
+        self, rank_slice: RankSlice, tokens: int, *, drafts: int = 0, ahead: bool | None = None, arena: bool = False
+    ) -> None:
         self.slice = rank_slice
         self.drafts = drafts
         self.pages = pages_for(tokens)
         # Only the first rank of a TP group samples; the others would go on from tokens that nobody told them.
         self.ahead = rank_slice.tensor.rank == 0 if ahead is None else ahead
+        slots = None
+        if arena:
+            staging = torch.zeros((1, self.object_bytes), dtype=torch.uint8)
+            slots = SlotMemory(staging, rank_slice.model.device, face=os.getpid())
         self.runner = Runner(
-            rank_slice.model, self.pages, collectives=rank_slice.tensor, drafts=drafts > 0, ahead=self.ahead
+            rank_slice.model,
+            self.pages,
+            collectives=rank_slice.tensor,
+            slots=slots,
+            drafts=drafts > 0,
+            ahead=self.ahead,
         )
         fill_pages(self.runner.kv_cache)
         self._sequence = 0
+
+    @property
+    def object_bytes(self) -> int:
+        """Of a block with the heads of all ranks."""
+        model, plan = self.slice.model, self.slice.options.plan
+        page = model.new_kv_cache(1).bytes_per_page
+        return page * min(plan.tp, model.config.num_kv_heads)
 
     def capture(self, rows: int, tokens: int, *, agreement: float | None = None, chunks: bool = False) -> None:
         """Decode steps of up to ``rows`` sequences of up to ``tokens`` tokens are graphs from now on; ``agreement`` is
