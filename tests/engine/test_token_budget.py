@@ -30,7 +30,7 @@ def test_chunks(wanted: list[int], budget: int) -> None:
 def linear(budget: TokenBudget, first: float, token: float) -> None:
     """Steps behind nothing that take so long."""
     for tokens in (100, 300, 900) * 20:
-        budget.cost.took(tokens, tokens * (tokens + 1) / 2, first + token * tokens)
+        budget.cost().took(tokens, tokens * (tokens + 1) / 2, first + token * tokens)
 
 
 def test_what_fits_the_time_goes_to_the_prompt() -> None:

@@ -86,7 +86,8 @@ class Transfer:
 class StepPlan:
     """One step. The first ``num_decodes`` runs hold one token each, the newest of their sequence, and compute
     ``decode_q_len`` of them: what the step before drafted follows it. ``drafts`` are to be made for the next step.
-    ``waits``: runs read pages that are still being unpacked, each layer when it has come."""
+    ``waits``: runs read pages that are still being unpacked, each layer when it has come. ``sparse``: a prompt is
+    computed so, for those who count what steps take."""
 
     number: int
     ends: tuple[int, ...] = ()
@@ -100,6 +101,7 @@ class StepPlan:
     samples: tuple[SampleRow, ...] = ()
     drafts: int = 0
     waits: bool = False
+    sparse: bool = False
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -22,11 +22,13 @@ _TURNS = 8
 
 
 class Prefills:
-    """``ttft_s`` is the target of the time from a request's receipt to its first token; None for none."""
+    """``ttft_s`` is the target of the time from a request's receipt to its first token; None for none. Prompts of
+    ``sparse_from`` tokens and more that may be computed sparsely are."""
 
-    def __init__(self, budget: TokenBudget, ttft_s: float | None) -> None:
+    def __init__(self, budget: TokenBudget, ttft_s: float | None, sparse_from: int = 0) -> None:
         self._budget = budget
         self._ttft_s = ttft_s
+        self._sparse_from = sparse_from
 
     @property
     def by_time(self) -> bool:
@@ -46,13 +48,16 @@ class Prefills:
         first = prompts[0].request.priority
         served = [sequence for sequence in prompts if turn % _TURNS == 0 or sequence.request.priority == first]
         if target_s is None:
-            step_s = self._budget.cost.seconds(most, 0)
+            step_s = self._budget.cost().seconds(most, 0)
             chosen = self._next(served, step_s, now, turn)
         else:
             ahead_s = min(_ahead(sequence, target_s, now) for sequence in decodes)
             step_s = self._pace(served, target_s * yields, ahead_s, now)
             chosen = self._next(served, step_s, now, turn)
-            most = min(most, self._budget.prompt_tokens(step_s, chosen.num_scheduled))
+            most = min(most, self._budget.prompt_tokens(step_s, chosen.num_scheduled, self.sparse(chosen)))
+            took = self._budget.cost(self.sparse(chosen)).seconds(most, chosen.num_scheduled)
+            if self.sparse(chosen) and ahead_s < took - target_s and turn % _TURNS:
+                return [0] * len(wanted)  # rows get ahead first
         chunks = [0] * len(wanted)
         for at in sorted(range(len(wanted)), key=lambda at: prompts[at] is not chosen):
             if target_s is None or prompts[at] is chosen:
@@ -74,11 +79,15 @@ class Prefills:
             return prompts[in_turn(len(prompts), turn)]
         return prompts[next_prompt(self._dues(prompts, step_s, now), turn)]
 
+    def sparse(self, sequence: Sequence) -> bool:
+        """Whether its prompt is computed so."""
+        return sequence.request.sparse_prefill and sequence.num_prompt >= self._sparse_from
+
     def _dues(self, prompts: Several[Sequence], step_s: float, now: float) -> list[Due]:
         assert self._ttft_s is not None
         return [
             Due(
-                self._budget.prompt_s(sequence.num_unscheduled, sequence.num_scheduled, step_s),
+                self._budget.prompt_s(sequence.num_unscheduled, sequence.num_scheduled, step_s, self.sparse(sequence)),
                 sequence.request.received_at + self._ttft_s - now,
             )
             for sequence in prompts

@@ -177,6 +177,7 @@ def _lead(
             max_sequences=config.max_sequences,
             eos_token_ids=frozenset(model.config.eos_token_ids),
             watermark_pages=ready.num_pages // 100,
+            sparse_from=_sparse_from(config),
             queue_delay_s=config.faults.queue,
         ),
         pool,
@@ -331,6 +332,10 @@ def _copies(config: WorkerConfig, groups: RankGroups, device: torch.device) -> P
     size = PeerCopies.nbytes(plan.tp, model.hidden_size, tokens=tokens, told=told)
     memory = symmetric_peers(groups.tensor.group, size, device)
     return PeerCopies(memory, model.hidden_size, tokens=tokens, told=told)
+
+
+def _sparse_from(config: WorkerConfig) -> int:
+    return SparsePrefill.parse(config.sparse_prefill).min_tokens if config.sparse_prefill else 0
 
 
 def _meet(config: WorkerConfig, device: torch.device) -> None:

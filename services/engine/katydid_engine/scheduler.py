@@ -81,7 +81,7 @@ class Scheduler:
         self._drafts = 0
         self._depth = drafts or DraftDepth(0)
         self._budget = budget or TokenBudget(None, 1)
-        self._prefills = Prefills(self._budget, ttft_target_s)
+        self._prefills = Prefills(self._budget, ttft_target_s, config.sparse_from)
         self._fetched = Fetched(self._queues, compute=self._compute, preempt=self._preempt)
         self._admission = Admission(config, pool, self._queues, preempt=self._preempt, load=self._load)
 
@@ -173,6 +173,7 @@ class Scheduler:
             samples=samples,
             drafts=self._depth.choose(len(samples)) if samples else 0,
             waits=self._fetched.rely(sequences, unpacking),
+            sparse=any(self._prefills.sparse(sequence) for sequence, _ in prefills),
         )
         self._flights.append(StepFlight(plan, tuple(sequences), tuple(sequence.stay for sequence in sequences)))
         self._queues.moves.begin(plan, tuple(store for _, store in packs), unpacking)
@@ -219,7 +220,7 @@ class Scheduler:
         if plan.num_decodes and plan.num_decodes == len(plan.runs) and plan.decode_q_len == 1 + plan.drafts:
             self._depth.took(plan.num_decodes, plan.drafts, seconds)
         if plan.num_prefill_tokens and self._prefills.by_time:
-            self._budget.cost.took(plan.num_prefill_tokens, plan.num_prefill_pairs, seconds)
+            self._budget.cost(plan.sparse).took(plan.num_prefill_tokens, plan.num_prefill_pairs, seconds)
 
     def take_outcome(self) -> Outcome:
         """What happened since the last call, for the face."""

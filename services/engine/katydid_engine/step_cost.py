@@ -29,6 +29,11 @@ class StepCost:
     def __bool__(self) -> bool:
         return bool(self._seen)
 
+    @property
+    def least_s(self) -> float:
+        """Of a step, before any token."""
+        return self._known[0]
+
     def seconds(self, tokens: int, context: int, steps: float = 1.0) -> float:
         """Of ``tokens`` of a prompt behind ``context``, in so many steps."""
         first, token, pair = self._known

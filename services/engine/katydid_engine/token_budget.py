@@ -22,26 +22,27 @@ class TokenBudget:
 
     def __init__(self, target_s: float | None, least: int, sizes: Sequence[int] = ()) -> None:
         self.target_s = target_s
-        self.cost = StepCost()
+        self._costs = StepCost(), StepCost()
         self._least = least
         self._sizes = sorted(sizes)
 
-    @property
-    def prepared(self) -> bool:
-        """Whether steps are prepared for chunks of one prompt."""
-        return bool(self._sizes)
+    def cost(self, sparse: bool = False) -> StepCost:
+        """Of steps whose prompts are computed so."""
+        return self._costs[sparse]
 
-    def prompt_tokens(self, seconds: float, context: int = 0) -> int:
-        """Prompt tokens behind ``context`` for a step beside decodes that may take so long."""
-        tokens = max(self._least, self.cost.tokens(seconds, context))
-        if not self._sizes or tokens >= 2 * self._sizes[-1]:
+    def prompt_tokens(self, seconds: float, context: int = 0, sparse: bool = False) -> int:
+        """Prompt tokens behind ``context`` for a step beside decodes that may take so long. No steps are prepared for
+        ``sparse`` prompts, whose least step is long: they take as much again for their tokens."""
+        cost = self._costs[sparse]
+        tokens = max(self._least, cost.tokens(max(seconds, 2 * cost.least_s) if sparse else seconds, context))
+        if sparse or not self._sizes or tokens >= 2 * self._sizes[-1]:
             return tokens
         return max((size for size in self._sizes if size <= tokens), default=self._sizes[0])
 
-    def prompt_s(self, tokens: int, context: int, step_s: float) -> float:
+    def prompt_s(self, tokens: int, context: int, step_s: float, sparse: bool = False) -> float:
         """Seconds until so many tokens of a prompt are computed, in steps that take no longer than ``step_s``."""
-        chunk = self.prompt_tokens(step_s, context + tokens // 2)
-        return self.cost.seconds(tokens, context, steps=max(1.0, tokens / chunk))
+        chunk = self.prompt_tokens(step_s, context + tokens // 2, sparse)
+        return self._costs[sparse].seconds(tokens, context, steps=max(1.0, tokens / chunk))
 
 
 def deal_chunks(wanted: Sequence[int], budget: int) -> list[int]:

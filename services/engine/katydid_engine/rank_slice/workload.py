@@ -31,6 +31,7 @@ from katydid_engine.rank_slice.command import add_build_arguments, options_of, o
 from katydid_engine.rank_slice.lengths import parse_lengths
 from katydid_engine.rank_slice.on_slice import OnSlice, measure_steps
 from katydid_engine.rank_slice.replay import Answer, Clock, Clocks, Executor, Replay, Simulated, WallClock
+from katydid_engine.rank_slice.replay_arena import ReplayArena
 from katydid_engine.rank_slice.step_times import MeasuredSteps, StepTimes, fit_step_times
 from katydid_engine.rank_slice.steps import SliceSteps
 from katydid_engine.scheduler import Scheduler, SchedulerConfig
@@ -93,7 +94,7 @@ def run_workload(arguments: argparse.Namespace) -> dict[str, Any]:
     steps, sparse = None, _sparse(arguments)
     if arguments.step_times is None or arguments.real_s or arguments.streams:
         rank_slice = build_slice(options_of(arguments, most_tokens=arguments.max_batch_tokens))
-        steps = SliceSteps(rank_slice, arguments.pages * BLOCK_TOKENS)
+        steps = SliceSteps(rank_slice, arguments.pages * BLOCK_TOKENS, arena=arguments.real_s > 0)
         record |= origin(rank_slice)
         if sparse is not None:
             rank_slice.model.use_sparse_prefill(sparse)
@@ -143,7 +144,7 @@ def _simulated(arguments: argparse.Namespace, times: StepTimes, rate: float) -> 
     until = 60 * arguments.minutes
     traffic = _traffic(rate)
     clock = _simulation(arguments, times, traffic)
-    scheduler = _scheduler(arguments, arguments.pages, clock)
+    scheduler = _scheduler(arguments, BlockPool(arguments.pages), clock)
     answers = _replayed(arguments, scheduler, clock, clock, traffic, until)
     links = ", with the link model" if times.sending else ""
     links += f", {arguments.sparse_prefill}" if arguments.sparse_prefill else ""
@@ -151,23 +152,27 @@ def _simulated(arguments: argparse.Namespace, times: StepTimes, rate: float) -> 
 
 
 def _real(arguments: argparse.Namespace, steps: SliceSteps, times: StepTimes) -> list[dict[str, Any]]:
-    """The same seconds on the slice and in simulated time, behind the same simulated minutes."""
+    """The same seconds on the slice and in simulated time, behind the same simulated minutes. Pages forget what nobody
+    holds, so that hits come from an arena."""
     since, rate = 60 * arguments.real_after_minutes, arguments.real_rate
     until = since + arguments.real_s
     traffic = replace(_traffic(rate), vocabulary=min(steps.slice.token_ids(1000)) + 1000)
 
     def replay() -> tuple[Replay, Clocks]:
         simulation = _simulation(arguments, times, traffic)
-        clocks = Clocks(simulation)
-        scheduler = _scheduler(arguments, steps.pages, clocks)
-        found = Replay(scheduler, simulation, clocks, sparse=bool(arguments.sparse_prefill))
+        clocks, pool = Clocks(simulation), BlockPool(steps.pages)
+        scheduler, sparse = _scheduler(arguments, pool, clocks), bool(arguments.sparse_prefill)
+        arena = ReplayArena(steps.object_bytes)
+        found = Replay(scheduler, simulation, clocks, sparse=sparse, arena=arena, forget=pool.flush)
         found.run(Agents(traffic, arguments.seed).sessions(until), since)
         return found, clocks
 
     (real, clocks), (like, _) = replay(), replay()
     real.go_on_with(OnSlice(steps))
     clocks.present = WallClock(since)
-    what = f"{rate:g} requests a second offered, {arguments.real_s:g} s behind {since:g} s simulated"
+    what = (
+        f"hits from an arena, {rate:g} requests a second offered, {arguments.real_s:g} s behind {since:g} s simulated"
+    )
     return [
         _attained(arguments, f"on the slice, {what}", real.run((), until), since, until),
         _attained(arguments, f"simulated, {what}", like.run((), until), since, until),
@@ -179,8 +184,8 @@ def _streams(arguments: argparse.Namespace, steps: SliceSteps) -> dict[str, Any]
     (context,), (prompt,) = (
         parse_lengths(name, getattr(arguments, name)) for name in ("stream_context", "stream_prompt")
     )
-    wall = WallClock()
-    scheduler = _scheduler(arguments, steps.pages, wall)
+    wall, budget = WallClock(), _budget(arguments)
+    scheduler = _scheduler(arguments, BlockPool(steps.pages), wall, budget)
     vocabulary = min(steps.slice.token_ids(1000)) + 1000
 
     def session(number: int, tokens: int, output: int) -> Session:
@@ -190,9 +195,10 @@ def _streams(arguments: argparse.Namespace, steps: SliceSteps) -> dict[str, Any]
 
     def once(turn: int, tokens: int) -> tuple[list[Answer], Answer, float]:
         first = turn * (arguments.streams + 1)
+        budget.target_s = None  # until they all decode
         others = [replay.ask(session(first + 1 + index, context, length)) for index in range(arguments.streams)]
         replay.until(lambda: all(len(answer.times) > _STEADY for answer in others))
-        began = wall()
+        budget.target_s, began = arguments.step_s, wall()
         answer = replay.ask(session(first, tokens, 2))
         replay.until(lambda: answer.done)
         replay.abort()
@@ -286,17 +292,23 @@ def _traffic(rate: float) -> AgentTraffic:
     return AgentTraffic(rate / turns)
 
 
-def _scheduler(arguments: argparse.Namespace, pages: int, clock: Clock) -> Scheduler:
+def _budget(arguments: argparse.Namespace) -> TokenBudget:
+    return TokenBudget(arguments.step_s, BLOCK_TOKENS, [size for size in CHUNKS if size <= arguments.max_batch_tokens])
+
+
+def _scheduler(
+    arguments: argparse.Namespace, pool: BlockPool, clock: Clock, budget: TokenBudget | None = None
+) -> Scheduler:
+    pages = pool.num_pages
     config = SchedulerConfig(
         max_model_tokens=min(262_144, pages * BLOCK_TOKENS),
         max_batch_tokens=arguments.max_batch_tokens,
         max_sequences=64,
         watermark_pages=pages // 100,
+        sparse_from=sparse.min_tokens if (sparse := _sparse(arguments)) else 0,
     )
-    sizes = [chunk for chunk in CHUNKS if chunk <= arguments.max_batch_tokens]
-    budget = TokenBudget(arguments.step_s, BLOCK_TOKENS, sizes)
     ttft_s = None if arguments.in_order else arguments.ttft_s
-    return Scheduler(config, BlockPool(pages), clock, budget=budget, ttft_target_s=ttft_s)
+    return Scheduler(config, pool, clock, budget=budget or _budget(arguments), ttft_target_s=ttft_s)
 
 
 def _sending(arguments: argparse.Namespace) -> Sequence[tuple[int, float]]:
