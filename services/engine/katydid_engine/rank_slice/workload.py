@@ -42,7 +42,7 @@ __all__ = ["add_workload_arguments", "run_workload"]
 
 _DECODES = (*((batch, context) for batch in (1, 4, 16, 32, 64) for context in (1024, 4096)), (16, 16384))
 _CHUNKS = (
-    (64, 0),
+    (64, 1024),
     (256, 0),
     (512, 0),
     (1024, 0),
