@@ -65,9 +65,9 @@ def lamport_kernel(
         for peer in tl.static_range(RANKS):
             target = tl.multiple_of(mine + old + peer * source_words + row * words, 16)
             tl.store(target + word, _EMPTY + word * 0, mask=inside & (peer != rank))
-        low = tl.zeros((HALF,), tl.float32)
-        high = tl.zeros((HALF,), tl.float32)
-        missing = 1
+        low = (x << 16).to(tl.float32, bitcast=True)
+        high = (x & -65536).to(tl.float32, bitcast=True)
+        missing = RANKS - 1
         looks = 0
         while (missing > 0) & (looks < patience):
             low = tl.zeros((HALF,), tl.float32)
