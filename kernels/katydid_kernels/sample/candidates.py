@@ -7,7 +7,7 @@ then by id.
 import triton
 import triton.language as tl
 
-from katydid_kernels.sample.row_values import adjusted_logits, key_value, order_key
+from katydid_kernels.sample.row_values import adjusted_logits, key_value, order_key, raw_logits
 
 __all__ = ["BANNED", "CANDIDATES", "collect", "listed_fours", "listed_tile", "logit_of", "nth_candidates", "ranks",
            "token_of"]  # fmt: skip
@@ -31,7 +31,8 @@ def listed_fours(list_ptr, first, count, GROUPS: tl.constexpr):
 def listed_tile(row, list_ptr, first, count, vocab, source, terms, GROUPS: tl.constexpr, PENDING: tl.constexpr):
     """Logits and tokens, ``[GROUPS, 4, 4]``, of so many listed groups; -inf behind the last of ``count``."""
     fours, valid = listed_fours(list_ptr, first, count, GROUPS)
-    return adjusted_logits(row, fours, valid, vocab, 0, vocab, source, terms, PENDING)
+    raw = raw_logits(row, fours, valid, vocab, 0, source, terms)
+    return adjusted_logits(raw, row, fours, 0, vocab, source, terms, PENDING)
 
 
 @triton.jit

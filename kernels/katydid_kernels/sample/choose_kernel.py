@@ -33,6 +33,7 @@ from katydid_kernels.sample.row_values import (
     largest,
     noisy_bound,
     order_key,
+    raw_logits,
     row_terms,
 )
 
@@ -96,15 +97,16 @@ def _winner(score, token, keep):
 
 @triton.jit
 def _best(
-    row, noisy, inverse_temperature, seed, position, list_ptr, listed, vocab, source, terms, PENDING: tl.constexpr
-):
+    row, inverse_temperature, seed, position, list_ptr, listed, vocab, source, terms, GROUPS: tl.constexpr,
+    NOISY: tl.constexpr, PENDING: tl.constexpr,
+):  # fmt: skip
     """The likeliest token, or the winner of all, in the groups that may hold it."""
     best = float("-inf")
     winner = 0
-    for first in range(0, listed, FEW):
-        x, token = _flat_tile(row, list_ptr, first, listed, vocab, source, terms, FEW, PENDING)
+    for first in range(0, listed, GROUPS):
+        x, token = _flat_tile(row, list_ptr, first, listed, vocab, source, terms, GROUPS, PENDING)
         score = x
-        if noisy:
+        if NOISY:
             score = x * inverse_temperature + gumbel_at(seed, position, token)
         tile_best, tile_token = _winner(score, token, x > float("-inf"))
         better = (tile_best > best) | ((tile_best == best) & (tile_token < winner))
@@ -169,7 +171,8 @@ def _of_many(
         best_x = float("-inf")
         for first in range(0, listed, MANY):
             fours, valid = listed_fours(list_ptr, first, listed, MANY)
-            x, token = adjusted_logits(row, fours, valid, vocab, 0, vocab, source, terms, PENDING)
+            raw = raw_logits(row, fours, valid, vocab, 0, source, terms)
+            x, token = adjusted_logits(raw, row, fours, 0, vocab, source, terms, PENDING)
             alive = (x > limit) | ((x == limit) & (token < limit_token))
             alive &= order_key(x) >= bound
             # Only a tile that may hold the winner is worth exact noise.
@@ -263,9 +266,13 @@ def choose_kernel(
         listed = list_groups(maxima, bound, list_ptr, TILES, BLOCK_TILES)
         scaled_max = maximum * inverse_temperature
 
-        if greedy | free:
+        if greedy:
             token_out = _best(
-                row, free, inverse_temperature, seed, position, list_ptr, listed, vocab, source, terms, PENDING
+                row, 1.0, seed, position, list_ptr, listed, vocab, source, terms, MANY, False, PENDING
+            )  # fmt: skip
+        elif free:
+            token_out = _best(
+                row, inverse_temperature, seed, position, list_ptr, listed, vocab, source, terms, FEW, True, PENDING
             )
         else:
             found = 0

@@ -72,19 +72,22 @@ def kth_bound(maxima, column_max, maximum, count):
 def mass_bound(maxima, column_max, maximum, exponent, wanted):
     """A key such that the tokens that reach it have at least the mass wanted over the likeliest's; or the lowest."""
     mass = tl.exp2((column_max - maximum) * exponent)
-    wide = tl.sum(mass, 0) < wanted
     bound = LOWEST
     step = 1 << 30
     higher = 0
-    for _ in range(16):
-        least = key_value(higher)
-        reaching = tl.where(column_max >= least, mass, 0.0)
-        if wide:
-            reaching = tl.sum(tl.where(maxima >= least, tl.exp2((maxima - maximum) * exponent), 0.0), 1)
-        if tl.sum(reaching, 0) >= wanted:
-            bound = higher
-        higher = bound + step
-        step = step >> 1
+    if tl.sum(mass, 0) >= wanted:
+        for _ in range(16):
+            if tl.sum(tl.where(column_max >= key_value(higher), mass, 0.0), 0) >= wanted:
+                bound = higher
+            higher = bound + step
+            step = step >> 1
+    else:
+        masses = tl.exp2((maxima - maximum) * exponent)
+        for _ in range(16):
+            if tl.sum(tl.sum(tl.where(maxima >= key_value(higher), masses, 0.0), 1), 0) >= wanted:
+                bound = higher
+            higher = bound + step
+            step = step >> 1
     return bound
 
 

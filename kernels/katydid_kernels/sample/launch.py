@@ -74,7 +74,7 @@ def launch_sample(
     span = tiles_a_program(rows, tiles, _num_sms(logits.device))
     scan_kernel[(triton.cdiv(tiles, span), rows)](
         *source, *parameters, group_max, tile_sums, vocab, tiles, span, PENDING=pending, EARLY=overlap,
-        FOLLOWED=chain, num_warps=8, maxnreg=80, enable_fp_fusion=False, **({"launch_pdl": True} if overlap else {}),
+        FOLLOWED=chain, num_warps=8, maxnreg=128, enable_fp_fusion=False, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
     choose_kernel[(rows,)](
         *source, *parameters, group_max, tile_sums, *candidates, out, sound, vocab, TILES=tiles,

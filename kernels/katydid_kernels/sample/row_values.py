@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 __all__ = ["adjusted_logits", "gumbel_about", "gumbel_at", "key_value", "largest", "noisy_bound", "order_key",
-           "row_terms"]  # fmt: skip
+           "raw_logits", "row_terms"]  # fmt: skip
 
 
 @triton.jit
@@ -40,29 +40,46 @@ def row_terms(row, source):
 
 
 @triton.jit
-def adjusted_logits(row, fours, valid, vocab, first, last, source, terms, PENDING: tl.constexpr):
-    """fp32 ``[A, B, 4]`` of the tokens ``first + 4 * fours + (0 .. 3)``, and these; -inf where not valid or past the
-    last of the vocabulary.
+def raw_logits(row, fours, valid, vocab, first, source, terms):
+    """What is read of the tokens ``first + 4 * fours + (0 .. 3)``: logits, seen counts, ``[A, B, 4]``, and words of the
+    mask, ``[A, B]``; -inf and nothing where not valid or past the last of the vocabulary.
 
     ``source`` are the kernels' arguments from the logits to the mask, in their order, ``terms`` of `row_terms`.
-    ``first`` is a multiple of 32 and all tokens lie before ``last``: bias of others is passed over.
+    ``first`` is a multiple of 32.
     """
     (
         logits_ptr, logits_stride, _slots_ptr, _repetition_ptr, _presence_ptr, _frequency_ptr, seen_ptr, seen_stride,
-        pending_ptr, bias_starts_ptr, bias_ids_ptr, bias_values_ptr, allowed_ptr, allowed_stride,
+        _pending_ptr, _bias_starts_ptr, _bias_ids_ptr, _bias_values_ptr, allowed_ptr, allowed_stride,
     ) = source  # fmt: skip
-    slot, repetition, inverse_repetition, frequency, presence, begin, end, biased_ids = terms
+    slot, _repetition, _inverse_repetition, _frequency, _presence, _begin, _end, _biased_ids = terms
     # Offsets from the first token are constants but for the thread's own: addresses cost little.
     local = fours[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]
     inside = valid[:, :, None] & (local < vocab - first)
-    token = first + local
-    x = tl.load(logits_ptr + row * logits_stride + first + local, mask=inside, other=float("-inf")).to(tl.float32)
+    x = tl.load(logits_ptr + row * logits_stride + first + local, mask=inside, other=float("-inf"))
+    entry = tl.zeros_like(local)
     if seen_ptr is not None:
         entries = seen_ptr + slot.to(tl.int64) * seen_stride + first
         entry = tl.load(entries + local, mask=inside & (slot >= 0), other=0)
+    word = tl.zeros_like(fours)
     if allowed_ptr is not None:
         words = allowed_ptr + row * allowed_stride + first // 32
         word = tl.load(words + fours // 8, mask=valid & (fours * 4 < vocab - first), other=0)
+    return x, entry, word
+
+
+@triton.jit
+def adjusted_logits(raw, row, fours, first, last, source, terms, PENDING: tl.constexpr):
+    """fp32 ``[A, B, 4]`` of what `raw_logits` read, and the tokens. All lie before ``last``: bias of others is passed
+    over.
+    """
+    (
+        _logits_ptr, _logits_stride, _slots_ptr, _repetition_ptr, _presence_ptr, _frequency_ptr, seen_ptr,
+        _seen_stride, pending_ptr, bias_starts_ptr, bias_ids_ptr, bias_values_ptr, allowed_ptr, _allowed_stride,
+    ) = source  # fmt: skip
+    slot, repetition, inverse_repetition, frequency, presence, begin, end, biased_ids = terms
+    x, entry, word = raw
+    x = x.to(tl.float32)
+    token = first + fours[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]
     # Two conditions: the first is settled as the kernel is compiled.
     if seen_ptr is not None:  # noqa: SIM102
         if slot >= 0:

@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from katydid_kernels.sample.row_values import adjusted_logits, largest, noisy_bound, row_terms
+from katydid_kernels.sample.row_values import adjusted_logits, largest, noisy_bound, raw_logits, row_terms
 
 __all__ = ["GROUPS", "TILE", "scan_kernel", "tiles_a_program"]
 
 TILE = 4096
 GROUPS = 256
-_PROGRAMS_AN_SM = 3
+_PROGRAMS_AN_SM = 2
 
 
 @functools.lru_cache(maxsize=4096)
@@ -70,9 +70,13 @@ def scan_kernel(
     if EARLY:
         gdc_wait()
     begin = tl.program_id(0) * span
-    for tile in range(begin, tl.minimum(begin + span, tiles)):
+    end = tl.minimum(begin + span, tiles)
+    raw = raw_logits(row, fours, fours >= 0, vocab, begin * 4096, source, terms)
+    for tile in range(begin, end):
         first = tile * 4096
-        x, _ = adjusted_logits(row, fours, fours >= 0, vocab, first, first + 4096, source, terms, PENDING)
+        following = raw_logits(row, fours, (fours >= 0) & (tile + 1 < end), vocab, first + 4096, source, terms)
+        x, _ = adjusted_logits(raw, row, fours, first, first + 4096, source, terms, PENDING)
+        raw = following
         if temperature_ptr is not None:  # noqa: SIM102 - settled as the kernel is compiled
             if free:
                 x = noisy_bound(x * inverse_temperature, first // 4 + fours, seed, position)
