@@ -43,6 +43,20 @@ def _scores(q, k_smem, k_full, stage, phase, into, D: gl.constexpr):
 
 
 @gluon.jit
+def _score_factors(
+    valid, rows, head, q_end, kv_head, scale, q_scale_ptr, k_scale_ptr, heads, HAS_Q_SCALE: gl.constexpr,
+    HAS_KV_SCALE: gl.constexpr, PER_HEAD: gl.constexpr,
+):  # fmt: skip
+    """What the scores of each query are multiplied by."""
+    factor = gl.full([64], scale, gl.float32, rows.type.layout)
+    if HAS_Q_SCALE:
+        factor *= gl.load(q_scale_ptr + rows * heads + head, mask=valid & (rows < q_end), other=0.0)
+    if HAS_KV_SCALE:
+        factor *= gl.load(k_scale_ptr + kv_head * PER_HEAD, mask=valid, other=0.0)
+    return factor
+
+
+@gluon.jit
 def _attend(
     which: gl.constexpr, q_smem, k_smem, v_smem, bars, turn_bars, pieces_ptr, out_ptr, partials_ptr, sums_ptr,
     q_scale_ptr, k_scale_ptr, v_scale_ptr, items, heads, kv_heads, together, most, scale, HAS_Q_SCALE: gl.constexpr,
@@ -72,15 +86,17 @@ def _attend(
     valid, _row, head, q_first, q_end, position, length, count, begin, _listed, partial = sparse_item(
         pieces_ptr, turn, items, heads, together, most
     )
+    group = heads // kv_heads
     if EARLY:
         gdc_wait()
+    factor = _score_factors(
+        valid, q_first + rows, head, q_end, head // group, scale, q_scale_ptr, k_scale_ptr, heads, HAS_Q_SCALE,
+        HAS_KV_SCALE, PER_HEAD,
+    )  # fmt: skip
     while valid:
-        factor = gl.full([64], scale, gl.float32, row_layout)
-        if HAS_Q_SCALE:
-            factor *= gl.load(q_scale_ptr + (q_first + rows) * heads + head, mask=q_first + rows < q_end, other=0.0)
-        kv_head = head // (heads // kv_heads)
+        v_factor = 1.0
         if HAS_KV_SCALE:
-            factor *= gl.load(k_scale_ptr + kv_head * PER_HEAD)
+            v_factor = gl.load(v_scale_ptr + head // group * PER_HEAD)
         unit = gl.maximum(factor, 1e-30) * LOG2E
         acc = gl.zeros([64, D], gl.float32, o_layout)
 
@@ -112,11 +128,13 @@ def _attend(
             fence_async_shared()
             gl.thread_barrier()
         i += 1
+        turn += 1
+        upcoming = sparse_item(pieces_ptr, turn, items, heads, together, most)
         for entry in range(1, count):
             before = (i - 1) % STAGES
             p = probability_operand(p32, dtype, N, p_layout, PERMUTE)
             if PING_PONG:
-                mbarrier.wait(turn_bars.index(which), ((i - turn) & 1) ^ which)
+                mbarrier.wait(turn_bars.index(which), ((i - turn + 1) & 1) ^ which)
             s = _scores(q, k_smem, k_full, i % STAGES, (i // STAGES) & 1, p32, D)
             mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
             v = v_smem.index(before)._reinterpret(dtype, [D, N], v_layout).permute((1, 0))
@@ -145,8 +163,11 @@ def _attend(
                 mbarrier.arrive(v_empty.index(before))
                 acc = acc * gl.convert_layout(shrink, o_row)[:, None]
             i += 1
-        turn += 1
-        upcoming = sparse_item(pieces_ptr, turn, items, heads, together, most)
+        # What the next tile begins with is on its way while this one ends.
+        factor = _score_factors(
+            upcoming[0], upcoming[3] + rows, upcoming[2], upcoming[4], upcoming[2] // group, scale, q_scale_ptr,
+            k_scale_ptr, heads, HAS_Q_SCALE, HAS_KV_SCALE, PER_HEAD,
+        )  # fmt: skip
         before = (i - 1) % STAGES
         mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
         v = v_smem.index(before)._reinterpret(dtype, [D, N], v_layout).permute((1, 0))
@@ -162,7 +183,7 @@ def _attend(
         total = gl.convert_layout(gl.sum(total, 1), row_layout)
         inverse = 1.0 / gl.where(total == 0.0, 1.0, total)
         if HAS_KV_SCALE:
-            inverse *= gl.load(v_scale_ptr + kv_head * PER_HEAD)
+            inverse *= v_factor
         acc = acc * gl.convert_layout(inverse, o_row)[:, None]
         if partial < 0:
             offset = ((q_first + o_rows).to(gl.int64) * heads + head) * D
