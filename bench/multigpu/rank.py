@@ -9,13 +9,21 @@ from pathlib import Path
 
 from agreement import correct
 from exchanging import exchange, overlap
+from halving import halves
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.rank_groups import join_groups
 from moving import rebalance
 from one_rank import Rank
 from serving import serve
 
-PARTS = {"correct": correct, "serve": serve, "exchange": exchange, "overlap": overlap, "rebalance": rebalance}
+PARTS = {
+    "correct": correct,
+    "serve": serve,
+    "halves": halves,
+    "exchange": exchange,
+    "overlap": overlap,
+    "rebalance": rebalance,
+}
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ Parts (``--parts`` for some of them):
     correct    every plan's greedy tokens and logits against one rank's, hy3-tiny
     serve      layers of Hy3 at full width behind the engine's runner: prompts of TP, TP+SP and TP+SP+EP; decode steps
                of TP and of DP+EP by batch, as graphs, with sampling and drafts
+    halves     a chunk of TP+SP in two parts that take turns: against one rank's logits, and against one part's time
     exchange   rows to experts and back, alone, by tokens a rank
     overlap    what they add to a pass of DP+EP in one part, and in two
     rebalance  steps of DP+EP decodes, as graphs, while redundant experts move, and while they do not
@@ -36,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PARTS = ("reduce", "correct", "serve", "exchange", "overlap", "rebalance", "agree", "hand-off", "lost")
+PARTS = ("reduce", "correct", "serve", "halves", "exchange", "overlap", "rebalance", "agree", "hand-off", "lost")
 Job = dict[str, Any]
 Rows = list[dict[str, Any]]
 
@@ -60,6 +61,8 @@ def jobs(gpus: int, parts: list[str], lengths: list[int], batches: list[int], *,
             {**common, "plan": dp, "drafts": 2},
             {**common, "plan": f"tp{gpus}", "peers": False},
         ]
+    if "halves" in parts:
+        made += [{"part": "halves", "plan": plan, "tokens": 64 if dry else 32_768} for plan in (sp[4], sp[2])]
     if "exchange" in parts:
         sizes = [4, 600] if dry else [1, 8, 32, 64, 128, 256, 512, 1024, 2048, 8192]
         made.append({"part": "exchange", "plan": dp, "sizes": sizes})

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from katydid_engine.layers.part_exchange import RowCopies
 from katydid_engine.loader import build_model
 from katydid_engine.model_config import ModelConfig
-from katydid_engine.models.decoder_lm import DecoderLM, RankPeers
+from katydid_engine.models.decoder_lm import HALVED_FROM, DecoderLM, RankPeers
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.planning.known_models import KNOWN_MODELS
 from katydid_engine.quantization import Scheme
@@ -57,6 +58,8 @@ def build_share(
     peers: RankPeers | None,
     *,
     micro_batches: int = 1,
+    copies: RowCopies | None = None,
+    halved_from: int = HALVED_FROM,
     skewed: bool = False,
 ) -> Share:
     """e4m3 weights and pages on a GPU; fp32 on a CPU. Experts are chosen evenly or, skewed, as a trained model does."""
@@ -80,6 +83,8 @@ def build_share(
         experts=groups.experts,
         peers=peers,
         micro_batches=micro_batches,
+        copies=copies,
+        halved_from=halved_from,
         kv_cache_dtype="fp8" if on_gpu else "auto",
     )
     return Share(model, groups.tensor)

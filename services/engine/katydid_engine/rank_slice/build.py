@@ -41,6 +41,7 @@ class SliceOptions:
         micro_batches: parts of a batch where ranks wait for each other.
         most_tokens: of a step, where peers' memory is made for them.
         links: bytes a second of a link that what is sent beside the step goes over, emulated; None: it takes no time.
+        far: another GPU whose memory that link leads to.
 
     Raises:
         SettingsError: a rank that the plan does not have, pipeline stages, or a dtype that there is not.
@@ -57,6 +58,7 @@ class SliceOptions:
     micro_batches: int = 1
     most_tokens: int = 32_768
     links: float | None = None
+    far: torch.device | None = None
 
     def __post_init__(self) -> None:
         for field, value, allowed in (("dtype", self.dtype, DTYPES), ("kv", self.kv, _KV)):
@@ -74,12 +76,14 @@ class RankSlice:
 
     Attributes:
         experts: the ranks that hold whole experts between them; the TP group where they are the same.
+        link: what is sent beside a step goes over, where one is emulated.
     """
 
     options: SliceOptions
     model: DecoderLM
     tensor: AbsentRanks
     experts: AbsentRanks
+    link: EmulatedLink | None = None
 
     @property
     def groups(self) -> tuple[AbsentRanks, ...]:
@@ -113,9 +117,9 @@ def build_slice(options: SliceOptions) -> RankSlice:
     if plan.ep > 1 and plan.dp > 1:
         experts = AbsentRanks(options.rank, plan.ep) if plan.shares_experts else tensor
     peers = copies = None
-    link = (
-        None if options.links is None or options.device.type != "cuda" else EmulatedLink(options.device, options.links)
-    )
+    link = None
+    if options.links is not None and options.device.type == "cuda":
+        link = EmulatedLink(options.device, options.links, options.far)
     tensor.link = experts.link = link
     if plan.sp and options.device.type == "cuda" and not plan.tp & (plan.tp - 1) and config.hidden_size % 16 == 0:
         most = -(-options.most_tokens // plan.tp) * plan.tp
@@ -144,7 +148,7 @@ def build_slice(options: SliceOptions) -> RankSlice:
         slots = (config.moe.num_experts + plan.redundant_experts) // plan.ep
         top_k = config.moe.top_k
         experts.messages = ExpertMessages(exchange.row_bytes + 8 * top_k, exchange.row_bytes, top_k, slots)
-    return RankSlice(options, model, tensor, experts)
+    return RankSlice(options, model, tensor, experts, link)
 
 
 def fill_pages(cache: KvCache) -> None:

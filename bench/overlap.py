@@ -1,0 +1,313 @@
+"""What is sent, and what moves, beside a step: one rank of eight on one GPU, over a link that is emulated.
+
+    python bench/overlap.py                       writes bench/results/overlap.json
+    python bench/overlap.py --parts decode        one of them; rows of others stay
+
+Parts:
+
+    prefill      32K tokens under a split residual in one part and in two, with what is sent taking its time and not
+    decode       steps of data-parallel attention with shared experts, in one part and in two, as graphs
+    rebalance    such steps while redundant experts move, and while they do not
+
+The link is the one of `planning/h200.json`: copies within the GPU's memory, by a copy engine, that take as long. With
+`--far 1` they go to the memory of GPU 1 instead, over the link there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from katydid_engine.collectives import Settled
+from katydid_engine.eplb.rebalancer import Rebalancer
+from katydid_engine.forward_batch import ForwardBatch, TokenRun
+from katydid_engine.kv_cache import KvCache
+from katydid_engine.parallel import ParallelPlan
+from katydid_engine.planning.known_models import KNOWN_MODELS
+from katydid_engine.planning.measured import measured
+from katydid_engine.rank_slice.build import RankSlice, SliceOptions, build_slice, fill_pages
+from katydid_engine.rank_slice.emulated_link import EmulatedLink
+from katydid_engine.rank_slice.steps import SliceSteps
+from torch import Tensor
+
+ROOT = Path(__file__).parents[1]
+PARTS = ("prefill", "decode", "rebalance")
+PROMPT = 32_768
+PREFILL = {"tp8,sp,fp8": (0.45, 24.5), "tp8,sp,ep8,fp8": (0.40, 24.5)}
+DECODE, ROWS, CONTEXT = "dp8,ep8", (128, 256, 512), 1024
+REBALANCE = "dp8,ep8+32"
+Rows = list[dict[str, Any]]
+
+
+class Bench:
+    def __init__(self, device: torch.device, far: torch.device | None, repeats: int) -> None:
+        self.device, self.far, self.repeats = device, far, repeats
+        self.links = measured("h200")["nvlink_bytes_per_s"]
+        self.rows: Rows = []
+
+    def note(self, figure: str, value: float, unit: str, bar: float | None = None, *, most: bool = True) -> None:
+        met = None if bar is None else bool(value <= bar if most else value >= bar)
+        row = {"figure": figure, "value": round(value, 5), "unit": unit, "bar": bar, "met": met}
+        self.rows.append(row)
+        print(json.dumps(row), flush=True)
+
+    def slice_of(self, plan: str, layers: int, *, micro_batches: int, dense_first: bool = True) -> RankSlice:
+        hy3 = KNOWN_MODELS["hy3"]
+        sparse = hy3.sparse_layers[:layers] if dense_first else (True,) * layers
+        config = replace(hy3, num_layers=layers, sparse_layers=sparse, num_mtp_layers=0)
+        return build_slice(
+            SliceOptions(
+                config,
+                ParallelPlan.parse(plan),
+                self.device,
+                micro_batches=micro_batches,
+                most_tokens=PROMPT,
+                links=self.links,
+                far=self.far,
+            )
+        )
+
+    def prefill(self, layers: int) -> None:
+        whole = tp8_seconds() * layers / 80
+        for plan, (most_s, least_percent) in PREFILL.items():
+            took = {}
+            for parts in (1, 2):
+                made = self.slice_of(plan, layers, micro_batches=parts)
+                link, cache = made.link, made.model.new_kv_cache(PROMPT // 64)
+                assert link is not None
+                run = TokenRun(made.token_ids(PROMPT), 0, range(PROMPT // 64))
+                work = partial(made.model.forward, ForwardBatch.pack([run], device=self.device), cache)
+                for on in (False, True) if parts == 2 else (False,):
+                    link.on, link.carried = on, 0
+                    work()
+                    sending = link.carried / self.links
+                    took[parts, on] = seconds(captured(work), self.repeats)
+                    free()
+                if parts == 2:
+                    by_op = SliceSteps(made, PROMPT)
+                    by_op.prefill(PROMPT, PROMPT)
+                    took_by_op = min(by_op.prefill(PROMPT, PROMPT) for _ in range(self.repeats))
+                    del by_op
+                del made, link, cache, work
+                free()
+            name = f"prefill of {PROMPT} tokens, {plan}, {layers} layers"
+            self.note(f"{name}: one part, computing", took[1, False], "s")
+            self.note(f"{name}: two parts, computing", took[2, False], "s")
+            self.note(f"{name}: what two parts send takes", sending, "s")
+            self.note(f"{name}: two parts, with transfers", took[2, True], "s", most_s * layers / 80)
+            self.note(f"{name}: two parts, with transfers, op by op", took_by_op, "s")
+            seen = 100 * (took[2, True] - took[2, False]) / sending
+            self.note(f"{name}: of the time for sending, seen with two parts", seen, "%", 15.0)
+            lower = 100 * (1 - took[2, True] / whole)
+            self.note(f"{name}: two parts, with transfers, lower than tp8", lower, "%", least_percent, most=False)
+
+    def decode(self, layers: int) -> None:
+        for rows in ROWS:
+            took = {}
+            for parts in (1, 2):
+                made = self.slice_of(DECODE, layers, micro_batches=parts, dense_first=False)
+                link = made.link
+                assert link is not None
+                batch, cache = decodes(made, rows)
+                for on in (False, True):
+                    link.on, link.carried = on, 0
+                    made.model.forward(batch, cache)
+                    if parts == 1:
+                        sending = link.carried / self.links
+                    step = captured(partial(made.model.forward, batch, cache))
+                    took[parts, on] = seconds(step, 10 * self.repeats)
+                del made, link, batch, cache, step
+                free()
+            name = f"decode of {rows} rows a rank, {DECODE}, {layers} layers"
+            for parts in (1, 2):
+                self.note(f"{name}: {parts} micro-batches, nothing sent", 1e3 * took[parts, False], "ms")
+                self.note(f"{name}: {parts} micro-batches, with transfers", 1e3 * took[parts, True], "ms")
+            seen = 100 * (took[2, True] - took[2, False]) / sending
+            self.note(f"{name}: of the time for sending, seen with two micro-batches", seen, "%", 15.0)
+            self.note(f"{name}: two micro-batches over one", took[2, True] / took[1, True], "x")
+
+    def rebalance(self, layers: int) -> None:
+        made = self.slice_of(REBALANCE, layers, micro_batches=1)
+        assert made.link is not None
+        made.experts.link = made.tensor.link = None
+        batch, cache = decodes(made, 64)
+        step = captured(partial(made.model.forward, batch, cache))
+        skew(made)
+        balancer = Rebalancer(made.model.dispatched, Movers(made.link), interval=40)
+        still: list[float] = []
+        moving: list[float] = []
+        # Every round as ranks in lockstep have it: what is due between two passes, then a pass.
+        for _ in range(60 + 5 * layers):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            under_way = balancer.state.layers_moved < balancer.state.layers
+            balancer.agreed([balancer.progress()], passing=True)
+            step()
+            torch.cuda.synchronize()
+            under_way = under_way or balancer.state.layers_moved < balancer.state.layers
+            (moving if under_way else still).append(1e3 * (time.perf_counter() - started))
+            if balancer.state.finished and len(moving) > 4 * layers:
+                break
+        usual, name = float(np.median(still[5:])), f"rebalance, {REBALANCE}, 64 rows a rank, {layers} layers"
+        self.note(f"{name}: layers whose experts moved", balancer.state.finished and layers, "", layers, most=False)
+        self.note(f"{name}: the usual step", usual, "ms")
+        self.note(f"{name}: a step while they move, median, over the usual one", over(moving, 50, usual), "%", 5.0)
+        self.note(f"{name}: the same, 99th percentile", over(moving, 99, usual), "%", 5.0)
+        self.note(f"{name}: the longest step of all over the usual one", over(moving, 100, usual), "%")
+        self.note(f"{name}: steps of the usual kind, 99th percentile over the median", over(still[5:], 99, usual), "%")
+
+
+class Movers:
+    """Other ranks that hold experts: what this one would send them goes over the link, and comes back as theirs."""
+
+    rank, size = 0, 8
+
+    def __init__(self, link: EmulatedLink) -> None:
+        self._link = link
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return torch.cat([x] * self.size, dim)
+
+    def gather(self, x: Tensor) -> Settled:
+        return Settled(self.all_gather(x, 0))
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        send: Sequence[int] | None = None,  # noqa: ARG002
+        receive: Sequence[int] | None = None,  # noqa: ARG002
+        out: Tensor | None = None,
+    ) -> Coming:
+        assert out is not None
+        return Coming(self._link, x, out)
+
+
+class Coming:
+    def __init__(self, link: EmulatedLink, sent: Tensor, out: Tensor) -> None:
+        self._over, self._out = torch.cuda.Event(), out
+        link.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(link.stream):
+            link.carry(out.nbytes)
+            for first in range(0, len(out), max(1, len(sent))):
+                part = out[first : first + len(sent)]
+                part.copy_(sent[: len(part)])
+            self._over.record()
+
+    def done(self) -> bool:
+        return bool(self._over.query())
+
+    def wait(self) -> Tensor:
+        torch.cuda.current_stream().wait_event(self._over)
+        return self._out
+
+
+def decodes(made: RankSlice, rows: int) -> tuple[ForwardBatch, KvCache]:
+    """A step of so many sequences with ``CONTEXT`` tokens behind them, in the exchange's fixed form."""
+    each = -(-(CONTEXT + 1) // 64)
+    cache = made.model.new_kv_cache(rows * each)
+    fill_pages(cache)
+    ids = made.token_ids(rows)
+    runs = [TokenRun([ids[row]], CONTEXT, range(row * each, (row + 1) * each)) for row in range(rows)]
+    made.model.exchange_rows(rows)
+    return ForwardBatch.pack(runs, num_decodes=rows, device=made.model.device), cache
+
+
+def skew(made: RankSlice) -> None:
+    """Counts as of a trace whose experts are chosen by Zipf's law, exponent 1.2, in another order in every layer."""
+    for index, block in enumerate(made.model.dispatched):
+        counts = 1e6 / (torch.arange(len(block.table.chosen)) + 1.0) ** 1.2
+        order = torch.randperm(len(counts), generator=torch.Generator().manual_seed(index))
+        block.table.chosen.copy_(counts[order].long())
+
+
+def captured(work: Callable[[], object]) -> Callable[[], None]:
+    """``work`` as a graph, done once before."""
+    with torch.inference_mode():
+        work()
+        torch.cuda.synchronize()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            work()
+            graph.capture_end()
+    return graph.replay
+
+
+def seconds(step: Callable[[], None], repeats: int) -> float:
+    """Of a step, one after the other without a pause; the best of three."""
+    best = float("inf")
+    for _ in range(3):
+        step()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(repeats):
+            step()
+        torch.cuda.synchronize()
+        best = min(best, (time.perf_counter() - started) / repeats)
+    return best
+
+
+def over(times: Sequence[float], percentile: float, usual: float) -> float:
+    return 100 * (float(np.percentile(times, percentile)) / usual - 1)
+
+
+def free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def tp8_seconds() -> float:
+    """A prompt under plain TP, its transfers by the link model, as `bench/results/slice.json` has it."""
+    rows = json.loads((ROOT / "bench" / "results" / "slice.json").read_text())["rows"]
+    start = f"tp8 rank 0, fp8, fp8 KV: prefill of {PROMPT} tokens"
+    row = next(row for row in rows if row["figure"].startswith(start) and "blocks" not in row["figure"])
+    return float(row["value"]) + float(row["links_modelled_s"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--plans", nargs="+", choices=list(PREFILL), default=list(PREFILL), help="of prefill")
+    parser.add_argument("--layers", type=int, help="by default 80, and 12 for decode")
+    parser.add_argument("--gpu", type=int, default=0)
+    parser.add_argument("--far", type=int, help="GPU that what is sent is copied to")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "overlap.json")
+    options = parser.parse_args()
+    for plan in set(PREFILL) - set(options.plans):
+        del PREFILL[plan]
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    far = None if options.far is None else torch.device("cuda", options.far)
+    bench = Bench(torch.device("cuda", options.gpu), far, options.repeats)
+    torch.cuda.set_device(bench.device)
+    for part in options.parts:
+        getattr(bench, part)(options.layers or (12 if part == "decode" else 80))
+        first = {row["figure"] for row in bench.rows}
+        old = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
+        record = {
+            "gpu": torch.cuda.get_device_name(),
+            "versions": {"torch": torch.__version__},
+            "commit": os.environ.get("KATYDID_COMMIT") or head.stdout.strip(),
+            "command": " ".join(sys.argv),
+            "rows": [*(row for row in old if row["figure"] not in first), *bench.rows],
+        }
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
