@@ -7,7 +7,10 @@ there is another GPU, the copies can go to its memory: then the link is one, and
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
+from torch import Tensor
 
 __all__ = ["EmulatedLink"]
 
@@ -32,6 +35,9 @@ class EmulatedLink:
         self.on, self.carried = True, 0
         self._from = torch.zeros(_ROOM, dtype=torch.uint8, device=device)
         self._to = torch.zeros(_ROOM, dtype=torch.uint8, device=far or device)
+        self._far = far is not None
+        if self._far:
+            self._to.copy_(self._from)  # from here on one GPU may write to the other
         self._times = 1.0 if far is not None else max(1.0, self._memory_speed() / bytes_per_s)
 
     def carry(self, nbytes: int) -> None:
@@ -40,7 +46,10 @@ class EmulatedLink:
         left = round(nbytes * self._times) if self.on else 0
         while left > 0:
             part = min(left, _ROOM)
-            self._to[:part].copy_(self._from[:part], non_blocking=True)
+            if self._far:
+                _copy(self._to, self._from, part)
+            else:
+                self._to[:part].copy_(self._from[:part])
             left -= part
 
     def _memory_speed(self) -> float:
@@ -51,3 +60,12 @@ class EmulatedLink:
             event.record()
         end.synchronize()
         return _TIMED * _ROOM / (1e-3 * float(begin.elapsed_time(end)))
+
+
+def _copy(to: Tensor, source: Tensor, nbytes: int) -> None:
+    """By the present stream. Torch's own would wait for the other GPU's stream, which no capture allows."""
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    addresses = ctypes.c_uint64(to.data_ptr()), ctypes.c_uint64(source.data_ptr())
+    code = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync(*addresses, ctypes.c_size_t(nbytes), stream)
+    if code:
+        raise RuntimeError(f"cuMemcpyAsync failed with CUDA error {code}")
