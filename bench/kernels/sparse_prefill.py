@@ -64,8 +64,11 @@ class Chunk:
             self.q, self.pool.k, self.pool.v, table, self.lens, self.plan, blocks, out=out, **self.scales
         )
 
+    def time_dense(self) -> float:
+        return time_graph(self.dense.calls(), replays=7, at_least=self.calls())
+
     def time_select(self) -> float:
-        return time_graph([lambda table=table: self.select(table) for table in self.tables], replays=7, at_least=4)
+        return time_graph([lambda table=table: self.select(table) for table in self.tables], replays=7, at_least=16)
 
     def time_sparse(self) -> float:
         lists = [self.select(table) for table in self.tables]
@@ -74,7 +77,11 @@ class Chunk:
             lambda table=table, blocks=blocks: self.attend(table, blocks, out)
             for table, blocks in zip(self.tables, lists, strict=True)
         ]
-        return time_graph(calls, replays=7, at_least=2)
+        return time_graph(calls, replays=7, at_least=self.calls())
+
+    def calls(self) -> int:
+        """Of a graph: of short ones so many that its own launch is no part of a call's time."""
+        return 16 if self.length <= 65536 else 2
 
     def pairs(self) -> tuple[int, int]:
         """(kept, visible) pairs of blocks."""
@@ -117,7 +124,7 @@ def whole_prompt(pool: Pool, heads: int, prompt: int, rule: StemRule) -> tuple[f
         chunk.once()
         sparse = bool(chunk.plan.sparse_rows)
         with measuring():
-            dense = chunk.dense.time()
+            dense = chunk.time_dense()
             points.append((dense, chunk.time_sparse() if sparse else dense, chunk.time_select() if sparse else 0.0))
     sums = [sum(_between(timed, [point[i] for point in points], end) for end in ends) for i in range(3)]
     kept, visible = zip(*(Chunk(pool, heads, end, prompt, rule).pairs() for end in ends), strict=True)
