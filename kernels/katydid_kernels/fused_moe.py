@@ -22,8 +22,9 @@ from katydid_kernels.swiglu import swiglu_reference
 
 if TYPE_CHECKING:
     from katydid_kernels.gemm.experts import ExpertWorkspace
+    from katydid_kernels.gemm.plan import PlacedPairs
 
-__all__ = ["fused_moe", "fused_moe_reference", "moe_waits"]
+__all__ = ["fused_moe", "fused_moe_reference", "moe_waits", "pairs_to_place"]
 
 
 def fused_moe(
@@ -37,6 +38,7 @@ def fused_moe(
     shared_output: Tensor | None = None,
     scales: ExpertScales | None = None,
     num_experts: int | None = None,
+    placed: PlacedPairs | None = None,
 ) -> Tensor:
     """Returns ``[T, hidden]`` in the dtype of ``x``, bf16 for e4m3.
 
@@ -53,13 +55,14 @@ def fused_moe(
         shared_output: ``[T, hidden]``, added in fp32 before rounding.
         scales: of quantised x, w13 and w2; of tensors, or of blocks of 128.
         num_experts: experts of the whole model, to check ids against.
+        placed: of `pairs_to_place` for this batch, its plan filled by who chose the experts.
 
     Raises ValueError for shapes or scales that do not fit each other and, where the ids are on the host, for one that
     is not in ``[0, num_experts)``; on the GPU such an id is skipped.
     """
     _check(x, w13, w2, topk_weights, topk_ids, scales, num_experts)
     if _runs_gluon(x, w13, w2):
-        return _fused_moe_gluon(x, w13, w2, topk_weights, topk_ids, first_expert, shared_output, scales)
+        return _fused_moe_gluon(x, w13, w2, topk_weights, topk_ids, first_expert, shared_output, scales, placed)
     return fused_moe_reference(
         x, w13, w2, topk_weights, topk_ids, first_expert=first_expert, shared_output=shared_output, scales=scales
     )
@@ -115,14 +118,13 @@ def _fused_moe_gluon(
     first_expert: int,
     shared_output: Tensor | None,
     scales: ExpertScales | None,
+    placed: PlacedPairs | None,
 ) -> Tensor:
     # Imported where it runs: the kernels speak to one generation of GPUs and of Triton.
     from katydid_kernels.gemm.experts import run_experts
 
-    top_k = topk_ids.shape[1]
-    capacity = max(64, 1 << (len(x) - 1).bit_length())
     of_blocks = scales is not None and scales.of_blocks
-    workspace = _workspace(capacity, top_k, tuple(w2.shape), w2.dtype, w2.device, of_blocks)
+    workspace = _workspace(_capacity(len(x)), topk_ids.shape[1], tuple(w2.shape), w2.dtype, w2.device, of_blocks)
     return run_experts(
         x.contiguous(),
         w13,
@@ -134,7 +136,41 @@ def _fused_moe_gluon(
         workspace,
         first_expert=first_expert,
         shared=None if shared_output is None else shared_output.contiguous(),
+        placed=placed is not None,
     )
+
+
+def pairs_to_place(
+    tokens: int,
+    top_k: int,
+    w2: Tensor,
+    *,
+    dtype: torch.dtype,
+    first_expert: int = 0,
+    of_blocks: bool = False,
+) -> PlacedPairs | None:
+    """The plan that `fused_moe` would make in a launch of its own before the experts of few tokens: who chooses them
+    may fill it (``router(placed=)``). None where there is no such launch.
+
+    Args:
+        top_k: columns of the ids.
+        dtype: of the rows.
+    """
+    if not tokens or moe_waits(dtype, w2.shape[1], w2.shape[2], w2.device):
+        return None
+    from katydid_kernels.gemm.experts import choose_tile
+    from katydid_kernels.gemm.plan import PlacedPairs
+    from katydid_kernels.gemm.tuning import DecodeTile
+
+    tile = choose_tile(tokens * top_k, len(w2), w2.shape[2], w2.shape[1], w2.dtype, of_blocks=of_blocks)
+    if not isinstance(tile, DecodeTile):
+        return None
+    workspace = _workspace(_capacity(tokens), top_k, tuple(w2.shape), w2.dtype, w2.device, of_blocks)
+    return PlacedPairs(workspace.plan, len(w2), tile.tokens, first_expert)
+
+
+def _capacity(tokens: int) -> int:
+    return max(64, 1 << (tokens - 1).bit_length())
 
 
 @functools.cache

@@ -13,19 +13,30 @@ from typing import Literal
 
 import torch
 from compile_gluon import Recorder
+from katydid_kernels.gemm.plan import PlacedPairs, RoutePlan
 from katydid_kernels.router.weight import OnHopper, split_into_bf16
 
 # The package names its ops' functions, which hide the folders of the same names from a plain import statement.
 launch = importlib.import_module("katydid_kernels.router.launch")
 
 
-def run(tokens: int, experts: int, terms: int, scoring: Literal["sigmoid", "softmax"], *, shared: bool = False) -> None:
+def run(
+    tokens: int,
+    experts: int,
+    terms: int,
+    scoring: Literal["sigmoid", "softmax"],
+    *,
+    shared: bool = False,
+    placed: PlacedPairs | None = None,
+) -> None:
     x, weight = torch.zeros(tokens, 4104, dtype=torch.bfloat16)[:, :4096], torch.zeros(experts, 4096)
     weights, ids = torch.zeros(tokens, 8 + shared), torch.zeros(tokens, 8 + shared, dtype=torch.int32)
     bias = torch.zeros(experts) if scoring == "sigmoid" else None
     choice = launch.Choice(8, scoring, bias, True, 2.826, weights, ids, shared)
-    call = launch.launch_few if tokens <= 64 else launch.launch_many
-    call(x, on_hopper(weight, terms), experts, choice)
+    if tokens <= 64:
+        launch.launch_few(x, on_hopper(weight, terms), experts, choice, placed=placed)
+    else:
+        launch.launch_many(x, on_hopper(weight, terms), experts, choice)
 
 
 def on_hopper(weight: torch.Tensor, terms: int) -> OnHopper:
@@ -51,6 +62,9 @@ def main() -> None:
     launch.sm_count = lambda device: 132
     cases: dict[str, Callable[[], None]] = {
         "1 token": lambda: run(1, 192, 2, "sigmoid", shared=True),
+        "64 tokens, placed": lambda: run(
+            64, 192, 2, "sigmoid", shared=True, placed=PlacedPairs(RoutePlan.allocate(64, 9, 193, "cpu"), 193, 8)
+        ),
         "64 tokens, three terms": lambda: run(64, 192, 3, "sigmoid"),
         "1024 tokens, softmax": lambda: run(1024, 257, 2, "softmax", shared=True),
         "16384 tokens, three terms": lambda: run(16384, 192, 3, "sigmoid"),

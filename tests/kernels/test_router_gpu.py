@@ -12,6 +12,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0)
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from katydid_kernels import RouterWeight, add_rms_norm_route, router  # noqa: E402
+from katydid_kernels.gemm.plan import PlacedPairs, RoutePlan  # noqa: E402
 from katydid_kernels.router.launch import Choice, Slices, launch_few, launch_many  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -180,3 +181,39 @@ def test_norm_and_router_in_one_launch(tokens: int, kind: str) -> None:
     back = found.q.float() * (found.q_scale[:, None] if scale is None else scale)
     clamped = found.y.float().clamp(-4.48, 4.48) if scale is not None else found.y.float()
     assert ((back - clamped).norm() / clamped.norm()).item() < 3.5e-2
+
+
+@pytest.mark.parametrize("tokens", [8, 9, 17, 64, 100])
+@pytest.mark.parametrize(("first", "here"), [(0, 193), (48, 24)])
+def test_pairs_placed_by_the_router(tokens: int, first: int, here: int) -> None:
+    """Every pair has a row of its expert's, tiles cover them, and counters are zero for the next launch."""
+    torch.manual_seed(tokens)
+    weight = RouterWeight.prepare(torch.randn(192, 4096, device="cuda") / 64)
+    placed = PlacedPairs(RoutePlan.allocate(128, 9, here, "cuda"), here, 8, first)
+    for _ in range(3):
+        x = torch.randn(tokens, 4096, device="cuda").bfloat16()
+        options = {"top_k": 8, "scoring": "sigmoid", "shared": True}
+        _, ids = router(x, weight, placed=placed, **options)  # type: ignore[arg-type]
+        assert torch.equal(ids, router(x, weight, **options)[1])  # type: ignore[arg-type]
+        check_plan(placed, ids)
+
+
+def check_plan(placed: PlacedPairs, ids: Tensor) -> None:
+    plan, local = placed.plan, ids.flatten() - placed.first_expert
+    valid = (local >= 0) & (local < placed.experts)
+    slots = plan.slots.flatten()[: len(local)]
+    assert (slots[~valid] == -1).all()
+    count = int(valid.sum())
+    assert slots[valid].sort().values.tolist() == list(range(count))
+    owner = torch.empty(count, dtype=torch.int32, device="cuda")
+    owner[slots[valid].long()] = local[valid]
+    token = torch.arange(len(local), device="cuda") // ids.shape[1]
+    assert torch.equal(plan.rows[slots[valid].long()].long(), token[valid])
+    covered = []
+    for expert, row, end, _ in plan.tiles[: int(plan.tile_count)].tolist():
+        mine = list(range(row, min(end, row + placed.tile_rows)))
+        assert owner[mine].tolist() == [expert] * len(mine)
+        covered += mine
+    assert sorted(covered) == list(range(count))
+    counters = [*plan.scratch[: placed.experts].tolist(), int(plan.scratch[2 * placed.experts])]
+    assert not any(counters)

@@ -115,8 +115,10 @@ def run_experts(
     shared: Tensor | None = None,
     tile: FewTile | DecodeTile | UpTile | None = None,
     down: WideTile | None = None,
+    placed: bool = False,
 ) -> Tensor:
-    """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``; arguments as `fused_moe`'s."""
+    """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``; arguments as `fused_moe`'s.
+    placed: the workspace's plan is filled already, for the tuned tile."""
     tile = tile or choose_tile(ids.numel(), len(w2), w2.shape[2], w2.shape[1], w2.dtype, of_blocks=scales.of_blocks)
     if scales.of_blocks and workspace.parts is None:
         raise ValueError("workspace must be allocated with of_blocks for scales of blocks")
@@ -125,7 +127,9 @@ def run_experts(
     if isinstance(tile, FewTile):
         _launch_few(x, w13, w2, weights, ids, first_expert, shared, out, scales, workspace, tile)
         return out
-    plan = plan_routes(ids, workspace.plan, len(w2), tile.tokens, first_expert=first_expert)
+    plan = workspace.plan
+    if not placed:
+        plan_routes(ids, plan, len(w2), tile.tokens, first_expert=first_expert)
     if isinstance(tile, DecodeTile):
         summed = len(ids) <= SUMMED_TOKENS
         paired = w2.shape[2] * w2.element_size() == PAIRED_ROW and not scales.of_blocks

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["PLAN_FIELDS", "RoutePlan", "max_tiles", "plan_routes", "plan_routes_reference"]
+__all__ = ["PLAN_FIELDS", "PlacedPairs", "RoutePlan", "max_tiles", "plan_routes", "plan_routes_reference"]
 
 PLAN_FIELDS = 4
 SINGLE_LAUNCH_PAIRS = 4096
@@ -56,6 +56,20 @@ class RoutePlan:
             torch.zeros(2 * experts + 1, dtype=torch.int32, device=device),
             torch.empty(triton.cdiv(pairs, CHUNK_PAIRS), experts, dtype=torch.int32, device=device),
         )
+
+
+@dataclass(frozen=True)
+class PlacedPairs:
+    """A plan that whoever chooses the experts is to fill, and how: see `plan_routes`."""
+
+    plan: RoutePlan
+    experts: int
+    tile_rows: int
+    first_expert: int = 0
+
+    def place(self, topk_ids: Tensor) -> None:
+        """Fills it by a launch of its own."""
+        plan_routes(topk_ids, self.plan, self.experts, self.tile_rows, first_expert=self.first_expert)
 
 
 def max_tiles(pairs: int, experts: int, tile_rows: int) -> int:

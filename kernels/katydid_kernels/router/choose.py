@@ -59,7 +59,8 @@ def choose_experts(
     TOP_K: gl.constexpr, POWER_K: gl.constexpr, SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """Store weights and ids of the top experts of rows `row` up to `end`; logits: chunks of ``[ROWS, 64]``. SHARED: and
-    behind them expert number `experts` with weight 1; POWER_K holds it too."""
+    behind them expert number `experts` with weight 1; POWER_K holds it too. Returns the ids ``[ROWS, POWER_K]``, which
+    choice and row each is, and which are real."""
     CHUNKS: gl.constexpr = len(logits)
     ROWS: gl.constexpr = logits[0].shape[0]
     COLUMNS: gl.constexpr = logits[0].shape[1]
@@ -122,3 +123,4 @@ def choose_experts(
     place = rows[:, None] * (TOP_K + SHARED) + choice
     gl.store(weights_ptr + place, weights, mask=inside)
     gl.store(ids_ptr + place, chosen_ids, mask=inside)
+    return chosen_ids, choice, rows, inside

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from katydid_kernels.gemm.ring import launch_next, wait_for_last
 from katydid_kernels.router.choose import choose_experts
+from katydid_kernels.router.place import lay_out_pairs, rank_pairs
 
 __all__ = ["few_tokens_kernel", "finish_few", "multiply_slice", "new_barriers", "request_weights"]
 
@@ -147,33 +148,44 @@ def _await_rows(
 
 @gluon.jit
 def finish_few(
-    partial_ptr, choosing, tokens,
+    partial_ptr, choosing, place, tokens,
     E_PAD: gl.constexpr, SPLITS: gl.constexpr, POWER_S: gl.constexpr, AT_ONCE: gl.constexpr, TOP_K: gl.constexpr,
     POWER_K: gl.constexpr, SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr, SHARED: gl.constexpr,
+    TILE: gl.constexpr, BLOCK: gl.constexpr, BLOCK_E: gl.constexpr,
 ):  # fmt: skip
-    """The first CTAs choose the experts of AT_ONCE tokens each."""
+    """The first CTAs choose the experts of AT_ONCE tokens each; with TILE the pairs are placed, too."""
     bias_ptr, scale, weights_ptr, ids_ptr, experts = choosing
     for row in range(gl.program_id(0) * AT_ONCE, tokens, gl.num_programs(0) * AT_ONCE):
         logits = _await_rows(partial_ptr, row, tokens, E_PAD, SPLITS, POWER_S, AT_ONCE)
-        choose_experts(
+        ids, choice, rows, inside = choose_experts(
             logits, row, tokens, experts, bias_ptr, scale, weights_ptr, ids_ptr, TOP_K, POWER_K, SIGMOID,
             RENORMALISE, SHARED,
         )  # fmt: skip
+        if TILE > 0:
+            rank_pairs(place, ids, choice, rows, inside, TOP_K + SHARED)
+    if TILE > 0:
+        choosing_ctas = gl.minimum(gl.num_programs(0), (tokens + AT_ONCE - 1) // AT_ONCE)
+        if gl.program_id(0) < choosing_ctas:
+            pairs = tokens * (TOP_K + SHARED)
+            lay_out_pairs(place, ids_ptr, pairs, choosing_ctas, TOP_K + SHARED, TILE, BLOCK, BLOCK_E)
 
 
-@gluon.jit(do_not_specialize=["tokens", "experts"])
+@gluon.jit(do_not_specialize=["tokens", "experts", "first_expert_here", "experts_here"])
 def few_tokens_kernel(
     x_ptr, x_pitch, w_desc, partial_ptr, bias_ptr, scale, weights_ptr, ids_ptr, tokens, experts,
+    counts_ptr, rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr, first_expert_here, experts_here,
     TOKENS: gl.constexpr, GROUP: gl.constexpr, X_LAYOUT: gl.constexpr, E_PAD: gl.constexpr, TERMS: gl.constexpr,
     PARTS: gl.constexpr, SPLITS: gl.constexpr, POWER_S: gl.constexpr, AT_ONCE: gl.constexpr, TOP_K: gl.constexpr,
     POWER_K: gl.constexpr, SIGMOID: gl.constexpr, RENORMALISE: gl.constexpr, SHARED: gl.constexpr,
+    TILE: gl.constexpr, BLOCK: gl.constexpr, BLOCK_E: gl.constexpr,
 ):  # fmt: skip
     """A grid of ``SPLITS * E_PAD / EXPERTS`` CTAs for every GROUP of tokens, each for a tile of experts and ``PARTS *
     DEPTH`` blocks of K.
 
     x: bf16 ``[tokens, K]``, a row every `x_pitch` times 16 bytes; w_desc: boxes ``[DEPTH, EXPERTS, 64]``, EXPERTS 64,
     of the terms seen as ``[K / 64, TERMS * E_PAD, 64]``. TOKENS: 8 or more, at least those of a group. partial: int32
-    ``[SPLITS, tokens, E_PAD]``, all EMPTY between calls.
+    ``[SPLITS, tokens, E_PAD]``, all EMPTY between calls. TILE: rows of a tile of the pairs' plan, whose tensors come
+    then; 0 for no plan. BLOCK, BLOCK_E: powers of two, at least the pairs and the experts of this rank.
     """
     DEPTH: gl.constexpr = w_desc.block_type.shape[0]
     EXPERTS: gl.constexpr = w_desc.block_type.shape[1]
@@ -192,7 +204,8 @@ def few_tokens_kernel(
     # Not by TMA: its descriptor of x would have to be fetched first, while everything waits.
     _request_tokens(x_ptr + first_token * (x_pitch * 8), x_pitch, x_bufs, split, end - first_token)
     multiply_slice(x_bufs, w_bufs, landed, partial_ptr, first_expert, first_token, end, split, tokens, E_PAD)
+    place = (counts_ptr, rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr, first_expert_here, experts_here)
     finish_few(
-        partial_ptr, (bias_ptr, scale, weights_ptr, ids_ptr, experts), tokens,
-        E_PAD, SPLITS, POWER_S, AT_ONCE, TOP_K, POWER_K, SIGMOID, RENORMALISE, SHARED,
+        partial_ptr, (bias_ptr, scale, weights_ptr, ids_ptr, experts), place, tokens,
+        E_PAD, SPLITS, POWER_S, AT_ONCE, TOP_K, POWER_K, SIGMOID, RENORMALISE, SHARED, TILE, BLOCK, BLOCK_E,
     )  # fmt: skip

@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from katydid_kernels.gemm.launch import REGISTERS, descriptor, sm_count
+from katydid_kernels.gemm.plan import PlacedPairs
 from katydid_kernels.router.few_kernel import few_tokens_kernel
 from katydid_kernels.router.many_kernel import many_tokens_kernel
 from katydid_kernels.router.normed_kernel import normed_router_kernel
@@ -82,7 +83,15 @@ def _blocked_terms(terms: Tensor, depth: int) -> TensorDescriptor:
     return TensorDescriptor(terms, shape, [BLOCK_K, hidden, 1], box, layout)
 
 
-def launch_few(x: Tensor, weight: OnHopper, experts: int, choice: Choice, *, slices: Slices | None = None) -> None:
+def launch_few(
+    x: Tensor,
+    weight: OnHopper,
+    experts: int,
+    choice: Choice,
+    *,
+    slices: Slices | None = None,
+    placed: PlacedPairs | None = None,
+) -> None:
     """Up to FEW_TOKENS tokens."""
     count, padded, hidden = weight.terms.shape
     tokens = x.shape[0]
@@ -93,13 +102,22 @@ def launch_few(x: Tensor, weight: OnHopper, experts: int, choice: Choice, *, sli
     few_tokens_kernel[(splits * (padded // CHUNK_EXPERTS) * triton.cdiv(tokens, slices.group),)](
         x, x.stride(0) // 8, _blocked_terms(weight.terms, depth),
         weight.handover, choice.selection_bias, choice.scale, choice.weights, choice.ids, tokens, experts,
-        TOKENS=rows, GROUP=slices.group,
+        *_plan_tensors(placed), TOKENS=rows, GROUP=slices.group,
         X_LAYOUT=gl.NVMMASharedLayout.get_default_for([depth, rows, BLOCK_K], gl.bfloat16),
         E_PAD=padded, TERMS=count, PARTS=slices.parts, SPLITS=splits, POWER_S=max(4, triton.next_power_of_2(splits)),
         AT_ONCE=slices.at_once, TOP_K=choice.top_k, POWER_K=triton.next_power_of_2(choice.columns),
         SHARED=int(choice.shared),
-        SIGMOID=choice.scoring == "sigmoid", RENORMALISE=choice.renormalise, num_warps=4, launch_pdl=True,
+        SIGMOID=choice.scoring == "sigmoid", RENORMALISE=choice.renormalise,
+        TILE=0 if placed is None else placed.tile_rows, BLOCK=triton.next_power_of_2(choice.ids.numel()),
+        BLOCK_E=1 if placed is None else triton.next_power_of_2(placed.experts), num_warps=4, launch_pdl=True,
     )  # fmt: skip
+
+
+def _plan_tensors(placed: PlacedPairs | None) -> tuple[Tensor | int | None, ...]:
+    if placed is None:
+        return None, None, None, None, None, 0, 0
+    plan = placed.plan
+    return plan.scratch, plan.rows, plan.slots, plan.tiles, plan.tile_count, placed.first_expert, placed.experts
 
 
 def launch_normed(

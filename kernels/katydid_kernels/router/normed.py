@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from katydid_kernels.gemm.plan import PlacedPairs
 from katydid_kernels.quantize_rows import add_rms_norm_quantize
 from katydid_kernels.rms_norm import add_rms_norm
 from katydid_kernels.router.op import fits_copy_engine, router
@@ -51,6 +52,7 @@ def add_rms_norm_route(
     shared: bool = False,
     fp8: bool = False,
     fp8_scale: Tensor | None = None,
+    placed: PlacedPairs | None = None,
 ) -> RoutedRows:
     """Adds, normalises, quantises and routes.
 
@@ -82,6 +84,7 @@ def add_rms_norm_route(
             renormalise=renormalise,
             scale=scale,
             shared=shared,
+            placed=placed,
         )
         return RoutedRows(total, y, q, q_scale, weights, ids)
     from katydid_kernels.router.launch import Choice, launch_normed
@@ -97,6 +100,8 @@ def add_rms_norm_route(
     launch_normed(
         x, residual, norm_weight, eps, total, y, q, fp8_scale, q_scale, hopper, experts, choice
     )  # fmt: skip
+    if placed is not None:
+        placed.place(ids)
     return RoutedRows(total, y, q, q_scale if fp8 else None, weights, ids)
 
 

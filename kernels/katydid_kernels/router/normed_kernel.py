@@ -126,6 +126,6 @@ def normed_router_kernel(
                 q = gl.minimum(gl.maximum(rows[d].to(gl.float32) / q_scale, -448.0), 448.0)
                 gl.store(q_ptr + place, q.to(q_ptr.dtype.element_ty), mask=inside)
     finish_few(
-        partial_ptr, (bias_ptr, scale, weights_ptr, ids_ptr, experts), tokens,
-        E_PAD, SPLITS, POWER_S, AT_ONCE, TOP_K, POWER_K, SIGMOID, RENORMALISE, SHARED,
+        partial_ptr, (bias_ptr, scale, weights_ptr, ids_ptr, experts), None, tokens,
+        E_PAD, SPLITS, POWER_S, AT_ONCE, TOP_K, POWER_K, SIGMOID, RENORMALISE, SHARED, 0, 1, 1,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from katydid_kernels.gemm.plan import PlacedPairs
 from katydid_kernels.linear import linear_reference
 from katydid_kernels.router.weight import BLOCK_K, FEW_TOKENS, MOST_TILES, RouterWeight
 
@@ -35,6 +36,7 @@ def router(
     renormalise: bool = True,
     scale: float = 1.0,
     shared: bool = False,
+    placed: PlacedPairs | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns weights fp32 ``[T, top_k]`` and expert ids int32 ``[T, top_k]``, best first.
 
@@ -49,6 +51,7 @@ def router(
         renormalise: divide the chosen scores by their sum.
         scale: factor on the weights, last.
         shared: a column more: every token goes to an expert behind the others, with weight 1.
+        placed: fill its plan with the pairs; up to 64 tokens on Hopper in the same launch.
 
     Raises ValueError where shapes do not fit, or top_k exceeds the experts.
     """
@@ -62,7 +65,7 @@ def router(
         raise ValueError(f"selection_bias must be [{experts}], got {list(selection_bias.shape)}")
     hopper = None if isinstance(weight, Tensor) else weight.hopper
     if hopper is None or not fits_copy_engine(x):
-        return router_reference(
+        weights, ids = router_reference(
             x,
             matrix,
             top_k=top_k,
@@ -72,16 +75,24 @@ def router(
             scale=scale,
             shared=shared,
         )
+        if placed is not None:
+            placed.place(ids)
+        return weights, ids
     # Imported where it runs: the kernels speak to one generation of GPUs and of Triton.
     from katydid_kernels.router.launch import Choice, launch_few, launch_many
 
     weights = torch.empty(x.shape[0], top_k + shared, device=x.device)
     ids = torch.empty(x.shape[0], top_k + shared, dtype=torch.int32, device=x.device)
+    if x.shape[0] <= FEW_TOKENS:
+        choice = Choice(top_k, scoring, selection_bias, renormalise, scale, weights, ids, shared)
+        launch_few(x, hopper, experts, choice, placed=placed)
+        return weights, ids
     for start in range(0, x.shape[0], _MOST_TOKENS):
         part = slice(start, start + _MOST_TOKENS)
         choice = Choice(top_k, scoring, selection_bias, renormalise, scale, weights[part], ids[part], shared)
-        launch = launch_few if x.shape[0] <= FEW_TOKENS else launch_many
-        launch(x[part], hopper, experts, choice)
+        launch_many(x[part], hopper, experts, choice)
+    if placed is not None:
+        placed.place(ids)
     return weights, ids
 
 

@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 from katydid_kernels import ExpertScales, Int4Weight, fused_moe, fused_moe_w4a8
+from katydid_kernels.fused_moe import pairs_to_place
+from katydid_kernels.gemm.plan import PlacedPairs
 from torch import Tensor
 
 from katydid_engine.layers.activations import Activations, Fp8Input
@@ -22,8 +24,19 @@ class Experts(Protocol):
     @property
     def input(self) -> Fp8Input | None: ...
 
-    def __call__(self, x: Activations, topk_weights: Tensor, topk_ids: Tensor, shared_output: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        x: Activations,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_output: Tensor | None,
+        placed: PlacedPairs | None = None,
+    ) -> Tensor:
         """This rank's summand ``[T, hidden]``, with ``shared_output`` added."""
+        ...
+
+    def placed(self, tokens: int, columns: int) -> PlacedPairs | None:
+        """A plan of ids ``[tokens, columns]`` that the router may fill, to be passed on with the call."""
         ...
 
     @property
@@ -41,7 +54,14 @@ class PlainExperts:
         self._w13, self._w2 = w13, w2
         self._first_expert = first_expert
 
-    def __call__(self, x: Activations, topk_weights: Tensor, topk_ids: Tensor, shared_output: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        x: Activations,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_output: Tensor | None,
+        placed: PlacedPairs | None = None,
+    ) -> Tensor:
         assert isinstance(x, Tensor)
         return fused_moe(
             x,
@@ -51,7 +71,11 @@ class PlainExperts:
             topk_ids,
             first_expert=self._first_expert,
             shared_output=shared_output,
+            placed=placed,
         )
+
+    def placed(self, tokens: int, columns: int) -> PlacedPairs | None:
+        return pairs_to_place(tokens, columns, self._w2, dtype=self._w2.dtype, first_expert=self._first_expert)
 
     @property
     def slots(self) -> tuple[Tensor, ...]:
@@ -76,7 +100,14 @@ class Fp8Experts:
         self._first_expert = first_expert
         self._dtype = dtype
 
-    def __call__(self, x: Activations, topk_weights: Tensor, topk_ids: Tensor, shared_output: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        x: Activations,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_output: Tensor | None,
+        placed: PlacedPairs | None = None,
+    ) -> Tensor:
         rows = self.input.quantize(x)
         scales = self._scales if self.input.scale is not None else replace(self._scales, token=rows.scale)
         out = fused_moe(
@@ -88,8 +119,19 @@ class Fp8Experts:
             first_expert=self._first_expert,
             shared_output=shared_output,
             scales=scales,
+            placed=placed,
         )
         return out.to(self._dtype)
+
+    def placed(self, tokens: int, columns: int) -> PlacedPairs | None:
+        return pairs_to_place(
+            tokens,
+            columns,
+            self._w2,
+            dtype=self._w2.dtype,
+            first_expert=self._first_expert,
+            of_blocks=self._scales.of_blocks,
+        )
 
     @property
     def slots(self) -> tuple[Tensor, ...]:
@@ -111,7 +153,14 @@ class Int4Experts:
         self._first_expert = first_expert
         self._dtype = dtype
 
-    def __call__(self, x: Activations, topk_weights: Tensor, topk_ids: Tensor, shared_output: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        x: Activations,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_output: Tensor | None,
+        placed: PlacedPairs | None = None,  # noqa: ARG002 - it asks for none
+    ) -> Tensor:
         rows = self.input.quantize(x)
         out = fused_moe_w4a8(
             rows.values,
@@ -125,6 +174,9 @@ class Int4Experts:
             shared_output=shared_output,
         )
         return out.to(self._dtype)
+
+    def placed(self, tokens: int, columns: int) -> PlacedPairs | None:  # noqa: ARG002 - its own launch makes the plan
+        return None
 
     @property
     def slots(self) -> tuple[Tensor, ...]:

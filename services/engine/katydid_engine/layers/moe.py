@@ -18,7 +18,7 @@ from katydid_engine.layers.expert_loading import load_experts
 from katydid_engine.layers.expert_share import ExpertShare
 from katydid_engine.layers.mlp import DenseMlp
 from katydid_engine.layers.norm import RmsNorm
-from katydid_engine.layers.routing import MoeNames, Routed, Routing
+from katydid_engine.layers.routing import MoeNames, Routing
 from katydid_engine.layers.steps import Steps
 from katydid_engine.matrices import has_matrix, stored_alike
 from katydid_engine.model_config import MoeConfig
@@ -66,14 +66,12 @@ class SparseMoe:
         )
 
     def after_norm(self, norm: RmsNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        routed, total = self._routing.after_norm(norm, x, residual, self._experts.input)
-        return self._run(routed), total
-
-    def _run(self, routed: Routed) -> Tensor:
+        placed = self._experts.placed(len(x), self._routing.columns)
+        routed, total = self._routing.after_norm(norm, x, residual, self._experts.input, placed)
         shared = None
         if self._shared is not None:
             shared = self._shared(routed.rows if self._one_input else routed.x)
-        return self._experts(routed.rows, routed.weights, routed.ids, shared)
+        return self._experts(routed.rows, routed.weights, routed.ids, shared, placed), total
 
     @property
     def _one_input(self) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from katydid_kernels import RouterWeight, add_rms_norm_route, router
+from katydid_kernels.gemm.plan import PlacedPairs
 from torch import Tensor
 
 from katydid_engine.layers.activations import Activations, Fp8Input, QuantizedRows
@@ -76,8 +77,20 @@ class Routing:
         )
         return Routed(x, x if wanted is None else wanted.quantize(x), weights, ids)
 
-    def after_norm(self, norm: RmsNorm, x: Tensor, residual: Tensor, wanted: Fp8Input | None) -> tuple[Routed, Tensor]:
-        """Of ``norm(x + residual)``, and that sum."""
+    @property
+    def columns(self) -> int:
+        """Of ids and weights."""
+        return self._moe.top_k + self._shared
+
+    def after_norm(
+        self,
+        norm: RmsNorm,
+        x: Tensor,
+        residual: Tensor,
+        wanted: Fp8Input | None,
+        placed: PlacedPairs | None = None,
+    ) -> tuple[Routed, Tensor]:
+        """Of ``norm(x + residual)``, and that sum; fills the plan of ``placed``."""
         whole_rows = wanted is not None and wanted.group is None
         routed = add_rms_norm_route(
             x,
@@ -93,6 +106,7 @@ class Routing:
             shared=self._shared,
             fp8=whole_rows,
             fp8_scale=wanted.scale if wanted is not None and whole_rows else None,
+            placed=placed,
         )
         rows: Activations = routed.y
         if routed.q is not None and routed.q_scale is not None:
