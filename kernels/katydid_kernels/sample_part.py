@@ -17,7 +17,15 @@ from torch import Tensor
 from katydid_kernels.philox import gumbel_noise
 from katydid_kernels.sample.row_values import gumbel_about, gumbel_at, largest
 
-__all__ = ["CHUNK", "best_of_part", "best_of_part_reference", "best_of_parts", "launch"]
+__all__ = [
+    "CHUNK",
+    "best_of_part",
+    "best_of_part_reference",
+    "best_of_parts",
+    "best_of_parts_reference",
+    "launch",
+    "launch_choice",
+]
 
 CHUNK = 2048
 
@@ -61,13 +69,47 @@ def launch(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor
     return out
 
 
-def best_of_parts(told: Tensor) -> tuple[Tensor, Tensor]:
+def best_of_parts(told: Tensor, *, sound: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Of all parts' chunks, int32 ``[R, chunks, 3]``, in the order of their ids: each row's token, int32 ``[R]``, and
-    whether its largest logit is a number, bool ``[R]``."""
+    whether its largest logit is a number, bool ``[R]``, written into ``sound`` where that is given."""
+    sound = torch.empty(len(told), dtype=torch.bool, device=told.device) if sound is None else sound
+    choose = launch_choice if told.is_cuda else best_of_parts_reference
+    return choose(told, sound), sound
+
+
+def launch_choice(told: Tensor, sound: Tensor) -> Tensor:
+    rows, chunks, _ = told.shape
+    tokens = torch.empty(rows, dtype=torch.int32, device=told.device)
+    if rows:
+        best_of_parts_kernel[(rows,)](
+            told.contiguous(), tokens, sound, chunks, BLOCK=triton.next_power_of_2(chunks), num_warps=1
+        )  # fmt: skip
+    return tokens
+
+
+@triton.jit
+def best_of_parts_kernel(told_ptr, tokens_ptr, sound_ptr, chunks, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    chunk = tl.arange(0, BLOCK)
+    place = told_ptr + (row.to(tl.int64) * chunks + chunk) * 3
+    inside = chunk < chunks
+    score = tl.load(place, mask=inside, other=0).to(tl.float32, bitcast=True)
+    score = tl.where(inside, score, float("-inf"))
+    ids = tl.load(place + 1, mask=inside, other=0)
+    logit = tl.load(place + 2, mask=inside, other=0).to(tl.float32, bitcast=True)
+    logit = tl.where(inside, logit, float("-inf"))
+    # Nothing equals what is no number: then the first.
+    first = tl.min(tl.where(score == tl.max(score, 0), chunk, BLOCK), 0)
+    first = tl.where(first == BLOCK, 0, first)
+    tl.store(tokens_ptr + row, tl.sum(tl.where(chunk == first, ids, 0), 0))
+    tl.store(sound_ptr + row, tl.abs(tl.reduce(logit, 0, largest)) < float("inf"))
+
+
+def best_of_parts_reference(told: Tensor, sound: Tensor) -> Tensor:
     scores, ids, largest_logits = told.unbind(-1)
     best = scores.view(torch.float32).argmax(-1, keepdim=True)
-    sound = largest_logits.view(torch.float32).amax(-1).isfinite()
-    return ids.gather(1, best).squeeze(1), sound
+    sound.copy_(largest_logits.view(torch.float32).amax(-1).isfinite())
+    return ids.gather(1, best).squeeze(1)
 
 
 @triton.jit(do_not_specialize=["size", "first"])

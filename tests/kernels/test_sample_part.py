@@ -7,7 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from katydid_kernels import SamplingBatch, sample
-from katydid_kernels.sample_part import CHUNK, best_of_part, best_of_part_reference, best_of_parts, launch
+from katydid_kernels.sample_part import (
+    CHUNK,
+    best_of_part,
+    best_of_part_reference,
+    best_of_parts,
+    best_of_parts_reference,
+    launch,
+    launch_choice,
+)
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -84,3 +92,16 @@ def test_what_does_not_fit_is_refused() -> None:
         best_of_part(logits, batch.temperature[:2], batch.seeds, batch.positions, first=0, room=30)
     with pytest.raises(ValueError, match="at most room=8"):
         best_of_part(logits, batch.temperature, batch.seeds, batch.positions, first=0, room=8)
+
+
+def test_the_best_of_all_parts_by_the_kernel() -> None:
+    logits, batch = rows_of(6, 3 * CHUNK + 11, 5)
+    logits[1, 29] = torch.nan
+    logits[2, 3] = torch.inf
+    logits[3] = -torch.inf
+    told = best_of_part(logits, batch.temperature, batch.seeds, batch.positions, first=0, room=logits.shape[1])
+    told = told.to(DEVICE)
+    found, expected = torch.zeros(2, 6, dtype=torch.bool, device=DEVICE)
+    tokens = launch_choice(told, found)
+    assert torch.equal(tokens[[0, 2, 3, 4, 5]], best_of_parts_reference(told, expected)[[0, 2, 3, 4, 5]])
+    assert found.tolist() == expected.tolist() == [True, False, False, False, True, True]

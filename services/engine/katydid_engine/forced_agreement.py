@@ -1,7 +1,7 @@
 """Samples that agree with a share of drafts, whatever the model says: to time steps with weights that predict nothing.
 
-What is drawn was drawn before, so that a step pays for four small launches and no generator: of every 20 steps the share
-is exact, in an order of their own for each row and place.
+What is drawn was drawn before, so that a step pays for four small launches and no generator. Of every 20 steps the
+share is exact, in an order of its own for each row and place.
 """
 
 from __future__ import annotations

@@ -41,8 +41,7 @@ def sample_parts(
     if filters:
         return _of_dealt_rows(head, group, logits, batch, sound)
     told = best_of_part(logits, batch.temperature, batch.seeds, batch.positions, first=head.first, room=head.room)
-    tokens, numbers = best_of_parts(group.all_gather(told, 1))
-    sound.copy_(numbers)
+    tokens, _ = best_of_parts(group.all_gather(told, 1), sound=sound)
     return tokens
 
 

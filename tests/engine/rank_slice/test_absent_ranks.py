@@ -6,6 +6,7 @@ import pytest
 import torch
 from katydid_engine.rank_slice.absent_peers import AbsentPeers
 from katydid_engine.rank_slice.absent_ranks import AbsentRanks, ExpertMessages
+from katydid_kernels.sample_part import best_of_part, best_of_parts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -29,6 +30,18 @@ def test_other_ranks_logits_are_never_chosen() -> None:
     logits = AbsentRanks(2, 4).all_gather(torch.full((1, 8), -50.0), 1)
     assert logits.argmax().item() == 16
     assert torch.isfinite(logits).all()
+
+
+def test_nor_the_best_of_them() -> None:
+    """Whatever this rank's best were when they were gathered first."""
+    group, parameters = AbsentRanks(1, 4), (torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.zeros(2).int())
+    for best in (9, 2, 5):
+        logits = torch.arange(10.0).repeat(2, 1)
+        logits[:, best] += 30 - best
+        told = best_of_part(logits, *parameters, first=10, room=10)
+        tokens, sound = best_of_parts(group.all_gather(told, 1))
+        assert tokens.tolist() == [10 + best] * 2
+        assert sound.all()
 
 
 def test_sums_are_ones_own() -> None:

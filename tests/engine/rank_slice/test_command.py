@@ -50,7 +50,7 @@ def test_workload_by_step_times(tmp_path: Path, capsys: pytest.CaptureFixture[st
     chunks = [[n, context, 0.02 + 1e-5 * n + 1e-12 * n * context] for n in (64, 8192) for context in (0, 65536)]
     times.write_text(json.dumps({"step_times": {"decodes": decodes, "chunks": chunks}}))
     path = tmp_path / "workload.json"
-    words = ["--step-times", str(times), "--rates", "0.3", "--minutes", "3", "--links", "--json", str(path)]
+    words = ["--step-times", str(times), "--rates", "0.3", "--minutes", "3", "--link-model", "--json", str(path)]
     assert main(["workload", "--plan", "tp8", *words]) == 0
     (row,) = json.loads(path.read_text())["rows"]
     assert row["figure"].startswith("simulated, 0.3 requests a second offered, with the link model")

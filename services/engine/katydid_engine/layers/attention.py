@@ -132,15 +132,15 @@ class Attention:
         out_scale: Tensor | None = None,
     ) -> None:
         """Writes the decodes' part of ``out``, of whose rows e4m3 has a scale each."""
-        rows, tokens, plan = batch.num_decodes, batch.num_decode_tokens, batch.attention
+        tokens, plan = batch.num_decode_tokens, batch.attention
         assert plan is not None
-        shape = (rows, batch.decode_q_len, *q.shape[1:])
+        shape = (len(plan.decode_lens), plan.decode_q_len, *q.shape[1:])
         decode_attention(
             q[:tokens].view(shape),
             k_pages,
             v_pages,
-            batch.block_table[:rows],
-            batch.context_lens[:rows],
+            plan.decode_table,
+            plan.decode_lens,
             scale=self._scale,
             q_scale=None if q_scale is None else q_scale[:tokens].view(shape[:3]),
             k_scale=self._k_scale,

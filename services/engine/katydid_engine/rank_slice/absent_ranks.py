@@ -20,7 +20,8 @@ from katydid_engine.rank_slice.emulated_link import EmulatedLink
 
 __all__ = ["AbsentRanks", "ExpertMessages", "Traffic"]
 
-# What another rank's logits are here: below any of this rank's, which has the embeddings of its own tokens alone.
+# What another rank's logits, and the best of them, are here: below any of this rank's, which has the embeddings of its
+# own tokens alone.
 _NEVER_CHOSEN = -1e4
 
 
@@ -79,8 +80,8 @@ class AbsentRanks:
         key = ("gather", dim, x.dtype, *x.shape)
         if key not in self._arrived:
             whole = torch.cat([x] * self.size, dim=dim)
-            if dim == 1 and x.dtype == torch.float32:
-                whole.fill_(_NEVER_CHOSEN)
+            if dim == 1 and x.element_size() == 4:
+                whole.view(torch.float32).fill_(_NEVER_CHOSEN)
             self._arrived[key] = whole
         whole = self._arrived[key]
         whole.narrow(dim, self.rank * x.shape[dim], x.shape[dim]).copy_(x)

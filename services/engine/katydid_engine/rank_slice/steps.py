@@ -6,6 +6,7 @@ import os
 import time
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -137,7 +138,11 @@ class Decoding:
         self._known = [context] * batch
         self._pages = each
         prompt = array("I", steps.slice.token_ids(1))
-        starts = tuple(Start(sequence, Sampling(ignore_eos=True), context, prompt) for sequence in self._sequences)
+        # Greedy rows come to say the same, and would choose the same experts.
+        sampling = Sampling(ignore_eos=True, temperature=1.0)
+        starts = tuple(
+            Start(sequence, replace(sampling, seed=sequence), context, prompt) for sequence in self._sequences
+        )
         runs = tuple(
             Run(sequence, context - 1, array("I", [token]), 0, array("I", range(row * each, (row + 1) * each)))
             for row, (sequence, token) in enumerate(zip(self._sequences, self._ids, strict=True))
