@@ -41,6 +41,12 @@ def sparse_item(pieces_ptr, turn, items, heads, together, most):
 
 
 @gluon.jit
+def _pages(table, block, final_page):
+    """The two pages of a block; those behind the context's last stand for it."""
+    return gl.load(table + gl.minimum(block * 2, final_page)), gl.load(table + gl.minimum(block * 2 + 1, final_page))
+
+
+@gluon.jit
 def _load_queries(
     q_desc, q_smem, q_full, q_empty, turn, q_first, head, Q_STAGES: gl.constexpr, D: gl.constexpr
 ):  # fmt: skip
@@ -61,8 +67,8 @@ def load_listed(
     heads, kv_heads, together, most, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, D: gl.constexpr,
     PERMUTE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: a block of keys is two pages, each by its own TMA box. The plan is older than the kernel before
-    this one.
+    """The loading warp: a block of keys is two pages, each by its own TMA box. Plan and block table are older than the
+    kernel before this one.
     """
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars
     bits: gl.constexpr = k_desc.dtype.primitive_bitwidth
@@ -70,23 +76,26 @@ def load_listed(
     KB: gl.constexpr = D // DB
     turn = 0
     i = 0
-    valid, row, head, q_first, _q_end, _position, length, count, _begin, listed, _partial = sparse_item(
+    valid, row, head, q_first, _q_end, position, length, count, begin, listed, _partial = sparse_item(
         pieces_ptr, turn, items, heads, together, most
     )
+    # A list begins with the tile's own block, whose pages are known before the list is.
+    table = table_ptr + row.to(gl.int64) * table_stride
+    final_page = gl.maximum((length + 63) // 64 - 1, 0)
+    first, second = _pages(table, position // 128, final_page)
     if EARLY:
         gdc_wait()
     while valid:
-        table = table_ptr + row.to(gl.int64) * table_stride
-        final_page = gl.maximum((length + 63) // 64 - 1, 0)
         kv_head = head // (heads // kv_heads)
-        # The next block's number is on its way while this one's pages are waited for.
-        block = gl.load(blocks_ptr + listed)
+        if begin > 0:
+            first, second = _pages(table, gl.load(blocks_ptr + listed), final_page)
+        following = gl.load(blocks_ptr + listed + gl.minimum(1, count - 1))
         for entry in range(count):
-            following = gl.load(blocks_ptr + listed + gl.minimum(entry + 1, count - 1))
+            # The next block's pages and the number of the one after it are on their way while this one's are loaded.
+            next_first, next_second = _pages(table, following, final_page)
+            following = gl.load(blocks_ptr + listed + gl.minimum(entry + 2, count - 1))
             stage = i % STAGES
             phase = ((i // STAGES) & 1) ^ 1
-            first = gl.load(table + gl.minimum(block * 2, final_page))
-            second = gl.load(table + gl.minimum(block * 2 + 1, final_page))
             mbarrier.wait(k_empty.index(stage), phase)
             mbarrier.expect(k_full.index(stage), 128 * D * bits // 8)
             for p in gl.static_range(2):
@@ -115,9 +124,13 @@ def load_listed(
                     v_desc, [(page * kv_heads + kv_head) * D, 0], v_full.index(stage),
                     v_smem.index(stage).slice(p * D, D),
                 )  # fmt: skip
-            block = following
+            first = next_first
+            second = next_second
             i += 1
         turn += 1
-        valid, row, head, q_first, _q_end, _position, length, count, _begin, listed, _partial = sparse_item(
+        valid, row, head, q_first, _q_end, position, length, count, begin, listed, _partial = sparse_item(
             pieces_ptr, turn, items, heads, together, most
         )
+        table = table_ptr + row.to(gl.int64) * table_stride
+        final_page = gl.maximum((length + 63) // 64 - 1, 0)
+        first, second = _pages(table, position // 128, final_page)

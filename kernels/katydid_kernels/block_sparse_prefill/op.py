@@ -32,7 +32,8 @@ def block_sparse_prefill(
 
     Args:
         q, k_pages, v_pages, block_table, context_lens, scale, q_scale, k_scale, v_scale: as in `prefill_attention`.
-        plan: of `sparse_plan` for these rows.
+        plan: of `sparse_plan` for these rows; it and ``block_table`` are older than the preceding kernel, before whose
+            end this one starts.
         blocks: int32 ``[tiles, heads, at least plan.most]`` of `stem_select`: each list holds as many blocks as its
             tile keeps, the tile's own first, none twice, none after its own.
         out: where to write, q's shape (bf16 for e4m3 queries, else q's dtype).
