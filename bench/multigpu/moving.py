@@ -27,16 +27,21 @@ def rebalance(own: Rank, plan: ParallelPlan, groups: RankGroups, batch: int, con
     balancer.connect()
     share.model.before_pass = Lockstep(groups.step, share.model.take_part, balancer).enter
     decoding = Decoding(runs, rows, context)
-    took: dict[str, list[float]] = {"still": [], "moving": [], "planning": []}
+    kinds: list[str] = []
+    seconds: list[float] = []
     for _ in range(steps):
         before = balancer.state
         started = time.perf_counter()
         decoding.step()
-        seconds = own.slowest(time.perf_counter() - started)
+        runs.synchronize()
+        seconds.append(time.perf_counter() - started)
         begun = before.layers_moved == before.layers and balancer.state.layers_moved < balancer.state.layers
-        kind = "planning" if begun else "still" if before.layers_moved == before.layers else "moving"
-        took[kind].append(seconds)
+        kinds.append("planning" if begun else "still" if before.layers_moved == before.layers else "moving")
     decoding.end()
+    # Ranks pass together, so a step's kind is the same on all; its time is that of the slowest.
+    took: dict[str, list[float]] = {"still": [], "moving": [], "planning": []}
+    for kind, slowest in zip(kinds, own.slowest_of(seconds), strict=True):
+        took[kind].append(slowest)
     state = balancer.state
     name = f"rebalance, {plan}, {batch} requests"
     own.note(f"{name}: rebalancings that moved something", state.finished, "", 1, most=False)

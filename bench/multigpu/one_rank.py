@@ -72,9 +72,14 @@ class Rank:
         return self.slowest(call())
 
     def slowest(self, seconds: float) -> float:
+        return self.slowest_of([seconds])[0]
+
+    def slowest_of(self, seconds: list[float]) -> list[float]:
+        """The slowest rank's, of each."""
         most = torch.tensor(seconds, device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        return float(most)
+        slowest: list[float] = most.tolist()
+        return slowest
 
     def meet(self) -> None:
         if not self.dry:

@@ -74,6 +74,7 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
     if device.type == "cuda":
         _choose_gpu(device)
         _check_memory(config, device)
+    _meet(config, device)
     peers = _peers(config, groups, device)
     model = load_model(
         Path(config.folder),
@@ -339,7 +340,7 @@ def _sparse_from(config: WorkerConfig) -> int:
 
 
 def _meet(config: WorkerConfig, device: torch.device) -> None:
-    """Waits for the ranks that are still loading: from here on none waits longer than ``rank_timeout_s``."""
+    """Waits for ranks that are still starting, or loading: what follows waits no longer than ``rank_timeout_s``."""
     if config.plan.world_size > 1:
         dist.all_reduce(torch.zeros(1, device=device))
 

@@ -95,9 +95,10 @@ class Rebalancer:
         self._imbalance = 1.0
 
     def connect(self) -> None:
-        """For all ranks together before there are requests: the first message between two ranks connects them, which
-        takes longer than a pass may wait."""
-        self._group.all_to_all(self._layers[0].table.chosen.new_zeros(self._group.size, 1)).wait()
+        """For all ranks together before there are requests: the first sum and the first message between two ranks
+        connect them, which takes longer than a pass may wait."""
+        nothing = self._layers[0].table.chosen.new_zeros(self._group.size, 1)
+        self._group.all_to_all(self._group.all_reduce(nothing)).wait()
 
     @property
     def state(self) -> BalanceState:
