@@ -1,0 +1,116 @@
+"""Parts of a chunk over what copy engines do: the turns are kept, and the model is the one of collectives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from katydid_engine.forward_batch import ForwardBatch, TokenRun
+from katydid_engine.loader import load_model
+from katydid_engine.parallel import ParallelPlan
+from katydid_kernels import quantize_fp8
+from katydid_kernels.peer_reduce import add_rms_norm_of_ranks_reference
+from torch import Tensor
+
+from tests.engine.thread_group import ThreadGroup, on_ranks
+from tests.tiny_model import write_tiny_model
+
+RANKS = 2
+
+
+class ReferenceCopies:
+    """What `PeerCopies` is defined by, over a group of threads; it fails where a room would be written over unread."""
+
+    def __init__(self, group: ThreadGroup) -> None:
+        self._group = group
+        self._sent: dict[int, list[Tensor]] = {}
+        self._leaving: dict[int, Tensor] = {}
+        self._gathered: dict[int, tuple[list[Tensor], list[Tensor | None]]] = {}
+        self.joined = 0
+        self.order: list[tuple[str, int]] = []
+
+    def scatter(self, part: int, x: Tensor) -> None:
+        assert part not in self._sent
+        assert part not in self._gathered
+        self.order.append(("scatter", part))
+        self._sent[part] = self._group._exchange(x)
+
+    def sum(self, part: int, x: Tensor, residual: Tensor, weight: Tensor, eps: float, own: Tensor) -> Tensor:
+        self.order.append(("sum", part))
+        rank, share = self._group.rank, len(residual)
+        mine = slice(rank * share, min((rank + 1) * share, len(x)))
+        rows = [
+            sent[mine] if source == rank else _rounded(sent[mine]) for source, sent in enumerate(self._sent.pop(part))
+        ]
+        count = len(rows[0])
+        y, total = add_rms_norm_of_ranks_reference(rows, residual[:count], weight, eps)
+        kept = torch.zeros_like(residual)
+        kept[:count], own[:count] = total, y
+        own[count:] = 0
+        self._leaving[part] = y
+        return kept
+
+    def gather(self, part: int, tokens: int, told: Tensor | None = None) -> None:
+        self.order.append(("gather", part))
+        rows = self._leaving.pop(part)
+        self._gathered[part] = (
+            self._group._exchange(rows),
+            self._group._exchange(None if told is None else told[: len(rows)]),
+        )
+
+    def gathered(self, part: int, tokens: int, told: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        self.order.append(("gathered", part))
+        rows, others = self._gathered.pop(part)
+        values, scale = quantize_fp8(torch.cat(rows))
+        assert len(values) == tokens
+        columns = torch.cat([part for part in others if part is not None]) if told else torch.empty((tokens, 0))
+        return values, scale, columns
+
+    def join(self) -> None:
+        self.joined += 1
+
+
+def _rounded(x: Tensor) -> Tensor:
+    values, scale = quantize_fp8(x)
+    return values.float() * scale[:, None]
+
+
+@pytest.mark.parametrize("plan", ["tp2,sp,ep2,fp8", "tp2,sp,fp8"])
+def test_copies_take_turns_and_lose_what_fp8_loses(plan: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    folder = write_tiny_model(tmp_path / "tiny", "hy_v3")
+    ids = [(7 * place + place * place) % 250 for place in range(61)]
+
+    def logits(group: ThreadGroup | None, copies: ReferenceCopies | None = None) -> Tensor:
+        options = {}
+        if group is not None:
+            options = {"plan": ParallelPlan.parse(plan), "collectives": group, "micro_batches": 2, "halved_from": 16}
+        model = load_model(folder, copies=copies, **options)
+        return model.logits(model.forward(ForwardBatch.pack([TokenRun(ids, 0, [0])]), model.new_kv_cache(1)))
+
+    def work(group: ThreadGroup) -> tuple[Tensor, Tensor, ReferenceCopies]:
+        copies = ReferenceCopies(group)
+        return logits(group), logits(group, copies), copies
+
+    whole = logits(None)
+    for by_collectives, by_copies, copies in on_ranks(RANKS, work):
+        loss = float((by_collectives - whole).norm() / whole.norm())
+        assert 0.01 < float((by_copies - whole).norm() / whole.norm()) < 1.7 * loss
+        assert copies.joined == 2
+        # While one part's summands are under way the other begins a block, while its rows are, the other ends it.
+        turns = copies.order[4:16]
+        assert turns == [
+            ("gathered", 0),
+            ("sum", 1),
+            ("gather", 1),
+            ("scatter", 0),
+            ("gathered", 1),
+            ("sum", 0),
+            ("gather", 0),
+            ("scatter", 1),
+            ("gathered", 0),
+            ("sum", 1),
+            ("gather", 1),
+            ("scatter", 0),
+        ], copies.order
