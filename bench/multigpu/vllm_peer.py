@@ -109,11 +109,12 @@ def measure(llm: Any, lengths: list[int], batches: list[int], tell: Any = print)
     measured = Measured(llm)
     measured.ttft_s(CHUNK, 2)
     found: Found = {"ttft_ms": {}, "step_ms": {}}
-    for batch in sorted(batches, reverse=True):
-        found["step_ms"][str(batch)] = round(1e3 * measured.step_s(batch), 3)
-        tell(json.dumps(found), flush=True)
-    for tokens in lengths:
-        found["ttft_ms"][str(tokens)] = round(1e3 * measured.ttft_s(tokens, 3 if tokens < 65536 else 1), 3)
+    sizes = [(tokens, "ttft_ms", tokens) for tokens in lengths]
+    sizes += [(batch * CONTEXT, "step_ms", batch) for batch in batches]
+    for computed, kind, size in sorted(sizes):  # those with the least to compute first
+        long = computed > 65536
+        seconds = measured.step_s(size) if kind == "step_ms" else measured.ttft_s(size, 1 if long else 3)
+        found[kind][str(size)] = round(1e3 * seconds, 3)
         tell(json.dumps(found), flush=True)
     return found
 
