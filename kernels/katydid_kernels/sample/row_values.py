@@ -68,6 +68,18 @@ def raw_logits(row, fours, valid, vocab, first, source, terms):
 
 
 @triton.jit
+def _bias(bias_ids_ptr, bias_values_ptr, i, end):
+    return tl.load(bias_ids_ptr + i, mask=i < end, other=-1), tl.load(bias_values_ptr + i, mask=i < end, other=0.0)
+
+
+@triton.jit
+def _with_bias(x, token, biased, value, first, last):
+    if (biased >= first) & (biased < last):
+        x = tl.where(token == biased, x + value, x)
+    return x
+
+
+@triton.jit
 def adjusted_logits(raw, row, fours, first, last, source, terms, PENDING: tl.constexpr):
     """fp32 ``[A, B, 4]`` of what `raw_logits` read, and the tokens. All lie before ``last``: bias of others is passed
     over.
@@ -99,10 +111,16 @@ def adjusted_logits(raw, row, fours, first, last, source, terms, PENDING: tl.con
     if bias_starts_ptr is not None:
         near = tl.sum(((biased_ids >= first) & (biased_ids < last)).to(tl.int32), 0) > 0
         if near | (end - begin > 32):
-            for i in range(begin, end):
-                biased = tl.load(bias_ids_ptr + i)
-                if (biased >= first) & (biased < last):
-                    x = tl.where(token == biased, x + tl.load(bias_values_ptr + i), x)
+            # Four at a time: their reads are under way together.
+            for i in range(begin, end, 4):
+                id0, value0 = _bias(bias_ids_ptr, bias_values_ptr, i, end)
+                id1, value1 = _bias(bias_ids_ptr, bias_values_ptr, i + 1, end)
+                id2, value2 = _bias(bias_ids_ptr, bias_values_ptr, i + 2, end)
+                id3, value3 = _bias(bias_ids_ptr, bias_values_ptr, i + 3, end)
+                x = _with_bias(x, token, id0, value0, first, last)
+                x = _with_bias(x, token, id1, value1, first, last)
+                x = _with_bias(x, token, id2, value2, first, last)
+                x = _with_bias(x, token, id3, value3, first, last)
     if allowed_ptr is not None:
         four_bits = word >> (fours % 8 * 4)
         x = tl.where((four_bits[:, :, None] & (1 << tl.arange(0, 4))[None, None, :]) != 0, x, float("-inf"))
