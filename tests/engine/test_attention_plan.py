@@ -23,6 +23,22 @@ def test_prefill_chunks_begin_behind_the_decodes() -> None:
     assert planner.planned(planned) is planned
 
 
+def test_a_single_decode_goes_token_by_token() -> None:
+    """To what each may see, beside a prompt too; two decodes go as they are."""
+    planner = AttentionPlanner(8, 2, 64, torch.device("cpu"))
+    drafted, prompt = [TokenRun([1, 0, 0], 70, [0, 1]), TokenRun([1, 0, 0], 3, [2])], TokenRun([3, 4], 0, [3])
+    one = planner.planned(ForwardBatch.pack(drafted[:1], num_decodes=1, decode_q_len=3)).attention
+    two = planner.planned(ForwardBatch.pack(drafted, num_decodes=2, decode_q_len=3)).attention
+    beside = planner.planned(ForwardBatch.pack([drafted[0], prompt], num_decodes=1, decode_q_len=3)).attention
+    assert one is not None
+    assert two is not None
+    assert beside is not None
+    assert (one.decode_lens.tolist(), one.decode_q_len) == ([71, 72, 73], 1)
+    assert one.decode_table.tolist() == [[0, 1]] * 3
+    assert (two.decode_lens.tolist(), two.decode_q_len) == ([73, 6], 3)
+    assert beside.decode_lens.tolist() == [71, 72, 73]
+
+
 @pytest.mark.gpu
 def test_layers_share_one_plan_of_each_kind() -> None:
     device = torch.device("cuda")
