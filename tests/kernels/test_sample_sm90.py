@@ -24,13 +24,13 @@ def compiled() -> list[dict]:
 
 
 def test_hardly_anything_spills(compiled: list[dict]) -> None:
-    """The few bytes allowed are the choice's, which has paths that few rows take."""
+    """The few words allowed are the choice's: scalars, and paths that few rows take."""
     assert {line["case"] for line in compiled} == {"all", "logprobs", "verify", "advance"}
-    assert [line for line in compiled if line["stack_bytes"] > 32 * (line["kernel"] == "choose_kernel")] == []
+    assert [line for line in compiled if line["stack_bytes"] > 128 * (line["kernel"] == "choose_kernel")] == []
 
 
 def test_two_scans_fit_an_sm_and_their_loads_are_wide(compiled: list[dict]) -> None:
     scans = {line["case"]: line for line in compiled if line["kernel"] == "scan_kernel"}
     assert max(line["registers"] for line in scans.values()) <= 128
-    assert scans["all"]["opcodes"]["LDG.E.128"] == 4  # 16 logits a thread
-    assert scans["all"]["opcodes"]["LDG.E.64"] >= 4  # and their counts
+    assert scans["all"]["opcodes"]["LDG.E.128"] == 8  # 16 logits a thread, of the first tile and of the next
+    assert scans["all"]["opcodes"]["LDG.E.64"] >= 8  # and their counts
