@@ -89,9 +89,8 @@ def test_no_row_falls_behind_its_target_and_all_end(seed: int) -> None:
     _, replayed = attained(TTFT_S, seed)
     for times in replayed.times.values():
         assert times, "it came to its end"
-        means = [(time - times[0]) / number for number, time in enumerate(times) if number]
-        # A row that has just begun has nothing to spend; a step that nobody decodes in may be under way then.
-        assert all(mean <= 1.05 * TPOT_S for mean in means[10:])
+        # A row is lent the time of 40 tokens, and has it back when it has gone on for a while.
+        assert all(time - times[0] <= 1.05 * TPOT_S * (number + 40) for number, time in enumerate(times))
 
 
 def test_more_are_in_time_than_in_order() -> None:
@@ -122,7 +121,7 @@ def test_a_prompt_that_cannot_be_in_time_disturbs_nobody() -> None:
 def test_priority_comes_first_but_the_others_move() -> None:
     replayed = Replayed(TTFT_S)
     replayed.ask(10, 3000)
-    slow, fast = replayed.ask(5000, 1), replayed.ask(20_000, 1, priority=1)
+    slow, fast = replayed.ask(15_000, 1), replayed.ask(20_000, 1, priority=1)
     while not (replayed.times[slow] and replayed.times[fast]):
         replayed.step()
     assert replayed.times[fast] < replayed.times[slow]

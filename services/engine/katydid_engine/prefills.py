@@ -2,8 +2,9 @@
 
 With no targets every prompt gets a share of a step's tokens. With a target for the time between tokens, and with one
 for the time to the first, a step beside decodes belongs to one prompt (``prompt_order.py``), and takes no longer than a
-row may wait for its token (``token_budget.py``). Where prompts would be late at that pace, but not at a faster one, and
-all rows have been faster than their target, they wait longer for once: none comes to be slower than its target so.
+row may wait for its token (``token_budget.py``). Where prompts would be late at that pace, but not at a faster one,
+rows wait longer for once, out of what they have been faster than their target, and will be: a row's mean is what
+counts, and few answers end with the next tokens.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from katydid_engine.token_budget import TokenBudget, deal_chunks
 
 __all__ = ["Prefills"]
 
-# Of what rows are ahead of their target one step spends at most; and how many targets it takes at most.
-_SPENT, _LONGEST = 0.5, 8.0
+# Of what rows are ahead of their target one step spends at most; how many targets it takes at most; and how many tokens
+# a row is taken to be still good for.
+_SPENT, _LONGEST, _TO_COME = 0.5, 8.0, 40
 _TURNS = 8
 
 
@@ -95,6 +97,6 @@ class Prefills:
 
 
 def _ahead(sequence: Sequence, target_s: float, now: float) -> float:
-    """Seconds by which a row's tokens have come earlier than its target asks."""
+    """Seconds by which a row's tokens have come earlier than its target asks, or may come later for a while."""
     first = sequence.live.first_token_at
-    return 0.0 if first is None else target_s * (sequence.num_new_output - 1) - (now - first)
+    return 0.0 if first is None else target_s * (sequence.num_new_output - 1 + _TO_COME) - (now - first)
