@@ -75,7 +75,7 @@ def launch_few(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """The kernel for up to 16 rows of x in e4m3 or, up to 8 and without a scale, in bf16."""
+    """The kernel for up to 8 rows of x in e4m3 or, without a scale, in bf16."""
     groups = weight.scales.shape[-2]
     words = x.view(torch.int64 if x_scale is None else torch.int32)
     few_w4a8_kernel[(len(weight.codes) * 4,)](
@@ -83,7 +83,7 @@ def launch_few(
         weight.codes.view(torch.int32), weight.scales, bias, residual, 0 if residual is None else residual.stride(0),
         out, out.stride(0), x.shape[0], weight.rows, weight.cols,
         WARPS=tile.warps, GROUPS=triton.next_power_of_2(triton.cdiv(groups, tile.warps)),
-        BLOCKS=1 if len(x) <= 8 else 2, QUANTISE=x_scale is None, num_warps=tile.warps, launch_pdl=True,
+        ROWS=triton.next_power_of_2(len(x)), QUANTISE=x_scale is None, num_warps=tile.warps, launch_pdl=True,
     )  # fmt: skip
     return out
 

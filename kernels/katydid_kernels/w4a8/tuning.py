@@ -28,15 +28,15 @@ class FewTile:
     warps: int
 
 
-# Rows of x in e4m3, in bf16, and their columns, up to which the kernel for the fewest rows is the faster one.
-_FEW_ROWS, _FEW_WIDE_ROWS, _FEW_COLUMNS = 16, 8, 8192
+# Rows of x and their columns up to which the kernel for the fewest rows is the faster one.
+_FEW_ROWS, _FEW_COLUMNS = 8, 8192
 
 
 def few_tile(x: Tensor, weight: Int4Weight) -> FewTile | None:
     """The tile for so few rows of x, or None where another kernel is faster or it cannot read them."""
-    wide = x.dtype == torch.bfloat16
-    fits = x.data_ptr() % 16 == 0 and x.stride(0) % 4 == 0 and weight.cols % 4 == 0 and weight.cols <= _FEW_COLUMNS
-    if not fits or len(x) > (_FEW_WIDE_ROWS if wide else _FEW_ROWS) or not (wide or x.element_size() == 1):
+    readable = x.dtype == torch.bfloat16 or x.element_size() == 1
+    fits = x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0 and weight.cols % 16 == 0 and weight.cols <= _FEW_COLUMNS
+    if not readable or not fits or len(x) > _FEW_ROWS:
         return None
     return FewTile(4 if weight.cols <= 1024 else 8 if weight.cols <= 4096 else 16)
 
