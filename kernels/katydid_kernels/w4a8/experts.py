@@ -13,10 +13,11 @@ import triton
 from torch import Tensor
 
 from katydid_kernels.gemm.combine import combine
-from katydid_kernels.gemm.launch import sm_count
+from katydid_kernels.gemm.launch import descriptor, sm_count
 from katydid_kernels.gemm.plain import scale_step
 from katydid_kernels.gemm.plan import RoutePlan, plan_routes
 from katydid_kernels.gemm.tuning import summed_at_once
+from katydid_kernels.w4a8.experts_dealt_kernel import experts_dealt_w4a8_kernel
 from katydid_kernels.w4a8.experts_decode_kernel import experts_decode_w4a8_kernel
 from katydid_kernels.w4a8.experts_few_kernel import experts_few_w4a8_kernel
 from katydid_kernels.w4a8.launch import launch_grouped, rows_layout, weight_descriptors
@@ -109,19 +110,20 @@ def launch_few_experts(
     workspace: Int4ExpertWorkspace,
     first_expert: int,
     shared: Tensor | None,
+    warps: int = 8,
     ctas: int = 2,
 ) -> Tensor:
-    warps, h = 8, workspace.h
+    h = workspace.h
     words = x.view(torch.int32)
     experts_few_w4a8_kernel[(ctas * sm_count(x.device),)](
         words, words.stride(0), w13.codes.view(torch.int32), w13.scales, w2.codes.view(torch.int32), w2.scales,
-        h, h.stride(0), weights, shared, out, ids, first_expert, len(w2.codes), workspace.counters, workspace.sync,
+        h, h.stride(0) // 4, weights, shared, out, ids, first_expert, len(w2.codes), workspace.counters, workspace.sync,
         x_scale, scale_step(x_scale), h_scale, len(x),
         H=w2.rows, WIDTH=w2.cols, TOP_K=ids.shape[1], WARPS=warps,
         GROUPS=triton.next_power_of_2(triton.cdiv(w2.rows, 128 * warps)),
         PAIRS=triton.next_power_of_2(triton.cdiv(ids.shape[1], warps)),
         EACH=triton.next_power_of_2(triton.cdiv(w2.cols, 128)),
-        num_warps=warps, maxnreg=256 // ctas, launch_pdl=True,
+        num_warps=warps, maxnreg=min(255, 2048 // (warps * ctas)), launch_pdl=True,
     )  # fmt: skip
     return out
 
@@ -142,6 +144,17 @@ def _launch_decode(
     planned: bool,
 ) -> None:
     plan = workspace.plan
+    if planned and tile.row_warps == 9:
+        h = workspace.h
+        experts_dealt_w4a8_kernel[(sm_count(x.device),)](
+            x, x.stride(0), *weight_descriptors(w13), *weight_descriptors(w2), descriptor(h, [tile.tokens, 128]), h,
+            h.stride(0), workspace.y, weights, shared, out, plan.rows, plan.slots, plan.tiles, plan.tile_count,
+            workspace.counters, workspace.sync, x_scale, h_scale, x.shape[0],
+            H=w2.rows, WIDTH=w2.cols, TOP_K=ids.shape[1], PADDED=triton.next_power_of_2(ids.shape[1]),
+            SUM=summed_at_once(len(x)), TOKENS=tile.tokens, STAGES=tile.stages, SCALE_A_TOKEN=x_scale.numel() > 1,
+            X_LAYOUT=rows_layout(tile.tokens), num_warps=4, maxnreg=128, launch_pdl=True,
+        )  # fmt: skip
+        return
     sorted_pairs = (plan.rows, plan.slots, plan.tiles, plan.tile_count) if planned else (None, None, None, None)
     experts_decode_w4a8_kernel[(tile.ctas * sm_count(x.device),)](
         x, x.stride(0), *weight_descriptors(w13), *weight_descriptors(w2), workspace.h, workspace.h.stride(0),
