@@ -4,8 +4,8 @@
         scheduler.commit(plan, runner.run(plan))
 
 Rules, each the cure of a failure known from the field:
-- Decodes come first and cost one token of the budget each, so a long prefill never starves them; a prefill leaves half
-  of what is left to those behind it, so it does not starve a short newcomer either.
+- Decodes come first and cost one token of the budget each, so a long prefill never starves them; what they leave goes
+  to prompts so that a long one does not starve a short newcomer either (``prefills.py``).
 - A sequence is admitted only with pages for its whole input (and ``watermark_pages`` to spare), never for its first
   chunk alone. One that does not fit lets smaller ones pass, but only ``max_bypass`` times.
 - When pages run out the last in order (lowest priority, then newest) is preempted and recomputed later; the first in
