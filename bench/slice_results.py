@@ -2,7 +2,8 @@
 
     python bench/slice_results.py FILE...        files of --json; of equal figures the last one's stays
 
-Figures that compare two others (a plan with another, drafts with none, int4 with fp8) are made here.
+Figures that compare two others (a plan with another, drafts with none, int4 with fp8) or count launches are made here.
+The results themselves may be the first FILE: what no other file has stays, with the commit that it is of.
 """
 
 from __future__ import annotations
@@ -33,6 +34,17 @@ BARS: tuple[tuple[str, float | None, str | None, tuple[float, ...] | None], ...]
     (TP8 + r"decode of 16 at 4096$", 0.0072, SGLANG, (0.0112,)),
     (TP8 + r"decode of 64 at 4096$", 0.0125, SGLANG, (0.0137,)),
     (r"p99 between tokens of 32 streams", 0.050, None, None),
+)
+LAYER_PHASES = (
+    "attention",
+    "experts",
+    "router",
+    "norms",
+    "qkv",
+    "qkv post",
+    "output projection",
+    "shared expert",
+    "dense layers",
 )
 # Of the floor that a step must reach at least.
 FLOORS = ((r"dp8,ep8 rank 0, fp8, fp8 KV: decode of (16 at 32768|32 at \d+)$", 0.70),)
@@ -84,6 +96,8 @@ def compared(rows: dict[str, Row]) -> list[Row]:
             name = f"one draft of which 70 % count as right, batch {batch} at {context}: tokens a second over none"
             made.append(_row(name, gain, "x", bar, bar is None or gain >= bar))
         int4 = rows.get(f"tp8 rank 0, w4a8, fp8 KV: decode of {batch} at {context}")
+        if "launches" in plain:
+            made.append(_launches(plain, batch, context))
         if int4 is not None:
             gain = 100 * (plain["value"] / int4["value"] - 1)
             made.append(_row(f"W4A8 over fp8, batch {batch} at {context}: tokens a second", gain, "%", 28, gain >= 28))
@@ -103,6 +117,14 @@ def sustained(rows: dict[str, Row]) -> list[Row]:
             more = {key: row[key] for key in ("requests_per_s", "ttft_s", "tpot_s", "prompt_mean", "cached_share")}
             made.append(_row(figure, rate, "requests/s", None, True, share=row["value"], **more))
     return made
+
+
+def _launches(row: Row, batch: int, context: int) -> Row:
+    """Of one layer of Hy3's 80; the plan of attention and the final norm, once a step, are no layer's."""
+    launches: dict[str, int] = row["launches"]
+    each = (sum(launches[phase] for phase in LAYER_PHASES) - 2) // 80
+    bar = 8 if batch > 1 else None
+    return _row(f"launches of a layer of a decode step, batch {batch} at {context}", each, "", bar, each <= 8)
 
 
 def _best(rows: dict[str, Row], pattern: str) -> Row | None:
@@ -125,6 +147,7 @@ def _row(figure: str, value: float, unit: str, bar: float | None, met: bool, **m
         "peer_value": None,
         "bar": bar,
         "met": None if bar is None else met,
+        "derived": True,
         **more,
     }
 
@@ -143,7 +166,8 @@ def main() -> None:
     for path in options.files:
         told = json.loads(path.read_text())
         record |= {key: told[key] for key in ("gpu", "versions", "step_times") if key in told}
-        rows |= {row["figure"]: row for row in told["rows"]}
+        old = {"commit": told["commit"]} if path.resolve() == RESULTS and "commit" in told else {}
+        rows |= {row["figure"]: old | row for row in told["rows"] if not row.get("derived")}
     record["rows"] = [barred(row) for row in rows.values()] + compared(rows) + sustained(rows)
     RESULTS.write_text(json.dumps(record, indent=1) + "\n")
     for row in record["rows"]:
