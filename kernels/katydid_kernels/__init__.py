@@ -43,6 +43,7 @@ from katydid_kernels.quantize_rows import (
 )
 from katydid_kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from katydid_kernels.rope import rope, rope_reference, rope_table
+from katydid_kernels.round_columns import round_columns, round_columns_reference
 from katydid_kernels.router import RoutedRows, RouterWeight, add_rms_norm_route, router, router_reference
 from katydid_kernels.row_dispatch import gather_rows, join_rows, route_rows, scatter_rows, split_rows
 from katydid_kernels.sample import (
@@ -142,6 +143,8 @@ __all__ = [
     "rope",
     "rope_reference",
     "rope_table",
+    "round_columns",
+    "round_columns_reference",
     "route_rows",
     "router",
     "router_reference",

@@ -9,29 +9,19 @@ consecutive columns and the scales that were chosen before, so that any reader o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
+from katydid_kernels import round_columns
 from torch import Tensor
 
 from katydid_engine.quantization import GROUP
 
-__all__ = ["E4M3", "INT4", "Grid", "follow_drift", "gptq", "output_error", "refit_scales"]
+__all__ = ["E4M3", "INT4", "follow_drift", "gptq", "output_error", "refit_scales"]
 
 _BLOCK = 128
 
 
-@dataclass(frozen=True)
-class Grid:
-    """The values that a weight over its scale may take: ``round`` finds the nearest, ``dtype`` holds them."""
-
-    round: Callable[[Tensor], Tensor]
-    dtype: torch.dtype
-
-
-INT4 = Grid(lambda x: x.round().clamp(-8, 7), torch.int8)
-E4M3 = Grid(lambda x: x.clamp(-448, 448).to(torch.float8_e4m3fn).float(), torch.float8_e4m3fn)
+# What holds the values that a weight over its scale may take: -8 to 7, or all of e4m3.
+INT4, E4M3 = torch.int8, torch.float8_e4m3fn
 
 
 def gptq(
@@ -41,7 +31,7 @@ def gptq(
     *,
     damping: float = 0.01,
     act_order: bool = True,
-    grid: Grid = INT4,
+    grid: torch.dtype = INT4,
 ) -> Tensor:
     """Codes ``[B, N, K]`` of the grid.
 
@@ -50,6 +40,7 @@ def gptq(
         hessian: fp32 ``[B, K, K]``, sums of x x^T over the calibration rows; columns that no row touches may be zero.
         scales: ``[B, N, ceil(K / 128)]`` of groups of 128 columns, of either sign; or ``[B, N, 1]`` of whole rows.
         damping: what is added to the diagonal, as a share of its mean.
+        grid: INT4 or E4M3.
     """
     hessian, order = _prepared(hessian, damping, act_order)
     columns = weight.shape[-1]
@@ -61,15 +52,10 @@ def gptq(
     codes = torch.empty_like(work)
     for begin in range(0, columns, _BLOCK):
         end = min(begin + _BLOCK, columns)
-        block, errors = work[..., begin:end], torch.empty_like(work[..., begin:end])
-        for column in range(begin, end):
-            value, scale = work[..., column], column_scales[..., column]
-            codes[..., column] = code = grid.round(value / scale)
-            error = (value - code * scale) / spread[:, column, column, None]
-            block[..., column - begin :] -= error[..., None] * spread[:, None, column, column:end]
-            errors[..., column - begin] = error
-        work[..., end:] -= errors @ spread[:, begin:end, end:]
-    return torch.empty_like(codes).scatter_(2, order[:, None].expand_as(codes), codes).to(grid.dtype)
+        part = slice(begin, end)
+        codes[..., part], errors = round_columns(work[..., part], column_scales[..., part], spread[:, part, part], grid)
+        work[..., end:] -= errors @ spread[:, part, end:]
+    return torch.empty_like(codes).scatter_(2, order[:, None].expand_as(codes), codes).to(grid)
 
 
 def refit_scales(weight: Tensor, hessian: Tensor, codes: Tensor, *, damping: float = 0.01) -> Tensor:
