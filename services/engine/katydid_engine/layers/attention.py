@@ -16,6 +16,7 @@ from katydid_kernels import (
     stem_select,
 )
 from katydid_kernels.gemm.dense import runs_gluon
+from katydid_kernels.linear_few import FEW_ROWS
 from katydid_runtime.errors import ModelFolderError
 from torch import Tensor
 
@@ -81,7 +82,8 @@ class Attention:
         self._eps = config.rms_norm_eps
         self._rotated_keys = config.quantization.rotated_keys
         self._scale = config.head_dim**-0.5
-        # A token's heads are in one CTA's hands then, which quantises them for the output product.
+        # A token's heads are in one CTA's hands then, which quantises them for the output product; of the fewest rows
+        # that product does so on its way, at less cost.
         heads = config.num_heads // weights.size
         self._quantises = (
             self._overlap
@@ -114,7 +116,7 @@ class Attention:
             q, q_scale = qkv_post_fp8(
                 *operands, **norms, k_scale=self._k_scale, v_scale=self._v_scale, overlap=self._overlap
             )
-        if self._quantises and batch.num_decodes == batch.num_seqs:
+        if self._quantises and batch.num_decodes == batch.num_seqs and len(q) > FEW_ROWS:
             out = torch.empty_like(q, dtype=torch.float8_e4m3fn)
             out_scale = torch.empty(len(q), dtype=torch.float32, device=q.device)
             self._decode(q, q_scale, batch, k_pages, v_pages, out, out_scale)
