@@ -99,7 +99,8 @@ class Measured:
     def _seconds(self, prompts: list[list[int]], tokens: int) -> float:
         from vllm import SamplingParams
 
-        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        # Drawn, for the best tokens of random weights are alike: then all requests would choose the same experts.
+        sampling = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         started = time.perf_counter()
         self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
         return time.perf_counter() - started
