@@ -8,10 +8,11 @@ A copy takes no multiprocessor, so a product beside it loses nothing but a littl
 writes into its peers' rooms and then raises a flag there, all by its stream; whoever reads waits for the flags by its
 own stream, takes them down, and goes on. The host waits for nothing, and a CUDA graph can hold it all.
 
-A batch has `PARTS` parts, each with rooms of its own, so that one travels while another is computed. No room is written
-to before it has been read, although nobody says so: a rank scatters the next summands of a part when it has gathered
-the rows before from everyone, who had read the summands before by then; and gathers when it has everyone's summands,
-which came of the rows before. So every scatter of a part must be followed by its gather.
+A batch has `PARTS` parts, each with rooms and a stream of its own, so that one is on its way, the sum between its two
+transfers included, while another is computed. No room is written to before it has been read, although nobody says so: a
+rank scatters the next summands of a part when it has gathered the rows before from everyone, who had read the summands
+before by then; and gathers when it has everyone's summands, which came of the rows before. So every scatter of a part
+must be followed by its gather.
 """
 
 from __future__ import annotations
@@ -60,12 +61,21 @@ class PeerCopies:
         self.memory, self.hidden, self.tokens, self.told = memory, hidden, tokens, told
         self._share = -(-tokens // memory.size)
         self._offsets = _offsets(memory.size, hidden, tokens, told)
-        self._stream = torch.cuda.Stream(memory.own.device, priority=-1) if memory.own.is_cuda else None
+        # What is on its way goes first: the other part's next block is long.
+        self._streams = [torch.cuda.Stream(memory.own.device, priority=-1) for _ in range(PARTS * memory.own.is_cuda)]
 
     @staticmethod
     def nbytes(ranks: int, hidden: int, *, tokens: int, told: int) -> int:
         """Bytes that a rank needs."""
         return _offsets(ranks, hidden, tokens, told)["end"]
+
+    def beside(self, part: int) -> AbstractContextManager[object]:
+        """What is done within is done by the part's own stream, behind all that was begun before."""
+        if not self._streams:
+            return contextlib.nullcontext()
+        stream = self._streams[part]
+        stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(stream)
 
     def scatter(self, part: int, x: Tensor) -> None:
         """Sends summands to the owners of their rows.
@@ -77,15 +87,14 @@ class PeerCopies:
         share = -(-tokens // size)
         values, scales = self._rows("outgoing", part, tokens), self._scales("outgoing scales", part, tokens)
         _quantize_kernel[(tokens,)](x, values, scales, self.hidden, BLOCK=triton.next_power_of_2(self.hidden))
-        with self._beside():
-            for step in range(1, size):
-                peer = (self.memory.rank + step) % size
-                first, last = peer * share, min((peer + 1) * share, tokens)
-                if first < last:
-                    there = self.memory.rank * self._share
-                    self._copy(peer, "summands", part, there, values[first:last])
-                    self._copy(peer, "summand scales", part, there, scales[first:last])
-                self._raise(peer, "scatter", part)
+        for step in range(1, size):
+            peer = (self.memory.rank + step) % size
+            first, last = peer * share, min((peer + 1) * share, tokens)
+            if first < last:
+                there = self.memory.rank * self._share
+                self._copy(peer, "summands", part, there, values[first:last])
+                self._copy(peer, "summand scales", part, there, scales[first:last])
+            self._raise(peer, "scatter", part)
 
     def sum(self, part: int, x: Tensor, residual: Tensor, weight: Tensor, eps: float, own: Tensor) -> Tensor:
         """When all summands of this rank's rows are there: returns the new residual, and fills ``own`` with its norm,
@@ -122,12 +131,11 @@ class PeerCopies:
             kept = self._told("leaving told", part, rows, told.shape[1])
             kept.copy_(told[:rows])
             parts.append(("gathered told", kept))
-        with self._beside():
-            for step in range(size):
-                peer = (rank + step) % size
-                for name, values in parts if rows else ():
-                    self._copy(peer, name, part, first, values)
-                self._raise(peer, "gather", part)
+        for step in range(size):
+            peer = (rank + step) % size
+            for name, values in parts if rows else ():
+                self._copy(peer, name, part, first, values)
+            self._raise(peer, "gather", part)
 
     def gathered(self, part: int, tokens: int, told: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """All rows, once they are there: e4m3 ``[T, hidden]``, their scales fp32 ``[T]``, and what was told of them,
@@ -141,27 +149,20 @@ class PeerCopies:
 
     def join(self) -> None:
         """The present stream goes on when what was sent has left: a capture must end with it."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
-
-    def _beside(self) -> AbstractContextManager[object]:
-        """What is done within is done by the stream of copies, behind all that was begun before."""
-        if self._stream is None:
-            return contextlib.nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._stream)
+        for stream in self._streams:
+            torch.cuda.current_stream().wait_stream(stream)
 
     def _copy(self, peer: int, name: str, part: int, first: int, values: Tensor) -> None:
         begin = self._offsets[f"{name} {part}"] + first * values[0].nbytes
         self.memory.buffers[peer][begin : begin + values.nbytes].copy_(values.view(torch.uint8).view(-1))
 
     def _raise(self, peer: int, kind: str, part: int) -> None:
-        if self._stream is not None:
+        if self._streams:
             stream = torch.cuda.current_stream().cuda_stream
             _call("cuStreamWriteValue32_v2", stream, self._flag(peer, kind, part, self.memory.rank), 1, 0)
 
     def _await(self, kind: str, part: int) -> None:
-        if self._stream is None:
+        if not self._streams:
             return
         stream, rank = torch.cuda.current_stream().cuda_stream, self.memory.rank
         sources = [source for source in range(self.memory.size) if source != rank or kind == "gather"]

@@ -51,6 +51,8 @@ def lamport_kernel(
     room = (number % 3).to(tl.int64) * (RANKS * source_words)
     mine = tl.load(pointers_ptr + rank).to(tl.pointer_type(tl.int32))
     x = tl.load(x_ptr + row.to(tl.int64) * words + word, mask=inside, other=0)
+    if weight_ptr is not None:
+        residual = tl.load(residual_ptr + place, mask=within, other=0.0).to(tl.float32)
     x = tl.where((x & 0xFFFF) == 0x8000, x & -65536, x)
     x = tl.where((x & -65536) == -2147483648, x & 0xFFFF, x)
     if SEND:
@@ -59,8 +61,6 @@ def lamport_kernel(
             target = tl.multiple_of(theirs + room + rank * source_words + row * words, 16)
             tl.store(target + word, x, mask=inside & (peer != rank))
     if RECEIVE:
-        if weight_ptr is not None:
-            residual = tl.load(residual_ptr + place, mask=within, other=0.0).to(tl.float32)
         old = ((number + 2) % 3).to(tl.int64) * (RANKS * source_words)
         for peer in tl.static_range(RANKS):
             target = tl.multiple_of(mine + old + peer * source_words + row * words, 16)
