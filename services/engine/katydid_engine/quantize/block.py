@@ -15,6 +15,7 @@ from torch import Tensor
 
 from katydid_engine.model_config import ModelConfig
 from katydid_engine.quantize.pages import PageRounding
+from katydid_engine.quantize.precision import causal_attention
 from katydid_engine.quantize.rows import Rows, plain_rows
 
 __all__ = ["Block", "rms_norm", "rotary_angles"]
@@ -100,7 +101,7 @@ class Block:
         q, k, v = (part.transpose(1, 2) for part in (heads if self.pages is None else self.pages(*heads)))
         group = self.config.num_heads // self.config.num_kv_heads
         k, v = (part.repeat_interleave(group, 1) for part in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = causal_attention(q, k, v)
         return self.rows(out.transpose(1, 2).flatten(2))
 
     def leave_attention(self, x: Tensor, rows: Tensor) -> Tensor:
