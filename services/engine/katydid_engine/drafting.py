@@ -8,12 +8,10 @@ rejected draft are written again by the step that gets there.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
-from katydid_kernels.sample import SamplingBatch, sample
 from torch import Tensor
 
 from katydid_engine.batch_builder import BuiltBatch
@@ -30,7 +28,7 @@ class DraftModel(Protocol):
 
     def draft(self, batch: ForwardBatch, hidden: Tensor, next_token_ids: Tensor, kv_cache: KvCache) -> Tensor: ...
 
-    def logits(self, hidden: Tensor) -> Tensor: ...
+    def likeliest(self, hidden: Tensor) -> Tensor: ...
 
 
 def next_token_ids(batch: ForwardBatch, following: Sequence[int], sampled: Tensor, runs: Sequence[int]) -> Tensor:
@@ -108,7 +106,7 @@ def further_drafts(
     """
     batch = built.forward
     states = states.index_select(0, at)
-    tokens = _likeliest(model.logits(states))
+    tokens = model.likeliest(states)
     drafts = [tokens]
     if depth == 1:
         return tokens.unsqueeze(1)
@@ -135,29 +133,6 @@ def further_drafts(
             max_context_len=batch.max_context_len + ahead,
         )
         states = model.draft(step, states, tokens, kv_cache)
-        tokens = _likeliest(model.logits(states))
+        tokens = model.likeliest(states)
         drafts.append(tokens)
     return torch.stack(drafts, dim=1)
-
-
-def _likeliest(logits: Tensor) -> Tensor:
-    """int32 ``[R]``; a GPU's sampler looks at a row with many programs, where argmax has one."""
-    if not logits.is_cuda:
-        return logits.argmax(dim=-1).to(torch.int32)
-    return sample(logits, _greedy(len(logits), logits.device))
-
-
-@functools.cache
-def _greedy(rows: int, device: torch.device) -> SamplingBatch:
-    """Kept for good: graphs that were captured with it hold its addresses."""
-    zeros, counts = torch.zeros(rows, device=device), torch.zeros(rows, dtype=torch.int32, device=device)
-    return SamplingBatch(
-        temperature=zeros,
-        top_k=counts,
-        top_p=torch.ones(rows, device=device),
-        min_p=zeros,
-        seeds=counts.long(),
-        positions=counts,
-        filters=False,
-        samples=False,
-    )

@@ -12,6 +12,7 @@ No size comes from the device, so that a CUDA graph can hold either.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from katydid_engine.collectives import Collectives
 from katydid_engine.layers.embedding import LmHead
 
-__all__ = ["sample_parts"]
+__all__ = ["likeliest", "sample_parts"]
 
 
 def sample_parts(
@@ -43,6 +44,39 @@ def sample_parts(
     told = best_of_part(logits, batch.temperature, batch.seeds, batch.positions, first=head.first, room=head.room)
     tokens, _ = best_of_parts(group.all_gather(told, 1), sound=sound)
     return tokens
+
+
+def likeliest(head: LmHead, group: Collectives, hidden: Tensor) -> Tensor:
+    """The token of each row's largest logit, int32 ``[R]``, the same on every rank of ``group``.
+
+    Args:
+        hidden: ``[R, hidden]``, the same on every rank.
+    """
+    greedy = _greedy(len(hidden), hidden.device)
+    if group.size > 1:
+        told = best_of_part(
+            head.part(hidden), greedy.temperature, greedy.seeds, greedy.positions, first=head.first, room=head.room
+        )
+        return best_of_parts(group.all_gather(told, 1))[0]
+    logits = head(hidden)
+    # A GPU's sampler looks at a row with many programs, where argmax has one.
+    return sample(logits, greedy) if logits.is_cuda else logits.argmax(dim=-1).to(torch.int32)
+
+
+@functools.cache
+def _greedy(rows: int, device: torch.device) -> SamplingBatch:
+    """Kept for good: graphs that were captured with it hold its addresses."""
+    zeros, counts = torch.zeros(rows, device=device), torch.zeros(rows, dtype=torch.int32, device=device)
+    return SamplingBatch(
+        temperature=zeros,
+        top_k=counts,
+        top_p=torch.ones(rows, device=device),
+        min_p=zeros,
+        seeds=counts.long(),
+        positions=counts,
+        filters=False,
+        samples=False,
+    )
 
 
 def _of_dealt_rows(head: LmHead, group: Collectives, logits: Tensor, batch: SamplingBatch, sound: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from katydid_engine.layers.steps import Steps, finish, interleave
 from katydid_engine.model_config import ModelConfig
 from katydid_engine.models.pipeline import Stage
 from katydid_engine.parallel import ParallelPlan
+from katydid_engine.parted_vocabulary import likeliest
 from katydid_engine.sparse_prefill import SparsePrefill
 from katydid_engine.weights import Weights
 
@@ -226,6 +227,11 @@ class DecoderLM:
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits ``[rows, vocab]`` of hidden rows ``[rows, hidden]`` (pick the rows that are sampled first)."""
         return self.head(hidden)
+
+    @torch.inference_mode()
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """The token of each row's largest logit, int32 ``[rows]``, of hidden rows ``[rows, hidden]``."""
+        return likeliest(self.head, self._context.collectives, hidden)
 
     def agree(self, kind: int, tokens: int) -> int | None:
         """Waits, before a pass of so many tokens, for its turn among the ranks that compute together, and settles the
