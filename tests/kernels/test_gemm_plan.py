@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from katydid_kernels.gemm.plan import SINGLE_LAUNCH_PAIRS, RoutePlan, max_tiles, plan_routes, plan_routes_reference
+from katydid_kernels.gemm.plan import (
+    LATE_TILE,
+    SINGLE_LAUNCH_PAIRS,
+    RoutePlan,
+    max_tiles,
+    plan_routes,
+    plan_routes_reference,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -13,11 +20,13 @@ def check(ids: torch.Tensor, experts: int, tile_rows: int, first_expert: int = 0
     reference = plan_routes_reference(ids, experts, tile_rows, first_expert=first_expert)
     for _ in range(repeats):  # the second call finds the scratch as the first left it
         plan.slots.fill_(-7)
-        plan_routes(ids, plan, experts, tile_rows, first_expert=first_expert)
+        plan_routes(ids, plan, experts, tile_rows, first_expert=first_expert, late=tile_rows >= LATE_TILE)
         slots_of = plan.slots[:tokens]
         count = int(plan.tile_count)
         assert count == int(reference.tile_count)
         assert torch.equal(plan.tiles[:count], reference.tiles)
+        if tile_rows >= LATE_TILE:
+            assert torch.equal(plan.late_tiles[:count], reference.late_tiles)
         assert torch.equal(slots_of < 0, reference.slots < 0)
         local = slots_of >= 0
         slots = slots_of[local].long()
@@ -53,6 +62,17 @@ def test_an_expert_that_every_token_goes_to() -> None:
     tokens = SINGLE_LAUNCH_PAIRS // 4 + 3
     shared = torch.full((tokens, 1), 24, dtype=torch.int32, device=DEVICE)
     check(torch.cat((routes(tokens, 4, 24), shared), dim=1), 25, 64)
+
+
+@pytest.mark.parametrize("tile_rows", [128, 192])
+def test_late_tiles_are_the_ragged_ones(tile_rows: int) -> None:
+    experts, tokens = 24, SINGLE_LAUNCH_PAIRS // 8 + 131
+    plan = check(routes(tokens, 8, experts), experts, tile_rows)
+    tiles = plan.late_tiles[: int(plan.tile_count)]
+    ragged = tiles[:, 2] - tiles[:, 1] < tile_rows
+    assert ragged.any()
+    assert not ragged.all()
+    assert torch.equal(ragged, ragged.sort().values)
 
 
 def test_experts_of_other_ranks_are_skipped() -> None:

@@ -129,7 +129,8 @@ def run_experts(
         return out
     plan = workspace.plan
     if not placed:
-        plan_routes(ids, plan, len(w2), tile.tokens, first_expert=first_expert)
+        late = isinstance(tile, UpTile) and tile.late
+        plan_routes(ids, plan, len(w2), tile.tokens, first_expert=first_expert, late=late)
     if isinstance(tile, DecodeTile):
         summed = len(ids) <= SUMMED_TOKENS
         paired = w2.shape[2] * w2.element_size() == PAIRED_ROW and not scales.of_blocks
@@ -197,7 +198,8 @@ def _launch_up(x: Tensor, w13: Tensor, scales: ExpertScales, workspace: ExpertWo
     plan = workspace.plan
     h = workspace.h if workspace.h_unquantised is None else workspace.h_unquantised
     experts_up_kernel[(sm_count(x.device),)](
-        x, x.stride(0), _interleaved(w13, tile.rows), h, plan.rows, plan.tiles, plan.tile_count,
+        x, x.stride(0), _interleaved(w13, tile.rows), h,
+        plan.rows, plan.late_tiles if tile.late else plan.tiles, plan.tile_count,
         scales.up, scales.inverse_h, scales.token,
         H=w13.shape[2], WIDTH=w13.shape[1] // 2, H_STRIDE=h.stride(0),
         TOKENS=tile.tokens - tile.extra, EXTRA=tile.extra, STAGES=tile.stages, WGS=tile.warpgroups,

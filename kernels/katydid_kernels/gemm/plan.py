@@ -22,6 +22,8 @@ __all__ = ["PLAN_FIELDS", "PlacedPairs", "RoutePlan", "max_tiles", "plan_routes"
 PLAN_FIELDS = 4
 SINGLE_LAUNCH_PAIRS = 4096
 SMALLEST_TILE = 8
+# Rows a tile has at least where its last ones are to come late.
+LATE_TILE = 128
 CHUNK_PAIRS = 1024
 
 
@@ -33,6 +35,7 @@ class RoutePlan:
     slots: int32 ``[T, top_k]``: the sorted row of each pair, -1 where the expert is not local.
     tiles: int32 ``[max_tiles, 4]``: expert, first row, end of the expert's rows, 0.
     tile_count: int32 ``[1]``: how many tiles are in use.
+    late_tiles: the same entries, where asked for, with the ragged last tile of every expert after all full ones.
     scratch: int32, zero between calls.
     bases: int32 ``[T * top_k / 1024, experts]``: the next row of a chunk within each expert's.
     """
@@ -41,6 +44,7 @@ class RoutePlan:
     slots: Tensor
     tiles: Tensor
     tile_count: Tensor
+    late_tiles: Tensor
     scratch: Tensor
     bases: Tensor
 
@@ -53,6 +57,7 @@ class RoutePlan:
             torch.empty(tokens, top_k, dtype=torch.int32, device=device),
             torch.zeros(max_tiles(pairs, experts, SMALLEST_TILE), PLAN_FIELDS, dtype=torch.int32, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
+            torch.zeros(max_tiles(pairs, experts, LATE_TILE), PLAN_FIELDS, dtype=torch.int32, device=device),
             torch.zeros(2 * experts + 1, dtype=torch.int32, device=device),
             torch.empty(triton.cdiv(pairs, CHUNK_PAIRS), experts, dtype=torch.int32, device=device),
         )
@@ -77,18 +82,22 @@ def max_tiles(pairs: int, experts: int, tile_rows: int) -> int:
     return max(1, pairs // tile_rows + min(pairs, experts))
 
 
-def plan_routes(topk_ids: Tensor, plan: RoutePlan, experts: int, tile_rows: int, *, first_expert: int = 0) -> RoutePlan:
+def plan_routes(
+    topk_ids: Tensor, plan: RoutePlan, experts: int, tile_rows: int, *, first_expert: int = 0, late: bool = False
+) -> RoutePlan:
     """Fill `plan` from int32 ``topk_ids[T, top_k]``, in tiles of `tile_rows` (8 or more) rows.
 
-    Ids outside ``first_expert + [0, experts)`` are skipped.
+    late: fill `late_tiles` too; for tiles of LATE_TILE rows or more. Ids outside ``first_expert + [0, experts)`` are
+    skipped.
     """
     pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
     block_e = max(32, triton.next_power_of_2(experts))
     early = topk_ids.is_cuda
+    late_tiles = plan.late_tiles if late else None
     if pairs <= SINGLE_LAUNCH_PAIRS:
         block = max(32, triton.next_power_of_2(pairs))
         _place_few_kernel[(1,)](
-            topk_ids, plan.scratch, plan.rows, plan.slots, plan.tiles, plan.tile_count,
+            topk_ids, plan.scratch, plan.rows, plan.slots, plan.tiles, plan.tile_count, late_tiles,
             pairs, top_k, first_expert, experts,
             TILE=tile_rows, BLOCK=block, BLOCK_E=block_e, EARLY=early,
             # A warp scans without a barrier: few pairs are placed soonest by one.
@@ -97,7 +106,8 @@ def plan_routes(topk_ids: Tensor, plan: RoutePlan, experts: int, tile_rows: int,
         return plan
     chunks = triton.cdiv(pairs, CHUNK_PAIRS)
     _place_many_kernel[(chunks,)](
-        topk_ids, plan.scratch, plan.bases, plan.tiles, plan.tile_count, pairs, first_expert, experts,
+        topk_ids, plan.scratch, plan.bases, plan.tiles, plan.tile_count, late_tiles,
+        pairs, first_expert, experts,
         TILE=tile_rows, BLOCK=CHUNK_PAIRS, BLOCK_E=block_e, EARLY=early, num_warps=8, launch_pdl=early,
     )  # fmt: skip
     _claim_kernel[(chunks,)](
@@ -115,7 +125,7 @@ def _local_expert(ids_ptr, pair, pairs, first_expert, experts):
 
 @triton.jit
 def _lay_out(
-    counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr, TILE: tl.constexpr, AT_ONCE: tl.constexpr
+    counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr, late_ptr, TILE: tl.constexpr, AT_ONCE: tl.constexpr
 ):  # fmt: skip
     """Experts one after the other: the first row of each, and the tiles its rows are cut into, AT_ONCE of them at a
     time."""
@@ -127,16 +137,30 @@ def _lay_out(
     tl.store(tile_count_ptr, tl.sum(tiles, 0))
     for first in range(0, tl.max(tiles, 0), AT_ONCE):
         i = first + tl.arange(0, AT_ONCE)[None, :]
-        entry = tiles_ptr + (first_tile[:, None] + i) * 4
-        there = i < tiles[:, None]
-        tl.store(entry, bins[:, None] + 0 * i, mask=there)
-        tl.store(entry + 1, start[:, None] + i * TILE, mask=there)
-        tl.store(entry + 2, end[:, None] + 0 * i, mask=there)
+        row = start[:, None] + i * TILE
+        _store_tile(tiles_ptr, first_tile[:, None] + i, bins[:, None], row, end[:, None], i < tiles[:, None])
+        if late_ptr is not None:
+            full = counts // TILE
+            first_full = tl.cumsum(full, 0) - full
+            _store_tile(late_ptr, first_full[:, None] + i, bins[:, None], row, end[:, None], i < full[:, None])
+            ragged = tiles - full
+            place = tl.sum(full, 0) + tl.cumsum(ragged, 0) - ragged
+            last = (i == full[:, None]) & (ragged > 0)[:, None]
+            _store_tile(late_ptr, place[:, None] + 0 * i, bins[:, None], row, end[:, None], last)
+
+
+@triton.jit
+def _store_tile(tiles_ptr, tile, expert, row, end, there):
+    entry = tiles_ptr + tile * 4
+    tl.store(entry, expert + 0 * tile, mask=there)
+    tl.store(entry + 1, row, mask=there)
+    tl.store(entry + 2, end + 0 * tile, mask=there)
 
 
 @triton.jit
 def _place_few_kernel(
-    ids_ptr, scratch_ptr, rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr, pairs, top_k, first_expert, experts,
+    ids_ptr, scratch_ptr, rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr, late_ptr,
+    pairs, top_k, first_expert, experts,
     TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
@@ -152,7 +176,7 @@ def _place_few_kernel(
     tl.debug_barrier()
     counts = tl.atomic_xchg(scratch_ptr + bins, 0, mask=bins < experts, sem="relaxed")
     counts = tl.where(bins < experts, counts, 0)
-    _lay_out(counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr, TILE, 1)
+    _lay_out(counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr, late_ptr, TILE, 1)
     tl.debug_barrier()
     slot = tl.load(starts_ptr + expert, mask=valid, other=0) + rank
     tl.store(rows_ptr + slot, pair // top_k, mask=valid)
@@ -161,7 +185,7 @@ def _place_few_kernel(
 
 @triton.jit
 def _place_many_kernel(
-    ids_ptr, scratch_ptr, bases_ptr, tiles_ptr, tile_count_ptr, pairs, first_expert, experts,
+    ids_ptr, scratch_ptr, bases_ptr, tiles_ptr, tile_count_ptr, late_ptr, pairs, first_expert, experts,
     TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
@@ -179,7 +203,7 @@ def _place_many_kernel(
         counts = tl.atomic_xchg(scratch_ptr + bins, 0, mask=bins < experts, sem="relaxed")
         counts = tl.where(bins < experts, counts, 0)
         tl.store(arrivals_ptr, 0)
-        _lay_out(counts, experts, bins, scratch_ptr + experts, tiles_ptr, tile_count_ptr, TILE, 8)
+        _lay_out(counts, experts, bins, scratch_ptr + experts, tiles_ptr, tile_count_ptr, late_ptr, TILE, 8)
 
 
 @triton.jit
@@ -200,7 +224,7 @@ def _claim_kernel(
 
 
 def plan_routes_reference(topk_ids: Tensor, experts: int, tile_rows: int, *, first_expert: int = 0) -> RoutePlan:
-    """The same plan in torch, rows of one expert in the order of their pairs."""
+    """The same plan in torch, rows of one expert in the order of their pairs; with late tiles."""
     local = topk_ids.flatten().long() - first_expert
     key = torch.where((local >= 0) & (local < experts), local, experts)
     order = torch.argsort(key, stable=True)[: int((key < experts).sum())]
@@ -210,11 +234,14 @@ def plan_routes_reference(topk_ids: Tensor, experts: int, tile_rows: int, *, fir
     for expert, count in enumerate(torch.bincount(key, minlength=experts + 1)[:experts].tolist()):
         tiles += [(expert, row, start + count, 0) for row in range(start, start + count, tile_rows)]
         start += count
+    # Sorting is stable: full tiles stay in the order of experts, and so do the others.
+    late = sorted(tiles, key=lambda tile: tile[2] - tile[1] < tile_rows)
     return RoutePlan(
         (order // topk_ids.shape[1]).int(),
         slots.view(topk_ids.shape).int(),
         torch.tensor(tiles, dtype=torch.int32, device=topk_ids.device).view(-1, PLAN_FIELDS),
         torch.tensor([len(tiles)], dtype=torch.int32, device=topk_ids.device),
+        torch.tensor(late, dtype=torch.int32, device=topk_ids.device).view(-1, PLAN_FIELDS),
         torch.empty(0, dtype=torch.int32, device=topk_ids.device),
         torch.empty(0, dtype=torch.int32, device=topk_ids.device),
     )

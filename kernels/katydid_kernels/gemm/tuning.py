@@ -77,6 +77,7 @@ class UpTile:
 
     tokens: rows of x in a tile, 128 or, without `promote`, 192.
     rows: interleaved gate and up rows a consumer warpgroup.
+    late: the ragged last tile of every expert after all full ones, so that the last round of the SMs is a short one.
     """
 
     tokens: int
@@ -86,6 +87,7 @@ class UpTile:
     promote: bool
     consumer_registers: int
     producer_registers: int
+    late: bool = False
 
     @property
     def extra(self) -> int:
@@ -123,13 +125,14 @@ def up_tile(rows: float, intermediate: int, hidden: int, dtype: torch.dtype) -> 
     expert's, else two.
 
     With rows enough, and unless `down_tile` cannot follow, tiles have 192 tokens. Their accumulator is the tensor
-    cores' own: h is rounded to e4m3 next, which costs ten times what the short accumulator does.
+    cores' own: h is rounded to e4m3 next, which costs ten times what the short accumulator does. Up to 192 rows that
+    would be a tile an expert, and hardly three rounds of the SMs; 128 tokens and a rest that is half as long fill them.
     """
     promote = dtype == _E4M3
     if intermediate % 96:
         return UpTile(128, 64, 2, 6, promote, 216, 56)
-    if hidden % 256 or rows <= 128:
-        return UpTile(128, 64, 3, 5, promote, 152, 56)
+    if hidden % 256 or rows <= 192:
+        return UpTile(128, 64, 3, 5, promote, 152, 56, late=128 < rows <= 192)
     return UpTile(192, 64, 3, 4, False, 152, 56)
 
 
