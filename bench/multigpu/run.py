@@ -38,6 +38,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("reduce", "correct", "serve", "halves", "exchange", "overlap", "rebalance", "agree", "hand-off", "lost")
+MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 Job = dict[str, Any]
 Rows = list[dict[str, Any]]
 
@@ -197,7 +198,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768, 131072], help="of prompts, tokens")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 64, 128, 256])
-    parser.add_argument("--layers", type=int, default=8, help="of Hy3 that are built at full width")
+    parser.add_argument("--layers", type=int, default=16, help="of Hy3 that are built at full width")
     parser.add_argument("--patience", type=float, default=600, help="seconds that one job may take")
     parser.add_argument("--limit", type=float, default=3600, help="seconds for all of them")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
@@ -205,6 +206,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.dry:
         options.lengths, options.batches = [128, 256], [2, 4]
+    os.environ |= MULTICAST_OFF
     until = time.monotonic() + options.limit
     todo = jobs(options.gpus, options.parts, options.lengths, options.batches, dry=options.dry)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
