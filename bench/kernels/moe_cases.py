@@ -109,7 +109,8 @@ class Batch:
         """Microseconds of each launch of a batch, by itself."""
         plan, ids, w2 = self.workspace.plan, self.ids[0], self.weights[0][1]
         tile = launches.choose_tile(ids.numel(), len(w2), w2.shape[2], w2.shape[1], w2.dtype)
-        calls = {"plan": [partial(plan_routes, ids, plan, len(w2), tile.tokens)] * 4}
+        late = isinstance(tile, UpTile) and tile.late
+        calls = {"plan": [partial(plan_routes, ids, plan, len(w2), tile.tokens, late=late)] * 4}
         if isinstance(tile, UpTile):
             up = partial(launches._launch_up, self.x, scales=self.scales, workspace=self.workspace, tile=tile)
             calls["up"] = [partial(up, w13=w13) for w13, _ in self.weights]
