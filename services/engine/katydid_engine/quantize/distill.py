@@ -8,8 +8,9 @@ norms, routers and embedding stay.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -83,17 +84,26 @@ def distill(
         return loss.detach()
 
     run = Replayed(one_step)
-    generator = torch.Generator().manual_seed(seed)
     losses: list[float] = []
-    for step in range(options.steps):
+    for step, chosen in enumerate(itertools.islice(drawn(len(ids), options.sequences, seed), options.steps)):
         part = min(1.0, (step + 1) / _WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / options.steps))
         for group, rate in zip(optimizer.param_groups, by_rate, strict=True):
             group["lr"].fill_(rate * part)
-        chosen = torch.randint(len(ids), (options.sequences,), generator=generator)
         with tf32_products(device):
             losses.append(float(run(ids[chosen].to(device))))
         report(step + 1, losses[-1])
     return [layer.matrices() for layer in learned], losses
+
+
+def drawn(count: int, each: int, seed: int) -> Iterator[Tensor]:
+    """Places of ``each`` of ``count`` sequences, without end: all of them come before any comes again."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.empty(0, dtype=torch.int64)
+    while True:
+        while len(order) < each:
+            order = torch.cat((order, torch.randperm(count, generator=generator)))
+        yield order[:each]
+        order = order[each:]
 
 
 def _divergence(found: Tensor, wanted: Tensor) -> Tensor:
