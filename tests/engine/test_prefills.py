@@ -9,7 +9,7 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from katydid_engine.block_pool import BlockPool
-from katydid_engine.plan import StepOutput, StepPlan
+from katydid_engine.plan import Run, StepOutput, StepPlan
 from katydid_engine.request import Request, Sampling
 from katydid_engine.scheduler import Scheduler, SchedulerConfig
 from katydid_engine.token_budget import TokenBudget
@@ -36,13 +36,12 @@ class Replayed:
         self.times: dict[int, list[float]] = {}
         self.steps: list[float] = []
         self._handles = itertools.count(1)
-        for length, context in ((300, 0), (60, 0), (600, 9000), (60, 9000)) * 8:
+        for length, context in ((250, 0), (60, 0), (900, 9000), (60, 9000), (2000, 0), (1500, 9000)) * 8:
             # What steps take is known.
-            budget.cost().took(
-                length,
-                length * context + length * (length + 1) / 2,
-                1e-3 + 1e-5 * length + 5e-10 * length * (context + length / 2),
-            )
+            decode = Run(1, 5, array("I", [1]), 0, array("I"))
+            prompt = Run(2, context, array("I", [1]) * length, 0, array("I"))
+            plan = StepPlan(1, runs=(decode, prompt), num_decodes=1)
+            budget.took(plan, seconds(plan))
 
     def ask(self, prompt: int, output: int, priority: int = 0) -> int:
         handle = next(self._handles)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from katydid_engine.block_pool import BlockPool
-from katydid_engine.plan import StepOutput, StepPlan
+from katydid_engine.plan import Run, StepOutput, StepPlan
 from katydid_engine.request import Request, Sampling
 from katydid_engine.scheduler import Scheduler, SchedulerConfig
 from katydid_engine.token_budget import TokenBudget, deal_chunks
@@ -27,10 +27,16 @@ def test_chunks(wanted: list[int], budget: int) -> None:
         assert chunks[1] > 0, "the second always moves"
 
 
+def step(tokens: int, context: int = 0) -> StepPlan:
+    """Of a prompt's tokens beside a decode."""
+    decode = Run(1, 5, array("I", [1]), 0, array("I"))
+    return StepPlan(1, runs=(decode, Run(2, context, array("I", [1]) * tokens, 0, array("I"))), num_decodes=1)
+
+
 def linear(budget: TokenBudget, first: float, token: float) -> None:
-    """Steps behind nothing that take so long."""
-    for tokens in (100, 300, 900) * 20:
-        budget.cost().took(tokens, tokens * (tokens + 1) / 2, first + token * tokens)
+    """Steps behind nothing that take so long, of prepared sizes and larger ones."""
+    for tokens in (100, 300, 900, 1200, 3000) * 20:
+        budget.took(step(tokens), first + token * tokens)
 
 
 def test_what_fits_the_time_goes_to_the_prompt() -> None:

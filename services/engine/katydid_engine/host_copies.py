@@ -53,9 +53,15 @@ class Arriving:
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
         if self._event is not None:
             self._event.synchronize()
+
+    def seconds_since(self, other: Arriving) -> float | None:
+        """On the device, when both have arrived; None on a host."""
+        if self._event is None or other._event is None:
+            return None
+        return float(other._event.elapsed_time(self._event)) / 1000

@@ -166,6 +166,7 @@ class StepOutput:
     why; their tokens mean nothing. ``complete`` are the sample rows whose grammar ended with their last token.
     ``packed`` and ``unpacked`` are what ended of transfers, each in the order of steps; all that the runs waited for is
     among it.
+    ``after_s``: seconds on the device from the end of the step before to this one's; None where it is not known.
     """
 
     tokens: tuple[array[int], ...] = ()
@@ -177,3 +178,9 @@ class StepOutput:
     complete: frozenset[int] = frozenset()
     packed: tuple[Moved, ...] = ()
     unpacked: tuple[Moved, ...] = ()
+    after_s: float | None = None
+
+    def seconds(self, at_most: float) -> float:
+        """What the step took, by a host that saw it begin and end ``at_most`` apart. It began when it was launched or,
+        if that is later, when the step before was over, which a host that launches the next one sees late."""
+        return at_most if self.after_s is None else min(at_most, self.after_s)

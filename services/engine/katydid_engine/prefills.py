@@ -18,8 +18,9 @@ from katydid_engine.token_budget import TokenBudget, deal_chunks
 __all__ = ["Prefills"]
 
 # Of what rows are ahead of their target one step spends at most; how many targets it takes at most; and how many tokens
-# a row is taken to be still good for.
+# a row is taken to be still good for. It is done for prompts that have more time left than they need by this share.
 _SPENT, _LONGEST, _TO_COME = 0.5, 8.0, 40
+_SURE = 0.9
 _TURNS = 8
 
 
@@ -50,14 +51,14 @@ class Prefills:
         first = prompts[0].request.priority
         served = [sequence for sequence in prompts if turn % _TURNS == 0 or sequence.request.priority == first]
         if target_s is None:
-            step_s = self._budget.cost().seconds(most, 0)
+            step_s = self._budget.step_s(most, 0, beside=False)
             chosen = self._next(served, step_s, now, turn)
         else:
             ahead_s = min(_ahead(sequence, target_s, now) for sequence in decodes)
             step_s = self._pace(served, target_s * yields, ahead_s, now)
             chosen = self._next(served, step_s, now, turn)
             most = min(most, self._budget.prompt_tokens(step_s, chosen.num_scheduled, self.sparse(chosen)))
-            took = self._budget.cost(self.sparse(chosen)).seconds(most, chosen.num_scheduled)
+            took = self._budget.step_s(most, chosen.num_scheduled, self.sparse(chosen))
             if self.sparse(chosen) and ahead_s < took - target_s and turn % _TURNS:
                 return [0] * len(wanted)  # rows get ahead first
         chunks = [0] * len(wanted)
@@ -72,8 +73,9 @@ class Prefills:
         fast_s = min(_LONGEST * smooth_s, smooth_s + _SPENT * ahead_s)
         if self._ttft_s is None or fast_s <= smooth_s:
             return smooth_s
-        smooth, fast = (len(in_time(self._dues(prompts, step_s, now))) for step_s in (smooth_s, fast_s))
-        return fast_s if fast > smooth else smooth_s
+        smooth, fast = self._dues(prompts, smooth_s, now), self._dues(prompts, fast_s, now)
+        surely = [Due(due.work_s, _SURE * due.left_s) for due in fast]
+        return fast_s if len(in_time(surely)) > len(in_time(smooth)) else smooth_s
 
     def _next(self, prompts: Several[Sequence], step_s: float, now: float, turn: int) -> Sequence:
         """The one that a step goes on with, where steps take so long."""

@@ -91,6 +91,7 @@ class Runner:
         self._before: Sampled | None = None
         self._last_rows: dict[int, int] = {}
         self._last: Launched | None = None
+        self._last_step: Launched | None = None
 
     @property
     def kv_cache(self) -> KvCache:
@@ -178,8 +179,15 @@ class Runner:
         rows, prompts = self._compute(plan) if plan.runs else (None, {})
         self._pages.join()
         launched = Launched(
-            plan, self._model.device, rows=rows, prompt_logprobs=prompts, over=self._pages.over, check=self._check
+            plan,
+            self._model.device,
+            rows=rows,
+            prompt_logprobs=prompts,
+            over=self._pages.over,
+            check=self._check,
+            before=self._last_step,
         )
+        self._last_step = launched
         if plan.runs:
             self._last = launched
         return launched

@@ -220,7 +220,7 @@ class Scheduler:
         if plan.num_decodes and plan.num_decodes == len(plan.runs) and plan.decode_q_len == 1 + plan.drafts:
             self._depth.took(plan.num_decodes, plan.drafts, seconds)
         if plan.num_prefill_tokens and self._prefills.by_time:
-            self._budget.cost(plan.sparse).took(plan.num_prefill_tokens, plan.num_prefill_pairs, seconds)
+            self._budget.took(plan, seconds)
 
     def take_outcome(self) -> Outcome:
         """What happened since the last call, for the face."""

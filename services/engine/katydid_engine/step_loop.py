@@ -110,7 +110,6 @@ class StepLoop:
         self._launch = launch
         self._ahead = thread is not None or launch is not None
         self._under_way: deque[tuple[StepPlan, Callable[[], _CarriedOut]]] = deque()
-        self._last_end = 0.0
         self._speed = Speed()
         self._stopped = False
         self._reported = Load()
@@ -145,11 +144,10 @@ class StepLoop:
         return functools.partial(self._await, plan, time.monotonic(), self._launch(plan))
 
     def _await(self, plan: StepPlan, launched: float, output: Callable[[], StepOutput]) -> _CarriedOut:
-        """The device begins a step when it is launched or, if that is later, when the one before is over."""
+        """The device may carry out the step before when this one is launched."""
         result = output()
         self._delay(plan)
-        began, self._last_end = max(launched, self._last_end), time.monotonic()
-        return result, self._last_end - began, self._profiler.step_done()
+        return result, result.seconds(time.monotonic() - launched), self._profiler.step_done()
 
     def _delay(self, plan: StepPlan) -> None:
         if plan.runs:

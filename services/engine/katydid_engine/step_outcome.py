@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from katydid_kernels.sample import Logprobs as DeviceLogprobs
@@ -68,6 +68,7 @@ class Launched:
         rows: None where nothing is sampled or this rank does not tell.
         prompt_logprobs: of the runs that asked, in parts.
         check: asked when the device is done with the step.
+        before: the step before.
         over: tells the packs and unpacks that have ended when the step has (`PageMover.over`).
     """
 
@@ -80,6 +81,7 @@ class Launched:
         prompt_logprobs: dict[int, list[DeviceLogprobs]] | None = None,
         over: Callable[[StepPlan], tuple[tuple[Moved, ...], tuple[Moved, ...]]],
         check: Callable[[], None] | None = None,
+        before: Launched | None = None,
     ) -> None:
         self.plan = plan
         self._rows = rows
@@ -89,6 +91,7 @@ class Launched:
         self._over = over
         self._check = check
         self._arriving = Arriving(device)
+        self._before = None if before is None else before._arriving
         self._output: StepOutput | None = None
 
     @property
@@ -104,7 +107,8 @@ class Launched:
             self._arriving.wait()
             if self._check is not None:
                 self._check()
-            self._output = self._told()
+            after_s = None if self._before is None else self._arriving.seconds_since(self._before)
+            self._output, self._before = replace(self._told(), after_s=after_s), None
         return self._output
 
     def _told(self) -> StepOutput:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from katydid_runtime.block_hash import BLOCK_TOKENS
 
+from katydid_engine.plan import StepPlan
 from katydid_engine.step_cost import StepCost
 
 __all__ = ["TokenBudget", "deal_chunks"]
@@ -22,27 +23,42 @@ class TokenBudget:
 
     def __init__(self, target_s: float | None, least: int, sizes: Sequence[int] = ()) -> None:
         self.target_s = target_s
-        self._costs = StepCost(), StepCost()
         self._least = least
         self._sizes = sorted(sizes)
-
-    def cost(self, sparse: bool = False) -> StepCost:
-        """Of steps whose prompts are computed so."""
-        return self._costs[sparse]
+        # A host that launches op by op may take longer than the device, so steps of each kind have a cost of their own.
+        self._prepared, self._others, self._sparse = StepCost(), StepCost(), StepCost()
 
     def prompt_tokens(self, seconds: float, context: int = 0, sparse: bool = False) -> int:
         """Prompt tokens behind ``context`` for a step beside decodes that may take so long. No steps are prepared for
         ``sparse`` prompts, whose least step is long: they take as much again for their tokens."""
-        cost = self._costs[sparse]
-        tokens = max(self._least, cost.tokens(max(seconds, 2 * cost.least_s) if sparse else seconds, context))
-        if sparse or not self._sizes or tokens >= 2 * self._sizes[-1]:
-            return tokens
-        return max((size for size in self._sizes if size <= tokens), default=self._sizes[0])
+        if sparse:
+            return max(self._least, self._sparse.tokens(max(seconds, 2 * self._sparse.least_s), context))
+        others = max(self._least, self._others.tokens(seconds, context))
+        if not self._sizes or others >= 2 * self._sizes[-1]:
+            return others
+        prepared = self._prepared.tokens(seconds, context)
+        return max((size for size in self._sizes if size <= prepared), default=self._sizes[0])
+
+    def step_s(self, tokens: int, context: int, sparse: bool = False, *, beside: bool = True) -> float:
+        """Seconds of a step with so many tokens of one prompt, ``beside`` decodes or not."""
+        return self._cost(tokens, sparse, beside).seconds(tokens, context)
 
     def prompt_s(self, tokens: int, context: int, step_s: float, sparse: bool = False) -> float:
-        """Seconds until so many tokens of a prompt are computed, in steps that take no longer than ``step_s``."""
+        """Seconds until so many tokens of a prompt are computed beside decodes, in steps that take no longer than
+        ``step_s``."""
         chunk = self.prompt_tokens(step_s, context + tokens // 2, sparse)
-        return self._costs[sparse].seconds(tokens, context, steps=max(1.0, tokens / chunk))
+        return self._cost(chunk, sparse, True).seconds(tokens, context, steps=max(1.0, tokens / chunk))
+
+    def took(self, plan: StepPlan, seconds: float) -> None:
+        """A step with prompt tokens has taken so long."""
+        tokens, prompts = plan.num_prefill_tokens, len(plan.runs) - plan.num_decodes
+        cost = self._cost(tokens, plan.sparse, bool(plan.num_decodes) and prompts == 1)
+        cost.took(tokens, plan.num_prefill_pairs, seconds)
+
+    def _cost(self, tokens: int, sparse: bool, beside: bool) -> StepCost:
+        if sparse:
+            return self._sparse
+        return self._prepared if beside and self._sizes and tokens <= self._sizes[-1] else self._others
 
 
 def deal_chunks(wanted: Sequence[int], budget: int) -> list[int]:

@@ -29,7 +29,6 @@ class OnSlice:
     def __init__(self, steps: SliceSteps) -> None:
         self._steps = steps
         self._begun: set[int] = set()
-        self._last_end = 0.0
 
     def begin(self, plan: StepPlan) -> Callable[[], tuple[StepOutput, float]]:
         began = time.perf_counter()
@@ -41,10 +40,7 @@ class OnSlice:
 
         def end() -> tuple[StepOutput, float]:
             output = launched.output()
-            now = time.perf_counter()
-            seconds = now - max(began, self._last_end)
-            self._last_end = now
-            return output, seconds
+            return output, output.seconds(time.perf_counter() - began)
 
         return end
 

@@ -48,7 +48,9 @@ class SliceSteps:
         slots = None
         if arena:
             staging = torch.zeros((1, self.object_bytes), dtype=torch.uint8)
-            slots = SlotMemory(staging, rank_slice.model.device, face=os.getpid())
+            # With its number: a thread of its own registers the memory.
+            device = torch.empty(0, device=rank_slice.model.device).device
+            slots = SlotMemory(staging, device, face=os.getpid())
         self.runner = Runner(
             rank_slice.model,
             self.pages,
