@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -121,7 +123,8 @@ def test_experts_prefill(case: tuple[int, int, int, int, int], hidden: int, dtyp
     promote = dtype == E4M3
     tiles = [UpTile(128, 64, 2, 6, promote, 216, 56)]
     if case[1] % 96 == 0:
-        tiles = [UpTile(192, 64, 3, 4, False, 152, 56), UpTile(128, 64, 3, 5, promote, 152, 56)]
+        three = UpTile(128, 64, 3, 5, promote, 152, 56)
+        tiles = [UpTile(192, 64, 3, 4, False, 152, 56), three, replace(three, late=True)]
     for tile in tiles:
         bound = UNPROMOTED_EXPERTS if dtype == E4M3 and not tile.promote else EXPERTS[dtype]
         assert check_experts(case, hidden, dtype, tile=tile) < bound
