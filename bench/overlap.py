@@ -5,7 +5,7 @@
 
 Parts:
 
-    prefill      32K tokens under a split residual in one part and in two, with what is sent taking its time and not
+    prefill      32K tokens under a split residual in two parts, as a graph, with what is sent taking its time and not
     decode       steps of data-parallel attention with shared experts, in one part and in two, as graphs
     rebalance    such steps while redundant experts move, and while they do not
 
@@ -47,13 +47,13 @@ PARTS = ("prefill", "decode", "rebalance")
 PROMPT = 32_768
 PREFILL = {"tp8,sp,fp8": (0.45, 24.5), "tp8,sp,ep8,fp8": (0.40, 24.5)}
 DECODE, ROWS, CONTEXT = "dp8,ep8", (128, 256, 512), 1024
-REBALANCE, MOVING_STEPS = "dp8,ep8+32", 160
+REBALANCE, MOVING_STEPS = "dp8,ep8+32", 96
 Rows = list[dict[str, Any]]
 
 
 class Bench:
-    def __init__(self, device: torch.device, far: torch.device | None, repeats: int) -> None:
-        self.device, self.far, self.repeats = device, far, repeats
+    def __init__(self, device: torch.device, far: torch.device | None, repeats: int, sizes: Sequence[int]) -> None:
+        self.device, self.far, self.repeats, self.sizes = device, far, repeats, sizes
         self.links = measured("h200")["nvlink_bytes_per_s"]
         self.rows: Rows = []
 
@@ -82,41 +82,35 @@ class Bench:
     def prefill(self, layers: int) -> None:
         whole = tp8_seconds() * layers / 80
         for plan, (most_s, least_percent) in PREFILL.items():
-            name = f"prefill of {PROMPT} tokens, {plan}, {layers} layers"
-            for parts in (1, 2):
-                made = self.slice_of(plan, layers, micro_batches=parts)
-                link, cache = made.link, made.model.new_kv_cache(PROMPT // 64)
-                assert link is not None
-                run = TokenRun(made.token_ids(PROMPT), 0, range(PROMPT // 64))
-                work = partial(made.model.forward, ForwardBatch.pack([run], device=self.device), cache)
-                link.on = False
-                work()
-                alone = seconds(captured(work), self.repeats)
-                self.note(f"{name}: {parts} parts, computing", alone, "s")
-                free()
-                if parts == 1:
-                    continue
-                link.on, link.carried = True, 0
+            name = f"prefill of {PROMPT} tokens, {plan}, {layers} layers, two parts"
+            made = self.slice_of(plan, layers, micro_batches=2)
+            link, cache = made.link, made.model.new_kv_cache(PROMPT // 64)
+            assert link is not None
+            run = TokenRun(made.token_ids(PROMPT), 0, range(PROMPT // 64))
+            work = partial(made.model.forward, ForwardBatch.pack([run], device=self.device), cache)
+            took = []
+            for on in (False, True):
+                link.on, link.carried = on, 0
                 work()
                 sending = link.carried / self.links
-                both = seconds(captured(work), self.repeats)
-                self.note(f"{name}: what two parts send takes", sending, "s")
-                self.note(f"{name}: two parts, with transfers", both, "s", most_s * layers / 80)
-                seen = 100 * (both - alone) / sending
-                self.note(f"{name}: of the time for sending, seen with two parts", seen, "%", 15.0)
-                lower = 100 * (1 - both / whole)
-                self.note(f"{name}: two parts, with transfers, lower than tp8", lower, "%", least_percent, most=False)
+                took.append(seconds(captured(work), self.repeats))
                 free()
-                by_op = SliceSteps(made, PROMPT)
-                by_op.prefill(PROMPT, PROMPT)
-                took = min(by_op.prefill(PROMPT, PROMPT) for _ in range(self.repeats))
-                self.note(f"{name}: two parts, with transfers, op by op", took, "s")
-                del by_op
-            del made, link, cache, work
+            alone, both = took
+            self.note(f"{name}: computing", alone, "s")
+            self.note(f"{name}: what is sent takes", sending, "s")
+            self.note(f"{name}: with transfers", both, "s", most_s * layers / 80)
+            lower = 100 * (1 - both / whole)
+            self.note(f"{name}: with transfers, lower than tp8", lower, "%", least_percent, most=False)
+            self.note(f"{name}: of the time for sending, seen", 100 * (both - alone) / sending, "%", 15.0)
+            by_op = SliceSteps(made, PROMPT)
+            by_op.prefill(PROMPT, PROMPT)
+            took_by_op = min(by_op.prefill(PROMPT, PROMPT) for _ in range(self.repeats))
+            self.note(f"{name}: with transfers, op by op", took_by_op, "s")
+            del made, link, cache, work, by_op
             free()
 
     def decode(self, layers: int) -> None:
-        for rows in ROWS:
+        for rows in self.sizes:
             took = {}
             for parts in (1, 2):
                 made = self.slice_of(DECODE, layers, micro_batches=parts, dense_first=False)
@@ -285,6 +279,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--plans", nargs="+", choices=list(PREFILL), default=list(PREFILL), help="of prefill")
+    parser.add_argument("--sizes", nargs="+", type=int, default=list(ROWS), help="rows a rank of decode")
     parser.add_argument("--layers", type=int, help="by default 80, and 12 for decode")
     parser.add_argument("--gpu", type=int, default=0)
     parser.add_argument("--far", type=int, help="GPU that what is sent is copied to")
@@ -295,7 +290,7 @@ def main() -> None:
         del PREFILL[plan]
     head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     far = None if options.far is None else torch.device("cuda", options.far)
-    bench = Bench(torch.device("cuda", options.gpu), far, options.repeats)
+    bench = Bench(torch.device("cuda", options.gpu), far, options.repeats, options.sizes)
     torch.cuda.set_device(bench.device)
     for part in options.parts:
         getattr(bench, part)(options.layers or (12 if part == "decode" else 80))

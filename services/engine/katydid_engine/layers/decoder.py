@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -33,13 +32,12 @@ class FeedForward(Protocol):
         """What all ranks must be told of the normed rows that this one keeps, int32 ``[rows, n]``; if anything."""
         ...
 
-    def of_gathered(self, rows: Activations, told: Tensor | None, pause: Callable[[], Steps[None]]) -> Steps[Tensor]:
+    def of_gathered(self, rows: Activations, told: Tensor | None) -> Tensor:
         """Of normed rows.
 
         Args:
             rows: of all tokens.
             told: what all ranks have told, of all tokens.
-            pause: in the middle.
         """
         ...
 
@@ -91,7 +89,6 @@ class DecoderLayer:
             entered, residual = yield from exchange.pass_on(self._input_norm, wanted, x, residual, tokens)
             rows = entered.rows
         attended = self._attention(rows, table, batch, k_pages, v_pages)
-        yield from exchange.pause()
         block = self.feed_forward
         if isinstance(block, DispatchedMoe):
             kept = exchange.num_kept(tokens)
@@ -100,7 +97,7 @@ class DecoderLayer:
             entered, residual = yield from exchange.pass_on(
                 self._post_norm, block.input, exchange.leave_open(attended), residual, tokens, block.told_of
             )
-            out = yield from block.of_gathered(entered.rows, entered.told, exchange.pause)
+            out = block.of_gathered(entered.rows, entered.told)
         else:
             out, residual = block.after_norm(self._post_norm, exchange.leave_in_parts(attended), residual)
         return exchange.leave_open([out]), residual

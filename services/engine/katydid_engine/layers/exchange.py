@@ -157,10 +157,6 @@ class Exchange:
         return entered, total
         yield  # a generator that does not pause
 
-    def pause(self) -> Steps[None]:
-        """Within a block: another part's turn, where there are parts."""
-        yield from ()
-
     def add_for(
         self, norm: RmsNorm, consumer: Fp8Input | None, x: BlockOutput, residual: Tensor
     ) -> tuple[Activations, Tensor]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from katydid_kernels import swiglu, swiglu_quantize
 from torch import Tensor
 
 from katydid_engine.layers.activations import Activations, QuantizedRows
 from katydid_engine.layers.linear import ColumnLinear, RowLinear
 from katydid_engine.layers.norm import RmsNorm
-from katydid_engine.layers.steps import Steps
 from katydid_engine.weights import Weights
 
 __all__ = ["DenseMlp"]
@@ -36,13 +33,7 @@ class DenseMlp:
     def told_of(self, own: Tensor) -> Tensor | None:  # noqa: ARG002
         return None
 
-    def of_gathered(
-        self,
-        rows: Activations,
-        told: Tensor | None,  # noqa: ARG002
-        pause: Callable[[], Steps[None]],
-    ) -> Steps[Tensor]:
-        yield from pause()
+    def of_gathered(self, rows: Activations, told: Tensor | None) -> Tensor:  # noqa: ARG002
         return self(rows)
 
     def after_norm(self, norm: RmsNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

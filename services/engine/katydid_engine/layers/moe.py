@@ -8,8 +8,6 @@ rows of its own, ``dispatched_moe`` sends them to their experts instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -19,7 +17,6 @@ from katydid_engine.layers.expert_share import ExpertShare
 from katydid_engine.layers.mlp import DenseMlp
 from katydid_engine.layers.norm import RmsNorm
 from katydid_engine.layers.routing import MoeNames, Routing
-from katydid_engine.layers.steps import Steps
 from katydid_engine.matrices import has_matrix, stored_alike
 from katydid_engine.model_config import MoeConfig
 from katydid_engine.weights import Weights
@@ -53,13 +50,12 @@ class SparseMoe:
         routed = self._routing.of(own, None)
         return torch.cat((routed.ids, routed.weights.view(torch.int32)), dim=1)
 
-    def of_gathered(self, rows: Activations, told: Tensor | None, pause: Callable[[], Steps[None]]) -> Steps[Tensor]:
+    def of_gathered(self, rows: Activations, told: Tensor | None) -> Tensor:
         assert told is not None
         ids, weights = (part.contiguous() for part in told.chunk(2, dim=1))
         shared = None
         if self._shared is not None:
             shared = self._shared(rows)
-        yield from pause()
         wanted = self._experts.input
         return self._experts(
             rows if wanted is None else wanted.quantize(rows), weights.view(torch.float32), ids, shared

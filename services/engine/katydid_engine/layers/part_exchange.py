@@ -1,16 +1,13 @@
 """The split residual's exchange for a part of a chunk, whose rows travel while another part is computed.
 
-Two parts take turns (`steps.interleave`). Between two blocks a part sends its summands and pauses; sums and norms the
-rows that its rank owns, sends these to all and pauses again; and once in the middle of every block, for what travels
-meanwhile is the other part's:
-
-    first     block .... block, send        sum, norm, send        block ....
-    second               block ....  block, send        sum, norm, send
+Two parts take turns (`steps.interleave`). Between two blocks a part sends its summands; sums, norms and routes the rows
+that its rank owns; and sends these to all. It pauses, and the other part computes a block meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -40,9 +37,6 @@ class PartExchange(Exchange):
 
     def leave_open(self, parts: Iterable[Tensor]) -> BlockOutput:
         return Summand(joined_columns(list(parts)))
-
-    def pause(self) -> Steps[None]:
-        yield
 
     def pass_on(
         self,
@@ -77,6 +71,8 @@ class PartExchange(Exchange):
 class RowCopies(Protocol):
     """``katydid_kernels.peer_reduce.PeerCopies``, as far as it is used here."""
 
+    def beside(self, part: int) -> AbstractContextManager[object]: ...
+
     def scatter(self, part: int, x: Tensor) -> None: ...
 
     def sum(self, part: int, x: Tensor, residual: Tensor, weight: Tensor, eps: float, own: Tensor) -> Tensor: ...
@@ -106,13 +102,14 @@ class CopiedPartExchange(PartExchange):
     ) -> Steps[tuple[Entered, Tensor]]:
         assert isinstance(x, Summand)
         copies, part, summand = self._copies, self._part, x.rows.contiguous()
-        copies.scatter(part, summand)
+        with copies.beside(part):
+            copies.scatter(part, summand)
+            own = torch.empty_like(residual)
+            total = copies.sum(part, summand, residual, norm.weight, norm.eps, own)
+            told = None if told_of is None else told_of(own)
+            copies.gather(part, num_tokens, told)
         yield
-        own = torch.empty_like(residual)
-        total = copies.sum(part, summand, residual, norm.weight, norm.eps, own)
-        told = None if told_of is None else told_of(own)
-        copies.gather(part, num_tokens, told)
-        yield
+        # Summands are kept until here: what is gathered has been summed.
         values, scale, arrived = copies.gathered(part, num_tokens, 0 if told is None else told.shape[1])
         rows: Activations = QuantizedRows(values, scale)
         if consumer is None or not scaled_by_token(consumer):

@@ -203,9 +203,8 @@ class DecoderLM:
         """
         self._agree(0, batch)
         if self._part_exchanges and batch.num_tokens >= self._context.halved_from and batch.halvable:
-            halves = zip(batch.halves(), self._part_exchanges, (False, True), strict=True)
-            works = [self._embed_and_pass(half, kv_cache, way, late=late) for half, way, late in halves]
-            return torch.cat(interleave(works))
+            halves = zip(batch.halves(), self._part_exchanges, strict=True)
+            return torch.cat(interleave([self._embed_and_pass(half, kv_cache, way) for half, way in halves]))
         parts = batch.split(1 if self._part_exchanges else self._context.micro_batches)
         if self._stage.count > 1:
             return self._pipelined(parts, kv_cache)
@@ -272,13 +271,8 @@ class DecoderLM:
         batch: ForwardBatch,
         kv_cache: KvCache,
         exchange: Exchange | None = None,
-        *,
-        late: bool = False,
     ) -> Steps[Tensor]:
-        """``late``: it begins a turn behind the part that it takes turns with."""
         exchange = exchange or self._exchange
-        if late:
-            yield
         batch = self._planner.planned(batch)
         x, residual = exchange.begin(self._embedding(batch.token_ids))
         x, residual = yield from self._pass(x, residual, batch, kv_cache, exchange)

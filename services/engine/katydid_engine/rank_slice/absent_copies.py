@@ -33,8 +33,6 @@ class AbsentCopies(PeerCopies):
         memory = PeerMemory(ranks.rank, (own,) * ranks.size, torch.zeros(ranks.size, dtype=torch.int64, device=device))
         super().__init__(memory, hidden, tokens=tokens, told=told)
         self._ranks, self._link = ranks, link
-        if link is not None:
-            self._stream = link.stream
         self._left = {
             (kind, part): torch.cuda.Event()  # type: ignore[no-untyped-call]
             for kind in ("scatter", "gather")
@@ -57,20 +55,14 @@ class AbsentCopies(PeerCopies):
 
     def gather(self, part: int, tokens: int, told: Tensor | None = None) -> None:
         super().gather(part, tokens, told)
-        if self._first("gather", part, tokens):
+        if self._first("gather" if told is None else "gather, told", part, tokens):
             share = -(-tokens // self.memory.size)
             mine = slice(self.memory.rank * share, (self.memory.rank + 1) * share)
             columns = 0 if told is None else told.shape[1]
-            torch.cuda.current_stream().wait_stream(self.link_stream)
-            for rows in (*super().gathered(part, tokens, columns),):
+            for rows in super().gathered(part, tokens, columns):
                 own = rows[mine].clone()
                 for first in range(0, tokens, share):
                     rows[first : first + share].copy_(own[: len(rows[first : first + share])])
-
-    @property
-    def link_stream(self) -> torch.cuda.Stream:
-        assert self._stream is not None
-        return self._stream
 
     def _copy(self, peer: int, name: str, part: int, first: int, values: Tensor) -> None:
         if peer == self.memory.rank:
