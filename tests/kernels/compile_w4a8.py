@@ -61,7 +61,7 @@ def main() -> None:
     cases: dict[str, Callable[[], None]] = {
         "linear, a row in bf16": lambda: run_few(1, 1024, quantise=True),
         "linear, two rows of most columns": lambda: run_few(2, 8192, quantise=False),
-        "linear, 7 rows in bf16": lambda: run_few(7, 4096, quantise=True),
+        "linear, two rows in bf16": lambda: run_few(2, 4096, quantise=True),
         "linear, 8 rows": lambda: run_linear(8),
         "linear, 64 rows": lambda: run_linear(64),
         "linear, many rows": lambda: run_linear(512),

@@ -43,6 +43,7 @@ def test_hopper_instructions(compiled: list[dict]) -> None:
         "narrow_w4a8_kernel",
         "grouped_w4a8_kernel",
         "experts_decode_w4a8_kernel",
+        "experts_few_w4a8_kernel",
     }
     for kernel in compiled:
         opcodes = kernel["opcodes"]

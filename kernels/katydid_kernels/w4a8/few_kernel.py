@@ -1,9 +1,9 @@
-"""y = x W^T for up to 8 rows of x and packed int4 W, with nothing to meet for: whole rows of W in one CTA's registers.
+"""y = x W^T for one or two rows of x and packed int4 W: whole rows of W in one CTA's registers, nothing to meet for.
 
 For so few rows what counts is the way from one kernel to the next. A CTA has 16 rows of W, each warp some of their
-groups of 128 columns: loaded before the kernel ahead has ended (PDL). x then goes through shared memory, into the order the tensor cores take
-it, and the warps' sums are added up there: no ring, no partial sums in memory. x may come in 16 bits and is then
-quantised by every CTA for itself, as `quantize_fp8` does, which takes less than another launch.
+groups of 128 columns, loaded before the kernel ahead has ended (PDL). x then goes through shared memory, into the order
+the tensor cores take it, and the warps' sums are added up there: no ring, no partial sums in memory. x may come in 16
+bits and is then quantised by every CTA for itself, as `quantize_fp8` does, which takes less than another launch.
 
 The packed order is that of the operand of ``mma.m16n8k16`` too, up to the order of columns, which is free as long as x
 has the same: 1024 + u is a number in fp16 whose last bits are u, so a mask, an exclusive or and a subtraction make two
@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from katydid_kernels.gemm.ring import launch_next, wait_for_last
 
-__all__ = ["few_w4a8_kernel", "group_sums", "operand_words", "row_sums", "words_layout"]
+__all__ = ["few_w4a8_kernel"]
 
 
 def _group_text() -> str:
@@ -47,15 +47,15 @@ _GROUP_REGISTERS = gl.constexpr(",".join(["=&f"] * 8 + ["r"] * 8 + ["l"] * 8))
 
 
 @gluon.constexpr_function
-def words_layout(groups, warps):
+def _words_layout(groups, warps):
     """Of a thread's words of codes or of x, ``[groups, 2, threads, 4]``: its groups' units of 64 columns."""
     return gl.BlockedLayout([groups, 2, 1, 4], [1, 1, 32, 1], [1, 1, warps, 1], [3, 2, 1, 0])
 
 
 @gluon.jit
-def group_sums(codes, x, scale):
+def _group_sums(codes, x, scale):
     """Sums ``[threads, 4]``, of two rows of W by two tokens each, over a thread's groups: of words of codes, of x as
-    `operand_words` loads it, and of scales ``[groups, threads, 2]``, one a row."""
+    `_operand_words` loads it, and of scales ``[groups, threads, 2]``, one a row."""
     sums = gl.inline_asm_elementwise(_GROUP_TEXT, _GROUP_REGISTERS, [codes, x], gl.float32, is_pure=True, pack=8)
     scale = gl.join(scale, scale).reshape([scale.shape[0], scale.shape[1], 4])
     sums *= gl.convert_layout(scale, gl.SliceLayout(1, sums.type.layout), assert_trivial=True).expand_dims(1)
@@ -86,11 +86,10 @@ def _halves(words):
 
 
 @gluon.jit
-def operand_words(words, buffer, GROUPS: gl.constexpr, WARPS: gl.constexpr):
-    """What a thread multiplies, ``[GROUPS, 2, threads, 4]``, of words of four e4m3, ``[chunks of 16 columns, rows, 4]``;
-    with fewer than eight rows they come again and again.
+def _operand_words(words, buffer, GROUPS: gl.constexpr, WARPS: gl.constexpr):
+    """What a thread multiplies, ``[GROUPS, 2, threads, 4]``: fewer rows than eight come again and again.
 
-    buffer: int64 ``[chunks, rows, 4]``.
+    words: of four e4m3, ``[chunks of 16 columns, rows, 4]``; buffer: int64 of the same shape.
     """
     ROWS: gl.constexpr = buffer.type.shape[1]
     # Group, warp, unit, chunk of it, copy of the rows, row, word.
@@ -102,18 +101,18 @@ def operand_words(words, buffer, GROUPS: gl.constexpr, WARPS: gl.constexpr):
     x = buffer.reshape([GROUPS, WARPS, 2, 4, ROWS, 4]).load(gl.SliceLayout(4, layout)).expand_dims(4)
     x = x + gl.zeros([GROUPS, WARPS, 2, 4, 8 // ROWS, ROWS, 4], gl.int64, layout)
     x = x.permute((0, 2, 1, 4, 5, 6, 3)).reshape([GROUPS, 2, WARPS * 32, 4])
-    return gl.convert_layout(x, words_layout(GROUPS, WARPS), assert_trivial=True)
+    return gl.convert_layout(x, _words_layout(GROUPS, WARPS), assert_trivial=True)
 
 
 @gluon.jit
-def row_sums(sums, WARPS: gl.constexpr, GATED: gl.constexpr = False):
-    """The CTA's ``[8 tokens, 16 rows]`` of its threads' sums; GATED: ``[8 tokens, 8 columns, gate and up]``."""
+def _row_sums(sums, WARPS: gl.constexpr):
+    """The CTA's ``[8 tokens, 16 rows]`` of its threads' sums."""
     # Warp, g, q, half, e -> token 2 * q + e and row 8 * half + g.
-    parts = sums.reshape([WARPS, 8, 4, 2, 2]).permute((0, 2, 4, 1, 3) if GATED else (0, 2, 4, 3, 1))
+    parts = sums.reshape([WARPS, 8, 4, 2, 2]).permute((0, 2, 4, 3, 1))
     # Each warp adds all up for itself.
     layout: gl.constexpr = gl.BlockedLayout([WARPS, 4], [1, 32], [1, WARPS], [1, 0])
     total = gl.sum(gl.convert_layout(parts.reshape([WARPS, 128]), layout), 0)
-    return total.reshape([8, 8, 2] if GATED else [8, 16])
+    return total.reshape([8, 16])
 
 
 @gluon.jit
@@ -180,7 +179,7 @@ def few_w4a8_kernel(
     K: a multiple of 16. GROUPS of 128 columns a warp and ROWS of x, powers of two.
     """
     THREADS: gl.constexpr = WARPS * 32
-    layout: gl.constexpr = words_layout(GROUPS, WARPS)
+    layout: gl.constexpr = _words_layout(GROUPS, WARPS)
     launch_next()
     strip = gl.program_id(0) // 4
     quarter = gl.program_id(0) % 4
@@ -227,8 +226,8 @@ def few_w4a8_kernel(
         factor = gl.convert_layout(factor.reshape([8]), gl.SliceLayout(1, store))
     else:
         factor = gl.load(x_scale_ptr + token * x_step, mask=token < M, other=0.0)
-    x = operand_words(words, buffer, GROUPS, WARPS)
-    total = gl.convert_layout(row_sums(group_sums(codes, x, scale), WARPS), store, assert_trivial=True)
+    x = _operand_words(words, buffer, GROUPS, WARPS)
+    total = gl.convert_layout(_row_sums(_group_sums(codes, x, scale), WARPS), store, assert_trivial=True)
     total *= factor[:, None]
     row = gl.program_id(0) * 16 + gl.arange(0, 16, gl.SliceLayout(0, store))
     if bias_ptr is not None:

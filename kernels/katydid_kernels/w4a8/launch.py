@@ -75,7 +75,7 @@ def launch_few(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """The kernel for up to 8 rows of x in e4m3 or, without a scale, in bf16."""
+    """The kernel for the fewest rows of x, up to 8: in e4m3 or, without a scale, in bf16."""
     groups = weight.scales.shape[-2]
     words = x.view(torch.int64 if x_scale is None else torch.int32)
     few_w4a8_kernel[(len(weight.codes) * 4,)](

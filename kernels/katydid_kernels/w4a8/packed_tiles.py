@@ -21,7 +21,6 @@ from katydid_kernels.gemm.ring import advance
 __all__ = [
     "accumulator_layout",
     "copy_groups",
-    "copy_stage",
     "fetch_weights",
     "flush_groups",
     "multiply_halves",
@@ -83,22 +82,6 @@ def flush_groups(full, stage, sent, STAGES: gl.constexpr, LAG: gl.constexpr):
     gl.thread_barrier()
     for i in gl.static_range(LAG):
         mbarrier.arrive(full.index(_back(stage, LAG - i, STAGES)), count=1, pred=sent >= LAG - i)
-
-
-@gluon.jit
-def copy_stage(x_bufs, full, landed, stage, source, k, columns, valid):
-    """Copy both groups of the valid token rows to a stage and hand it over when they have landed."""
-    for group in gl.static_range(2):
-        col = gl.minimum(k * 256 + group * 128, columns - 128)
-        async_copy.async_copy_global_to_shared(x_bufs.index(stage * 2 + group), source + col, mask=valid)
-    if landed is not None:
-        async_copy.mbarrier_arrive(landed.index(stage), increment_count=False)
-    else:
-        async_copy.commit_group()
-        async_copy.wait_group(0)
-        fence_async_shared()
-        gl.thread_barrier()
-        mbarrier.arrive(full.index(stage), count=1)
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ from torch import Tensor
 from katydid_kernels.w4a8.packing import Int4Weight
 
 __all__ = [
+    "FEW_EXPERTS_TILE",
     "DecodeTile",
     "FewTile",
     "GroupedTile",
@@ -29,7 +30,7 @@ class FewTile:
 
 
 # Rows of x and their columns up to which the kernel for the fewest rows is the faster one.
-_FEW_ROWS, _FEW_COLUMNS = 8, 8192
+_FEW_ROWS, _FEW_COLUMNS = 2, 8192
 
 
 def few_tile(x: Tensor, weight: Int4Weight) -> FewTile | None:
@@ -38,7 +39,7 @@ def few_tile(x: Tensor, weight: Int4Weight) -> FewTile | None:
     fits = x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0 and weight.cols % 16 == 0 and weight.cols <= _FEW_COLUMNS
     if not readable or not fits or len(x) > _FEW_ROWS:
         return None
-    return FewTile(4 if weight.cols <= 1024 else 8 if weight.cols <= 4096 else 16)
+    return FewTile(4 if weight.cols <= 1024 else 8)
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,10 @@ class DecodeTile:
 
     tokens: rows of x in a tile.
     stages: stages of the ring, 256 columns deep.
-    ctas: of them on an SM; two need half the stages.
     """
 
     tokens: int
     stages: int
-    ctas: int = 1
-    row_warps: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,6 +93,8 @@ class GroupedTile:
     registers = (168, 224, 56)
 
 
+# Where every pair is a tile; wgmma has eight columns at least.
+FEW_EXPERTS_TILE = DecodeTile(8, 11)
 _DECODE = [DecodeTile(8, 11), DecodeTile(16, 10), DecodeTile(32, 8), DecodeTile(64, 6)]
 
 
@@ -108,6 +108,6 @@ def expert_tile(pairs: int, experts: int) -> DecodeTile | GroupedTile:
     mean = pairs / experts
     if mean > 64:
         return grouped_tile()
-    if pairs <= 48 or mean <= 3:
+    if mean <= 3:
         return _DECODE[0]
     return _DECODE[1] if mean <= 12 else _DECODE[2] if mean <= 24 else _DECODE[3]
