@@ -1,9 +1,9 @@
 """Partial results of pieces, and how the last piece of an item sums them up inside the same launch.
 
 A piece leaves (maximum, sum, output) in one of its CTA's two slots.  The last piece of a group to arrive sums the
-group, the last group the groups.  Up to `FAN` pieces are one group; more are groups of about as many as there are
-groups, since what one CTA reads after the other is what all wait for.  The order is that of the pieces, not of their arrival, so the result is the
-same in every run.  Arrival counters return to zero by themselves, so graph replays need no reset.
+group, the last group the groups.  Up to `FAN` pieces are one group; more are about as many groups as one has pieces,
+since all wait for what one CTA reads after the other.  The order is that of the pieces, not of their arrival, so the
+result is the same in every run.  Arrival counters return to zero by themselves, so graph replays need no reset.
 
 Outputs are accumulators of the tensor cores: `[D, ROWS]`, or `[ROWS, D]` where ROWS_FIRST.  A lane's two to four
 neighbours lie together in memory, which for the former means the order of registers, not of rows and columns.

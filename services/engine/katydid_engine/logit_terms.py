@@ -70,11 +70,10 @@ class LogitTerms:
         self._allowed = torch.full((tokens, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device)
         self._masked = False
         top = min(MOST_TOP, vocab_size)
-        whole = torch.zeros((1 + 2 * top) * tokens, dtype=torch.int32, device=device)
-        chosen, ids, values = whole.split([tokens, top * tokens, top * tokens])
-        self.logprobs = Logprobs(
-            chosen.view(torch.float32), ids.view(tokens, top), values.view(torch.float32).view(tokens, top)
-        )
+        # In one memory, which one copy takes to the host.
+        whole = torch.zeros(1 + 2 * top, tokens, dtype=torch.int32, device=device)
+        ids, values = whole[1 : 1 + top].view(tokens, top), whole[1 + top :].view(tokens, top)
+        self.logprobs = Logprobs(whole[0].view(torch.float32), ids, values.view(torch.float32))
 
     def fit(self, samplers: Sequence[SequenceSampler], width: int) -> bool:
         """Whether a step of these rows has room here; on every rank of a group alike."""
@@ -90,16 +89,15 @@ class LogitTerms:
             limits: of each row at each of its positions.
         """
         width = len(limits[0])
-        host, floats = self._blank(), lambda values: np.repeat(np.array(values, dtype=np.float32), width).view(np.int32)
-        slots = self._seen.numbers(samplers)
+        host, slots = self._blank(), self._seen.numbers(samplers)
         samplings = [sampler.sampling for sampler in samplers]
         flat = [bias for row in limits for bias, _ in row]
         counts = list(itertools.accumulate(map(len, flat)))
         columns = {
             "slots": np.repeat(np.array(slots, dtype=np.int32), width),
-            "repetition": floats([sampling.repetition_penalty for sampling in samplings]),
-            "presence": floats([sampling.presence_penalty for sampling in samplings]),
-            "frequency": floats([sampling.frequency_penalty for sampling in samplings]),
+            "repetition": _bits([sampling.repetition_penalty for sampling in samplings], width),
+            "presence": _bits([sampling.presence_penalty for sampling in samplings], width),
+            "frequency": _bits([sampling.frequency_penalty for sampling in samplings], width),
             "rows": np.array(slots, dtype=np.int32),
             "ids": np.fromiter(itertools.chain.from_iterable(flat), dtype=np.int32),
             "values": np.fromiter((x for bias in flat for x in bias.values()), dtype=np.float32).view(np.int32),
@@ -177,3 +175,8 @@ class LogitTerms:
 
     def _part(self, name: str) -> Tensor:
         return self._ints[self._places[name]]
+
+
+def _bits(values: Sequence[float], width: int) -> Int32s:
+    """Of fp32, each value ``width`` times."""
+    return np.repeat(np.array(values, dtype=np.float32), width).view(np.int32)
