@@ -1,4 +1,4 @@
-"""Puts figures of `katydid bench slice` and `katydid bench workload` beside their bars: bench/results/slice.json.
+"""Puts figures of `katydid bench slice` beside their bars: bench/results/slice.json.
 
     python bench/slice_results.py FILE...        files of --json; of equal figures the last one's stays
 
@@ -33,7 +33,6 @@ BARS: tuple[tuple[str, float | None, str | None, tuple[float, ...] | None], ...]
     (TP8 + r"decode of 1 at 8192$", 0.0030, VLLM, (0.0061, 0.0087)),
     (TP8 + r"decode of 16 at 4096$", 0.0072, SGLANG, (0.0112,)),
     (TP8 + r"decode of 64 at 4096$", 0.0125, SGLANG, (0.0137,)),
-    (r"p99 between tokens of 32 streams", 0.050, None, None),
 )
 LAYER_PHASES = (
     "attention",
@@ -104,21 +103,6 @@ def compared(rows: dict[str, Row]) -> list[Row]:
     return made
 
 
-def sustained(rows: dict[str, Row]) -> list[Row]:
-    """The largest simulated load of which 95 % of requests meet their targets, with the link model and without."""
-    made = []
-    for links in ("", ", with the link model"):
-        pattern = re.compile(rf"simulated, ([\d.]+) requests a second offered{links}: (.*)")
-        loads = [(float(told[1]), told[2], row) for figure, row in rows.items() if (told := pattern.match(figure))]
-        held = [(rate, what, row) for rate, what, row in loads if row["value"] >= 0.95]
-        if held:
-            rate, what, row = max(held, key=lambda load: load[0])
-            figure = f"most requests a second offered of which 95 % hold {what}{links}"
-            more = {key: row[key] for key in ("requests_per_s", "ttft_s", "tpot_s", "prompt_mean", "cached_share")}
-            made.append(_row(figure, rate, "requests/s", None, True, share=row["value"], **more))
-    return made
-
-
 def _launches(row: Row, batch: int, context: int) -> Row:
     """Of one layer of Hy3's 80; the plan of attention and the final norm, once a step, are no layer's."""
     launches: dict[str, int] = row["launches"]
@@ -168,7 +152,7 @@ def main() -> None:
         record |= {key: told[key] for key in ("gpu", "versions", "step_times") if key in told}
         old = {"commit": told["commit"]} if path.resolve() == RESULTS and "commit" in told else {}
         rows |= {row["figure"]: old | row for row in told["rows"] if not row.get("derived")}
-    record["rows"] = [barred(row) for row in rows.values()] + compared(rows) + sustained(rows)
+    record["rows"] = [barred(row) for row in rows.values()] + compared(rows)
     RESULTS.write_text(json.dumps(record, indent=1) + "\n")
     for row in record["rows"]:
         if row["bar"] is not None:

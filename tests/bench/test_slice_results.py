@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.slice_results import barred, compared, sustained
+from bench.slice_results import barred, compared
 
 TP8 = "tp8 rank 0, fp8, fp8 KV: "
 
@@ -59,13 +59,3 @@ def test_plans_are_compared_with_what_they_send() -> None:
         "one draft of which 70 % count as right, batch 32 at 4096: tokens a second over none": (1.2, True),
         "W4A8 over fp8, batch 32 at 4096: tokens a second": (25.0, False),
     }
-
-
-def test_the_most_that_holds() -> None:
-    def load(rate: str, share: float, links: str = "") -> dict[str, Any]:
-        figure = f"simulated, {rate} requests a second offered{links}: TTFT < 4 s"
-        return row(figure, share, requests_per_s=1, ttft_s={}, tpot_s={}, prompt_mean=1, cached_share=0.8)
-
-    rows = [load("1", 1.0), load("2.5", 0.96), load("3", 0.9), load("1", 0.97, ", with the link model")]
-    found = sustained({one["figure"]: one for one in rows})
-    assert [(made["value"], made["share"]) for made in found] == [(2.5, 0.96), (1.0, 0.97)]
