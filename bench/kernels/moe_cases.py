@@ -109,14 +109,13 @@ class Batch:
         """Microseconds of each launch of a batch, by itself."""
         plan, ids, w2 = self.workspace.plan, self.ids[0], self.weights[0][1]
         tile = launches.choose_tile(ids.numel(), len(w2), w2.shape[2], w2.shape[1], w2.dtype)
-        rows, late = (tile.down_rows, tile.late) if isinstance(tile, UpTile) else (tile.tokens, False)
-        calls = {"plan": [partial(plan_routes, ids, plan, len(w2), rows, late=late)] * 4}
+        calls = {"plan": [partial(plan_routes, ids, plan, len(w2), tile.tokens)] * 4}
         if isinstance(tile, UpTile):
             up = partial(launches._launch_up, self.x, scales=self.scales, workspace=self.workspace, tile=tile)
             calls["up"] = [partial(up, w13=w13) for w13, _ in self.weights]
             calls["down"] = [
                 partial(
-                    launch_wide, self.workspace.h, w2, self.workspace.y, down_tile(w2.shape[1], rows),
+                    launch_wide, self.workspace.h, w2, self.workspace.y, down_tile(w2.shape[1], tile.tokens),
                     col_scale=self.scales.down, tiles=plan.tiles, tile_count=plan.tile_count,
                 )
                 for _, w2 in self.weights

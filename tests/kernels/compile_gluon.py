@@ -82,7 +82,7 @@ def main() -> None:
         for name, value in vars(module).copy().items():
             if name.endswith("_kernel"):
                 setattr(module, name, Recorder(value))
-    experts.plan_routes = lambda ids, plan, count, tile, first_expert, late=False: plan  # type: ignore[assignment]
+    experts.plan_routes = lambda ids, plan, count, tile, first_expert: plan  # type: ignore[assignment]
     experts.combine = lambda *args, **kwargs: None  # type: ignore[assignment]
 
     vector, matrix, one = torch.ones(512), zeros(512, 1024, dtype=BF16), torch.ones(1)

@@ -2,34 +2,22 @@
 
 import pytest
 import torch
-from katydid_kernels.gemm.plan import (
-    LATE_TILE,
-    SINGLE_LAUNCH_PAIRS,
-    RoutePlan,
-    max_tiles,
-    plan_routes,
-    plan_routes_reference,
-)
+from katydid_kernels.gemm.plan import SINGLE_LAUNCH_PAIRS, RoutePlan, max_tiles, plan_routes, plan_routes_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def check(
-    ids: torch.Tensor, experts: int, tile_rows: int, first_expert: int = 0, repeats: int = 2, late: bool = False
-) -> RoutePlan:
+def check(ids: torch.Tensor, experts: int, tile_rows: int, first_expert: int = 0, repeats: int = 2) -> RoutePlan:
     tokens, top_k = ids.shape
     plan = RoutePlan.allocate(tokens + 3, top_k, experts, DEVICE)
     reference = plan_routes_reference(ids, experts, tile_rows, first_expert=first_expert)
     for _ in range(repeats):  # the second call finds the scratch as the first left it
         plan.slots.fill_(-7)
-        plan_routes(ids, plan, experts, tile_rows, first_expert=first_expert, late=late)
+        plan_routes(ids, plan, experts, tile_rows, first_expert=first_expert)
         slots_of = plan.slots[:tokens]
         count = int(plan.tile_count)
         assert count == int(reference.tile_count)
         assert torch.equal(plan.tiles[:count], reference.tiles)
-        if late:
-            assert int(plan.late_count) == int(reference.late_count)
-            assert torch.equal(plan.late_tiles[: int(plan.late_count)], reference.late_tiles)
         assert torch.equal(slots_of < 0, reference.slots < 0)
         local = slots_of >= 0
         slots = slots_of[local].long()
@@ -65,16 +53,6 @@ def test_an_expert_that_every_token_goes_to() -> None:
     tokens = SINGLE_LAUNCH_PAIRS // 4 + 3
     shared = torch.full((tokens, 1), 24, dtype=torch.int32, device=DEVICE)
     check(torch.cat((routes(tokens, 4, 24), shared), dim=1), 25, 64)
-
-
-@pytest.mark.parametrize("tokens", [SINGLE_LAUNCH_PAIRS // 8 - 7, SINGLE_LAUNCH_PAIRS // 8 + 131])
-def test_late_tiles_are_the_ragged_ones(tokens: int) -> None:
-    plan = check(routes(tokens, 8, 24), 24, 192, late=True)
-    tiles = plan.late_tiles[: int(plan.late_count)]
-    ragged = tiles[:, 2] - tiles[:, 1] < LATE_TILE
-    assert ragged.any()
-    assert not ragged.all()
-    assert torch.equal(ragged, ragged.sort().values)
 
 
 def test_experts_of_other_ranks_are_skipped() -> None:

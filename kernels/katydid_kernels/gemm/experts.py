@@ -129,8 +129,7 @@ def run_experts(
         return out
     plan = workspace.plan
     if not placed:
-        rows, late = (tile.down_rows, tile.late) if isinstance(tile, UpTile) else (tile.tokens, False)
-        plan_routes(ids, plan, len(w2), rows, first_expert=first_expert, late=late)
+        plan_routes(ids, plan, len(w2), tile.tokens, first_expert=first_expert)
     if isinstance(tile, DecodeTile):
         summed = len(ids) <= SUMMED_TOKENS
         paired = w2.shape[2] * w2.element_size() == PAIRED_ROW and not scales.of_blocks
@@ -140,7 +139,7 @@ def run_experts(
     else:
         _launch_up(x, w13, scales, workspace, tile)
         launch_wide(
-            workspace.h, w2, workspace.y, down or down_tile(w2.shape[1], tile.down_rows), col_scale=scales.down,
+            workspace.h, w2, workspace.y, down or down_tile(w2.shape[1], tile.tokens), col_scale=scales.down,
             tiles=plan.tiles, tile_count=plan.tile_count,
         )  # fmt: skip
         combine(workspace.y, plan.slots[: len(ids)], weights, out, shared=shared, early=True)
@@ -198,8 +197,7 @@ def _launch_up(x: Tensor, w13: Tensor, scales: ExpertScales, workspace: ExpertWo
     plan = workspace.plan
     h = workspace.h if workspace.h_unquantised is None else workspace.h_unquantised
     experts_up_kernel[(sm_count(x.device),)](
-        x, x.stride(0), _interleaved(w13, tile.rows), h,
-        plan.rows, *((plan.late_tiles, plan.late_count) if tile.late else (plan.tiles, plan.tile_count)),
+        x, x.stride(0), _interleaved(w13, tile.rows), h, plan.rows, plan.tiles, plan.tile_count,
         scales.up, scales.inverse_h, scales.token,
         H=w13.shape[2], WIDTH=w13.shape[1] // 2, H_STRIDE=h.stride(0),
         TOKENS=tile.tokens - tile.extra, EXTRA=tile.extra, STAGES=tile.stages, WGS=tile.warpgroups,

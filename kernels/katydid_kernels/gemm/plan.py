@@ -22,7 +22,6 @@ __all__ = ["PLAN_FIELDS", "PlacedPairs", "RoutePlan", "max_tiles", "plan_routes"
 PLAN_FIELDS = 4
 SINGLE_LAUNCH_PAIRS = 4096
 SMALLEST_TILE = 8
-LATE_TILE = 128
 CHUNK_PAIRS = 1024
 
 
@@ -34,8 +33,6 @@ class RoutePlan:
     slots: int32 ``[T, top_k]``: the sorted row of each pair, -1 where the expert is not local.
     tiles: int32 ``[max_tiles, 4]``: expert, first row, end of the expert's rows, 0.
     tile_count: int32 ``[1]``: how many tiles are in use.
-    late_tiles, late_count: the same of tiles of LATE_TILE rows, where asked for, with the ragged last tile of every
-        expert after all full ones.
     scratch: int32, zero between calls.
     bases: int32 ``[T * top_k / 1024, experts]``: the next row of a chunk within each expert's.
     """
@@ -44,8 +41,6 @@ class RoutePlan:
     slots: Tensor
     tiles: Tensor
     tile_count: Tensor
-    late_tiles: Tensor
-    late_count: Tensor
     scratch: Tensor
     bases: Tensor
 
@@ -57,8 +52,6 @@ class RoutePlan:
             torch.empty(pairs, dtype=torch.int32, device=device),
             torch.empty(tokens, top_k, dtype=torch.int32, device=device),
             torch.zeros(max_tiles(pairs, experts, SMALLEST_TILE), PLAN_FIELDS, dtype=torch.int32, device=device),
-            torch.zeros(1, dtype=torch.int32, device=device),
-            torch.zeros(max_tiles(pairs, experts, LATE_TILE), PLAN_FIELDS, dtype=torch.int32, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
             torch.zeros(2 * experts + 1, dtype=torch.int32, device=device),
             torch.empty(triton.cdiv(pairs, CHUNK_PAIRS), experts, dtype=torch.int32, device=device),
@@ -84,32 +77,28 @@ def max_tiles(pairs: int, experts: int, tile_rows: int) -> int:
     return max(1, pairs // tile_rows + min(pairs, experts))
 
 
-def plan_routes(
-    topk_ids: Tensor, plan: RoutePlan, experts: int, tile_rows: int, *, first_expert: int = 0, late: bool = False
-) -> RoutePlan:
+def plan_routes(topk_ids: Tensor, plan: RoutePlan, experts: int, tile_rows: int, *, first_expert: int = 0) -> RoutePlan:
     """Fill `plan` from int32 ``topk_ids[T, top_k]``, in tiles of `tile_rows` (8 or more) rows.
 
-    late: fill `late_tiles` too. Ids outside ``first_expert + [0, experts)`` are skipped.
+    Ids outside ``first_expert + [0, experts)`` are skipped.
     """
     pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
     block_e = max(32, triton.next_power_of_2(experts))
     early = topk_ids.is_cuda
-    late_tile = LATE_TILE if late else 0
     if pairs <= SINGLE_LAUNCH_PAIRS:
         block = max(32, triton.next_power_of_2(pairs))
         _place_few_kernel[(1,)](
             topk_ids, plan.scratch, plan.rows, plan.slots, plan.tiles, plan.tile_count,
-            plan.late_tiles, plan.late_count, pairs, top_k, first_expert, experts,
-            TILE=tile_rows, LATE=late_tile, BLOCK=block, BLOCK_E=block_e, EARLY=early,
+            pairs, top_k, first_expert, experts,
+            TILE=tile_rows, BLOCK=block, BLOCK_E=block_e, EARLY=early,
             # A warp scans without a barrier: few pairs are placed soonest by one.
             num_warps=1 if pairs <= 256 else 8, launch_pdl=early,
         )  # fmt: skip
         return plan
     chunks = triton.cdiv(pairs, CHUNK_PAIRS)
     _place_many_kernel[(chunks,)](
-        topk_ids, plan.scratch, plan.bases, plan.tiles, plan.tile_count, plan.late_tiles, plan.late_count,
-        pairs, first_expert, experts,
-        TILE=tile_rows, LATE=late_tile, BLOCK=CHUNK_PAIRS, BLOCK_E=block_e, EARLY=early, num_warps=8, launch_pdl=early,
+        topk_ids, plan.scratch, plan.bases, plan.tiles, plan.tile_count, pairs, first_expert, experts,
+        TILE=tile_rows, BLOCK=CHUNK_PAIRS, BLOCK_E=block_e, EARLY=early, num_warps=8, launch_pdl=early,
     )  # fmt: skip
     _claim_kernel[(chunks,)](
         topk_ids, plan.scratch, plan.bases, plan.rows, plan.slots, pairs, top_k, first_expert, experts,
@@ -126,48 +115,29 @@ def _local_expert(ids_ptr, pair, pairs, first_expert, experts):
 
 @triton.jit
 def _lay_out(
-    counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr, late_ptr, late_count_ptr,
-    TILE: tl.constexpr, LATE: tl.constexpr, AT_ONCE: tl.constexpr,
+    counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr, TILE: tl.constexpr, AT_ONCE: tl.constexpr
 ):  # fmt: skip
-    """Experts one after the other: the first row of each, and the tiles its rows are cut into."""
+    """Experts one after the other: the first row of each, and the tiles its rows are cut into, AT_ONCE of them at a
+    time."""
     end = tl.cumsum(counts, 0)
     start = end - counts
     tl.store(starts_ptr + bins, start, mask=bins < experts)
     tiles = (counts + TILE - 1) // TILE
-    tl.store(tile_count_ptr, tl.sum(tiles, 0))
-    _cut(tiles_ptr, bins, start, end, tiles, TILE, AT_ONCE)
-    if LATE > 0:
-        full = counts // LATE
-        ragged = (counts % LATE > 0).to(tl.int32)
-        place = tl.sum(full, 0) + tl.cumsum(ragged, 0) - ragged
-        tl.store(late_count_ptr, tl.sum(full + ragged, 0))
-        _cut(late_ptr, bins, start, end, full, LATE, AT_ONCE)
-        _store_tile(late_ptr, place, bins, start + full * LATE, end, ragged > 0)
-
-
-@triton.jit
-def _cut(tiles_ptr, bins, start, end, tiles, TILE: tl.constexpr, AT_ONCE: tl.constexpr):
-    """The first `tiles` tiles of every expert, one expert after the other, AT_ONCE of them at a time."""
     first_tile = tl.cumsum(tiles, 0) - tiles
+    tl.store(tile_count_ptr, tl.sum(tiles, 0))
     for first in range(0, tl.max(tiles, 0), AT_ONCE):
         i = first + tl.arange(0, AT_ONCE)[None, :]
-        row = start[:, None] + i * TILE
-        _store_tile(tiles_ptr, first_tile[:, None] + i, bins[:, None], row, end[:, None], i < tiles[:, None])
-
-
-@triton.jit
-def _store_tile(tiles_ptr, tile, expert, row, end, there):
-    entry = tiles_ptr + tile * 4
-    tl.store(entry, expert + 0 * tile, mask=there)
-    tl.store(entry + 1, row, mask=there)
-    tl.store(entry + 2, end + 0 * tile, mask=there)
+        entry = tiles_ptr + (first_tile[:, None] + i) * 4
+        there = i < tiles[:, None]
+        tl.store(entry, bins[:, None] + 0 * i, mask=there)
+        tl.store(entry + 1, start[:, None] + i * TILE, mask=there)
+        tl.store(entry + 2, end[:, None] + 0 * i, mask=there)
 
 
 @triton.jit
 def _place_few_kernel(
-    ids_ptr, scratch_ptr, rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr, late_ptr, late_count_ptr,
-    pairs, top_k, first_expert, experts,
-    TILE: tl.constexpr, LATE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
+    ids_ptr, scratch_ptr, rows_ptr, slots_ptr, tiles_ptr, tile_count_ptr, pairs, top_k, first_expert, experts,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         # The experts' kernel may set itself up meanwhile; it waits for this grid before it reads the plan.
@@ -182,7 +152,7 @@ def _place_few_kernel(
     tl.debug_barrier()
     counts = tl.atomic_xchg(scratch_ptr + bins, 0, mask=bins < experts, sem="relaxed")
     counts = tl.where(bins < experts, counts, 0)
-    _lay_out(counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr, late_ptr, late_count_ptr, TILE, LATE, 1)
+    _lay_out(counts, experts, bins, starts_ptr, tiles_ptr, tile_count_ptr, TILE, 1)
     tl.debug_barrier()
     slot = tl.load(starts_ptr + expert, mask=valid, other=0) + rank
     tl.store(rows_ptr + slot, pair // top_k, mask=valid)
@@ -191,9 +161,8 @@ def _place_few_kernel(
 
 @triton.jit
 def _place_many_kernel(
-    ids_ptr, scratch_ptr, bases_ptr, tiles_ptr, tile_count_ptr, late_ptr, late_count_ptr,
-    pairs, first_expert, experts,
-    TILE: tl.constexpr, LATE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
+    ids_ptr, scratch_ptr, bases_ptr, tiles_ptr, tile_count_ptr, pairs, first_expert, experts,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
@@ -210,10 +179,7 @@ def _place_many_kernel(
         counts = tl.atomic_xchg(scratch_ptr + bins, 0, mask=bins < experts, sem="relaxed")
         counts = tl.where(bins < experts, counts, 0)
         tl.store(arrivals_ptr, 0)
-        _lay_out(
-            counts, experts, bins, scratch_ptr + experts, tiles_ptr, tile_count_ptr, late_ptr, late_count_ptr,
-            TILE, LATE, 8,
-        )  # fmt: skip
+        _lay_out(counts, experts, bins, scratch_ptr + experts, tiles_ptr, tile_count_ptr, TILE, 8)
 
 
 @triton.jit
@@ -234,36 +200,21 @@ def _claim_kernel(
 
 
 def plan_routes_reference(topk_ids: Tensor, experts: int, tile_rows: int, *, first_expert: int = 0) -> RoutePlan:
-    """The same plan in torch, rows of one expert in the order of their pairs; with late tiles."""
+    """The same plan in torch, rows of one expert in the order of their pairs."""
     local = topk_ids.flatten().long() - first_expert
     key = torch.where((local >= 0) & (local < experts), local, experts)
     order = torch.argsort(key, stable=True)[: int((key < experts).sum())]
     slots = torch.full_like(local, -1)
     slots[order] = torch.arange(len(order), device=order.device)
-    counts: list[int] = torch.bincount(key, minlength=experts + 1)[:experts].tolist()
-    tiles = _tiles_reference(counts, tile_rows)
-    # Sorting is stable: full tiles stay in the order of experts, and so do the others.
-    late = sorted(_tiles_reference(counts, LATE_TILE), key=lambda tile: tile[2] - tile[1] < LATE_TILE)
-
-    def integers(values: list[int] | list[tuple[int, ...]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=topk_ids.device)
-
+    tiles, start = [], 0
+    for expert, count in enumerate(torch.bincount(key, minlength=experts + 1)[:experts].tolist()):
+        tiles += [(expert, row, start + count, 0) for row in range(start, start + count, tile_rows)]
+        start += count
     return RoutePlan(
         (order // topk_ids.shape[1]).int(),
         slots.view(topk_ids.shape).int(),
-        integers(tiles).view(-1, PLAN_FIELDS),
-        integers([len(tiles)]),
-        integers(late).view(-1, PLAN_FIELDS),
-        integers([len(late)]),
-        integers([]),
-        integers([]),
+        torch.tensor(tiles, dtype=torch.int32, device=topk_ids.device).view(-1, PLAN_FIELDS),
+        torch.tensor([len(tiles)], dtype=torch.int32, device=topk_ids.device),
+        torch.empty(0, dtype=torch.int32, device=topk_ids.device),
+        torch.empty(0, dtype=torch.int32, device=topk_ids.device),
     )
-
-
-def _tiles_reference(counts: list[int], tile_rows: int) -> list[tuple[int, ...]]:
-    tiles: list[tuple[int, ...]] = []
-    start = 0
-    for expert, count in enumerate(counts):
-        tiles += [(expert, row, start + count, 0) for row in range(start, start + count, tile_rows)]
-        start += count
-    return tiles

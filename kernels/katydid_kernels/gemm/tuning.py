@@ -77,7 +77,6 @@ class UpTile:
 
     tokens: rows of x in a tile, 128 or, without `promote`, 192.
     rows: interleaved gate and up rows a consumer warpgroup.
-    late: take the plan's late tiles, so that the last round of the SMs is a short one; `tokens` is theirs.
     """
 
     tokens: int
@@ -87,12 +86,6 @@ class UpTile:
     promote: bool
     consumer_registers: int
     producer_registers: int
-    late: bool = False
-
-    @property
-    def down_rows(self) -> int:
-        """Rows of a tile of the down product."""
-        return 192 if self.late else self.tokens
 
     @property
     def extra(self) -> int:
@@ -130,14 +123,13 @@ def up_tile(rows: float, intermediate: int, hidden: int, dtype: torch.dtype) -> 
     expert's, else two.
 
     With rows enough, and unless `down_tile` cannot follow, tiles have 192 tokens. Their accumulator is the tensor
-    cores' own: h is rounded to e4m3 next, which costs ten times what the short accumulator does. Up to 192 rows that
-    would be a tile an expert, and hardly three rounds of the SMs; 128 tokens and a rest that is half as long fill them.
+    cores' own: h is rounded to e4m3 next, which costs ten times what the short accumulator does.
     """
     promote = dtype == _E4M3
     if intermediate % 96:
         return UpTile(128, 64, 2, 6, promote, 216, 56)
-    if hidden % 256 or rows <= 192:
-        return UpTile(128, 64, 3, 5, promote, 152, 56, late=hidden % 256 == 0 and rows > 128)
+    if hidden % 256 or rows <= 128:
+        return UpTile(128, 64, 3, 5, promote, 152, 56)
     return UpTile(192, 64, 3, 4, False, 152, 56)
 
 
@@ -146,9 +138,9 @@ BLOCK_UP_TILE = UpTile(128, 64, 2, 6, True, 216, 56)
 BLOCK_DOWN_TILE = WideTile(64, 128, 64, 2, 6, 1)
 
 
-def down_tile(hidden: int, rows: int) -> WideTile:
-    """The down tile of 128 or 192 rows, with columns that divide the hidden size."""
-    if rows == 192:
+def down_tile(hidden: int, tokens: int) -> WideTile:
+    """The down tile: rows as many as the gate-up tile has tokens, columns that divide the hidden size."""
+    if tokens == 192:
         return WideTile(64, 256, 64, 2, 3, 1, 3)
     return WideTile(64, 256, 64, 4, 3, 1) if hidden % 256 == 0 else WideTile(64, 128, 64, 2, 6, 1)
 
