@@ -157,7 +157,9 @@ async def _until_errors(served: Service, rank: int, how: signal.Signals) -> tupl
     """While requests wait, compute and decode."""
     async with session(served.address) as client:
         asked = [client.submit(_prompt(100 * n, n), max_tokens=3000, ignore_eos=True) for n in (1, 2, 9, 10)]
-        while not asked[0].output:  # noqa: ASYNC110 - the session has no event
+        while not asked[0].output:
+            if asked[0].done.is_set():
+                raise RuntimeError(f"the engine ended before a rank was lost: {served.lines()[-1:]}")
             await asyncio.sleep(0.01)
         os.kill(served.children()[rank], how)
         started = time.monotonic()
@@ -202,7 +204,8 @@ async def _handed(prefill: str, decode: str, cache: str, lengths: list[int], rou
             for number in range(2 * rounds + 2):
                 ids = _prompt(length, 1000 * length + number, most=250)
                 blocks = await _blocks(cache) + (length - 1) // 64
-                # As gateways do: the other engine fetches blocks as they are computed, then waits for the last of them.
+                # Every other time as gateways do: the engine that goes on fetches blocks as they are computed, then waits
+                # for the last of them, here for as long as they take.
                 follows = number % 2 == 1
                 last = {"blocks_within": to_duration(1.0)} if follows else {}
                 following = taker.submit(ids, max_tokens=1, fetch_only=True, **last) if follows else None
