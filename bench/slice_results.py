@@ -94,12 +94,15 @@ def compared(rows: dict[str, Row]) -> list[Row]:
             bar = {1: 1.4, 32: 1.2}.get(batch)
             name = f"one draft of which 70 % count as right, batch {batch} at {context}: tokens a second over none"
             made.append(_row(name, gain, "x", bar, bar is None or gain >= bar))
-        int4 = rows.get(f"tp8 rank 0, w4a8, fp8 KV: decode of {batch} at {context}")
         if "launches" in plain:
             made.append(_launches(plain, batch, context))
-        if int4 is not None:
+    for name, plain in rows.items():
+        case = re.match(TP8 + r"decode of (\d+ at \d+)(, \d+ layers)?$", name)
+        int4 = rows.get(name.replace("rank 0, fp8", "rank 0, w4a8"))
+        if case and int4 is not None:
             gain = 100 * (plain["value"] / int4["value"] - 1)
-            made.append(_row(f"W4A8 over fp8, batch {batch} at {context}: tokens a second", gain, "%", 28, gain >= 28))
+            figure = f"W4A8 over fp8, batch {case[1]}{case[2] or ''}: tokens a second"
+            made.append(_row(figure, gain, "%", 28, gain >= 28))
     return made
 
 
