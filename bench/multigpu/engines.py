@@ -204,8 +204,8 @@ async def _handed(prefill: str, decode: str, cache: str, lengths: list[int], rou
             for number in range(2 * rounds + 2):
                 ids = _prompt(length, 1000 * length + number, most=250)
                 blocks = await _blocks(cache) + (length - 1) // 64
-                # Every other time as gateways do: the engine that goes on fetches blocks as they are computed, then waits
-                # for the last of them, here for as long as they take.
+                # Every other time as gateways do: the engine that goes on fetches blocks as they are computed, then
+                # waits for the last of them, here for as long as they take.
                 follows = number % 2 == 1
                 last = {"blocks_within": to_duration(1.0)} if follows else {}
                 following = taker.submit(ids, max_tokens=1, fetch_only=True, **last) if follows else None
