@@ -1,4 +1,4 @@
 """int4 weights with fp8 activations: the packed format, its kernels, and what launches them.
 
-`packing` quantises and lays weights out; `linear.run_linear` and `experts.run_experts` multiply.
+`packing` quantises and lays weights out; `launch` multiplies by one matrix, `experts` by routed ones.
 """
