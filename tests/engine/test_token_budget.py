@@ -58,6 +58,23 @@ def test_prepared_sizes() -> None:
         assert budget.prompt_tokens(seconds) == pytest.approx(tokens, rel=0.02)
 
 
+def test_a_size_that_seems_all_there_is_time_for_is_not_the_last_word() -> None:
+    """Where a step takes long whatever is in it, one size alone would say that a token does."""
+    budget = TokenBudget(0.05, 64, (256, 512, 1024))
+    chosen = []
+    for _ in range(6):
+        chosen.append(budget.prompt_tokens(0.045))
+        budget.took(step(chosen[-1]), 0.03 + 1e-5 * chosen[-1])
+    assert chosen[:2] == [256, 512]
+    assert chosen[-1] == 1024
+    slow = TokenBudget(0.05, 64, (256, 512, 1024))
+    chosen = []
+    for _ in range(6):
+        chosen.append(slow.prompt_tokens(0.045))
+        slow.took(step(chosen[-1]), 1e-3 + 1.6e-4 * chosen[-1])
+    assert chosen == [256, 512, 256, 256, 256, 256], "once is enough"
+
+
 def test_how_long_a_prompt_takes() -> None:
     budget = TokenBudget(0.05, 64, (100, 300))
     linear(budget, 0.01, 1e-4)

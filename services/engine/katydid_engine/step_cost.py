@@ -25,9 +25,15 @@ class StepCost:
     def __init__(self) -> None:
         self._known: Sequence[float] = (0.0, 0.0, 0.0)
         self._seen: deque[tuple[float, float, float]] = deque(maxlen=_STEPS)
+        self._sizes: set[int] = set()
 
     def __bool__(self) -> bool:
         return bool(self._seen)
+
+    @property
+    def only_size(self) -> int | None:
+        """Tokens of all steps so far, where these are as many: what a step takes without them is anybody's guess."""
+        return next(iter(self._sizes)) if len(self._sizes) == 1 else None
 
     @property
     def least_s(self) -> float:
@@ -55,6 +61,8 @@ class StepCost:
             seconds = min(seconds, _MOST_JUMP * (first + token * tokens + pair * pairs))
         else:
             self._known = (0.0, seconds / tokens, 0.0)
+        if len(self._sizes) < 2:
+            self._sizes.add(tokens)
         # Shares of the step's seconds: a second of ``a`` is 1 / seconds of it, and so on.
         self._seen.append((1 / seconds, tokens / seconds, pairs / seconds))
         self._known = _fitted(self._seen, self._known)

@@ -36,8 +36,12 @@ class TokenBudget:
         others = max(self._least, self._others.tokens(seconds, context))
         if not self._sizes or others >= 2 * self._sizes[-1]:
             return others
-        prepared = self._prepared.tokens(seconds, context)
-        return max((size for size in self._sizes if size <= prepared), default=self._sizes[0])
+        cost, prepared = self._prepared, self._prepared.tokens(seconds, context)
+        chosen = max((size for size in self._sizes if size <= prepared), default=self._sizes[0])
+        if chosen == cost.only_size and cost.seconds(chosen, context) <= seconds:
+            # A larger one is tried once: it may take no longer.
+            return min((size for size in self._sizes if size > chosen), default=chosen)
+        return chosen
 
     def step_s(self, tokens: int, context: int, sparse: bool = False, *, beside: bool = True) -> float:
         """Seconds of a step with so many tokens of one prompt, ``beside`` decodes or not."""
