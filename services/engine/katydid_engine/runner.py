@@ -296,11 +296,10 @@ class Runner:
         passes = plan.drafts > 0 and self._model.before_pass is not None
         if passes or plan.drafts != bucket.drafts or not steps.terms.fit(samplers, bucket.width):
             return self._choose(plan, own.built, hidden, self._model.logits(hidden), previous, num_drafts)
-        asked, leads, count = Asked(), self._collectives.rank == 0, len(plan.runs)
-        plain = all(sampler.plain for sampler in samplers)
-        if plain and self._collectives.size > 1:
-            asked = Asked(parted=True, filters=sampling.filters)
-        elif leads and not plain:
+        leads, plain = self._collectives.rank == 0, all(sampler.plain for sampler in samplers)
+        count, parted = len(plan.runs), plain and self._collectives.size > 1
+        asked = Asked(parted=parted, filters=parted and sampling.filters)
+        if leads and not plain:
             asked, settled = Asked(terms=True), self._settled(plan, samplers, previous)
             rows_of = zip(samplers, plan.runs, strict=True)
             limits = [row_limits(*of, settled.get(row), bucket.width) for row, of in enumerate(rows_of)]
