@@ -152,7 +152,7 @@ def main() -> None:
     rows: dict[str, Row] = {}
     for path in options.files:
         told = json.loads(path.read_text())
-        record |= {key: told[key] for key in ("gpu", "versions", "step_times") if key in told}
+        record |= {key: told[key] for key in ("gpu", "versions") if key in told}
         old = {"commit": told["commit"]} if path.resolve() == RESULTS and "commit" in told else {}
         rows |= {row["figure"]: old | row for row in told["rows"] if not row.get("derived")}
     record["rows"] = [barred(row) for row in rows.values()] + compared(rows)

@@ -26,7 +26,7 @@ def barred(row: Row) -> Row:
     """The row with its bar, if it has any."""
     out: Row = {"floor": None, "peer": None, "peer_value": None, "bar": None, "met": None} | row
     if re.match(r"p99 between tokens of 32 streams", row["figure"]):
-        out |= {"bar": GAP_S, "met": row["value"] <= GAP_S}
+        out |= {"bar": GAP_S, "met": row["value"] is not None and row["value"] <= GAP_S}
     return out
 
 
@@ -67,7 +67,7 @@ def main() -> None:
     record["rows"] = [barred(row) for row in rows.values()] + sustained(list(rows.values()))
     RESULTS.write_text(json.dumps(record, indent=1) + "\n")
     for row in record["rows"]:
-        print(f"{row['figure']}: {row['value']:.5g} {row['unit']} (bar {row['bar']}, met {row['met']})")
+        print(f"{row['figure']}: {row['value']} {row['unit']} (bar {row['bar']}, met {row['met']})")
 
 
 if __name__ == "__main__":
