@@ -148,6 +148,7 @@ def _simulated(arguments: argparse.Namespace, times: StepTimes, rate: float) -> 
     answers = _replayed(arguments, scheduler, clock, clock, traffic, until)
     links = ", with the link model" if times.sending else ""
     links += f", {arguments.sparse_prefill}" if arguments.sparse_prefill else ""
+    links += ", in order of arrival" if arguments.in_order else ""
     return _attained(arguments, f"simulated, {rate:g} requests a second offered{links}", answers, until / 4, until)
 
 
