@@ -39,6 +39,8 @@ def sustained(rows: list[Row]) -> list[Row]:
     made = []
     for (kind, targets), loads in kinds.items():
         held = [(rate, row) for rate, row in loads if row["value"] >= SHARE]
+        if len(loads) == 1 and not held:
+            continue  # less was not tried
         best_rate, best = max(held or loads, key=lambda load: load[0] if held else load[1]["value"])
         figure = f"most requests a second offered of which {SHARE:.0%} hold {targets}{kind}"
         more = {key: best[key] for key in ("requests_per_s", "ttft_s", "tpot_s", "prompt_mean", "cached_share")}
