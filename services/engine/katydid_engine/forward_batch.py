@@ -156,10 +156,10 @@ class ForwardBatch:
         if later:
             rest[:1] = 0
             behind[0] = later
-        common = {"prefills": (), "attention": None}
+        dense = replace(self, prefills=(), attention=None)
         return (
             replace(
-                self,
+                dense,
                 token_ids=self.token_ids[:border],
                 positions=self.positions[:border],
                 slot_mapping=self.slot_mapping[:border],
@@ -168,10 +168,9 @@ class ForwardBatch:
                 block_table=self.block_table[:last],
                 max_q_len=max(before),
                 q_lens=tuple(before),
-                **common,
             ),
             replace(
-                self,
+                dense,
                 token_ids=self.token_ids[border:],
                 positions=self.positions[border:],
                 slot_mapping=self.slot_mapping[border:],
@@ -181,7 +180,6 @@ class ForwardBatch:
                 num_decodes=0,
                 max_q_len=max(behind),
                 q_lens=tuple(behind),
-                **common,
             ),
         )
 
