@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from katydid_engine.prompt_order import Due, in_time, in_turn, next_prompt
 
-DUES = st.lists(st.builds(Due, st.floats(0.01, 5), st.floats(-1, 6)), min_size=1, max_size=7)
+# Of these all sums are exact.
+SIXTEENTHS = st.builds(Due, *(st.integers(*bounds).map(lambda x: x / 16) for bounds in ((1, 80), (-16, 96))))
+DUES = st.lists(SIXTEENTHS, min_size=1, max_size=7)
+TENTHS = st.builds(Due, *(st.integers(*bounds).map(lambda x: x / 10) for bounds in ((1, 50), (-10, 60))))
 
 
 def feasible(prompts: list[Due], order: tuple[int, ...]) -> bool:
@@ -37,6 +40,12 @@ def test_who_comes_next_makes_nobody_late(prompts: list[Due], turn: int) -> None
         )
     else:
         assert chosen == min(set(range(len(prompts))) - set(kept)), "the oldest of those that are late in any case"
+
+
+@given(st.lists(TENTHS, min_size=1, max_size=7), st.integers(0, 100))
+@example([Due(1.1, 1.7), Due(1.2, 1.5), Due(0.6, 1.0)], 1).via("0.6 + 1.2 - 1.2 + 1.1 is 1.7, 0.6 + 1.1 is more")
+def test_sums_that_round_up_leave_somebody_to_go_on_with(prompts: list[Due], turn: int) -> None:
+    assert next_prompt(prompts, turn) in range(len(prompts))
 
 
 @given(DUES)

@@ -46,11 +46,13 @@ def next_prompt(prompts: Sequence[Due], turn: int) -> int:
     late = [index for index in range(len(prompts)) if index not in kept]
     if late and (not kept or turn % _TURNS == 0):
         return late[0]
-    return next(
+    passes = (
         index
         for index in sorted(kept, key=lambda index: prompts[index].work_s)
         if _all_in_time([index, *(other for other in kept if other != index)], prompts)
     )
+    # Sums in another order may round to more than the time left: then the order of deadlines is what was found.
+    return next(passes, kept[0])
 
 
 def in_turn(count: int, turn: int) -> int:
