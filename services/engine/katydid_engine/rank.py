@@ -27,8 +27,8 @@ from katydid_engine.eplb.rebalancer import BalanceState, Rebalancer
 from katydid_engine.loader import load_model
 from katydid_engine.lockstep import Lockstep
 from katydid_engine.messages import ExpertBalance, Ready, Stop
-from katydid_engine.model_config import read_model_config
-from katydid_engine.models.decoder_lm import HALVED_FROM, DecoderLM
+from katydid_engine.model_config import ModelConfig, read_model_config
+from katydid_engine.models.decoder_lm import HALVED_FROM, DecoderLM, dispatches
 from katydid_engine.page_budget import count_pages
 from katydid_engine.plan_ring import PlanReader, PlanWriter
 from katydid_engine.planning.memory import check_memory
@@ -318,21 +318,34 @@ def _peers(config: WorkerConfig, groups: RankGroups, device: torch.device) -> Pe
 def _copies(config: WorkerConfig, groups: RankGroups, device: torch.device) -> PeerCopies | None:
     """Memory of the TP group's GPUs for chunks whose parts take turns; None where no chunk is cut so, or rows go by
     collectives."""
-    plan = config.plan
-    halves = plan.sp and config.micro_batches > 1 and config.max_batch_tokens >= HALVED_FROM
-    if device.type != "cuda" or not (halves and plan.fp8_transfers):
+    plan, model = config.plan, read_model_config(Path(config.folder))
+    halves = _halves(config, model)
+    if device.type != "cuda" or not (halves and plan.fp8_transfers) or model.hidden_size % 16:
         return None
     assert isinstance(groups.tensor, TorchCollectives)
     assert groups.tensor.group is not None
-    model = read_model_config(Path(config.folder))
-    if model.hidden_size % 16:
-        return None
     tokens = -(-config.max_batch_tokens // 2)
     # A rank tells of each row its experts and their weights, the shared one's among them.
     told = 0 if model.moe is None else 2 * (model.moe.top_k + 1)
     size = PeerCopies.nbytes(plan.tp, model.hidden_size, tokens=tokens, told=told)
     memory = symmetric_peers(groups.tensor.group, size, device)
     return PeerCopies(memory, model.hidden_size, tokens=tokens, told=told)
+
+
+def _halves(config: WorkerConfig, model: ModelConfig) -> bool:
+    """Whether long chunks are computed in two parts. Raises SettingsError where they are to be, and none is so long."""
+    plan, parts = config.plan, config.micro_batches
+    if not plan.sp or parts < 2 or dispatches(model, plan):
+        return False
+    if config.max_batch_tokens < HALVED_FROM:
+        raise SettingsError(
+            f"micro_batches={parts}: with plan={plan} only steps of {HALVED_FROM} tokens or more are computed in "
+            f"parts, and max_batch_tokens is {config.max_batch_tokens}",
+            field="micro_batches",
+            value=parts,
+            allowed=f"1, or 2 with max_batch_tokens of at least {HALVED_FROM}",
+        )
+    return True
 
 
 def _sparse_from(config: WorkerConfig) -> int:

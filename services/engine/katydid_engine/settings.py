@@ -67,7 +67,11 @@ class EngineSettings(DialingSettings):
         2000, ge=1, description="passes of the model between rebalancings of experts, in a plan with redundant ones"
     )
     micro_batches: int = Field(
-        1, ge=1, le=8, description="parts of a step that overlap where ranks wait for each other's rows (sp: 2, ep, pp)"
+        1,
+        ge=1,
+        le=8,
+        description="parts of a step that overlap where ranks wait for each other's rows (ep, pp; sp: 2, in steps of "
+        "8192 tokens or more)",
     )
     threads: int | None = Field(
         None, ge=1, description="CPU threads a worker; by default all cores but one, shared evenly"

@@ -41,6 +41,7 @@ __all__ = [
     "FeedForwardBuilder",
     "RankContext",
     "RankPeers",
+    "dispatches",
 ]
 
 
@@ -86,18 +87,23 @@ class RankContext:
 
     @property
     def dispatches(self) -> bool:
-        """Whether rows are sent to the ranks of their experts, each to those that it needs. Where that is most of them
-        rows go to all ranks of the TP group instead, in the exchange that there is anyway."""
-        moe, plan = self.config.moe, self.plan
-        if moe is None or not plan.dispatches:
-            return False
-        gathers = plan.ep == plan.tp and plan.ep <= moe.top_k and not plan.redundant_experts
-        return not gathers or moe.shared_intermediate_size % plan.tp > 0
+        """As the function has it."""
+        return dispatches(self.config, self.plan)
 
     def expert_share(self, num_experts: int) -> ExpertShare:
         if self.plan.ep == 1:
             return ExpertShare.of_columns(num_experts, self.collectives.rank, self.collectives.size)
         return ExpertShare.of_whole(num_experts, self.experts, self.plan.redundant_experts)
+
+
+def dispatches(config: ModelConfig, plan: ParallelPlan) -> bool:
+    """Whether rows are sent to the ranks of their experts, each to those that it needs. Where that is most of them
+    rows go to all ranks of the TP group instead, in the exchange that there is anyway."""
+    moe = config.moe
+    if moe is None or not plan.dispatches:
+        return False
+    gathers = plan.ep == plan.tp and plan.ep <= moe.top_k and not plan.redundant_experts
+    return not gathers or moe.shared_intermediate_size % plan.tp > 0
 
 
 class DecoderLM:
