@@ -1,6 +1,7 @@
-"""Sampling where the logits are: ranks of a TP group hold parts of the vocabulary and come to the same tokens.
+"""Sampling where the logits are: ranks of a TP group hold parts of the vocabulary and come to the same tokens; and the
+likeliest token of a row, with which all drafts are made, also on one rank alone.
 
-Two ways, both to the tokens of `sample` over whole rows on one rank, bit for bit:
+Two ways to sample, both to the tokens of `sample` over whole rows on one rank, bit for bit:
 
     without filters   each rank takes the best of its part, the noise included, and tells the others (score, id): twelve
                       bytes a row and chunk instead of the logits

@@ -60,8 +60,8 @@ class SequenceSampler:
         return len(self._bias) + (len(self._stops) if self.sampling.min_tokens else 0)
 
     def limits(self, position: int, drafts: Sequence[int]) -> list[Limits]:
-        """For the token at ``position`` and for the one behind each of
-        ``drafts`` that follow it. (``position`` is used only where ``needs_host``.)"""
+        """For the token at ``position`` and for the one behind each of ``drafts`` that follow it. (``position`` is used
+        only where ``needs_host``.)"""
         masks = self._masks(drafts)
         return [(self._bias_at(position + place, mask), mask) for place, mask in enumerate(masks)]
 
