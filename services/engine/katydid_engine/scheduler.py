@@ -46,7 +46,8 @@ class Scheduler:
     """One per TP group. ``clock`` gives the monotonic seconds on which deadlines and phases are measured;
     ``write_slots`` are the staging slots for finished blocks on their way to the cache service; ``drafts`` says how
     many tokens are drafted behind each, ``budget`` how many prompt tokens go into a step with decodes; prompts are to
-    have their first token within ``ttft_target_s``, or are computed side by side.
+    have their first token within ``ttft_target_s``; without it they take turns beside decodes for whose time
+    ``budget`` has a target, and are else computed side by side.
 
     Raises:
         ValueError: ``max_model_tokens`` exceeds what the pages hold.
