@@ -27,6 +27,7 @@ from katydid_engine.messages import (
 from katydid_engine.phase_spans import CacheSpans
 from katydid_engine.request import Tier, fetch_span_id
 from katydid_engine.staging import Staging, StagingShape
+from katydid_runtime.block_hash import RUN_BLOCKS
 from katydid_runtime.trace_context import TraceContext
 
 SLOT_BYTES = 16
@@ -59,10 +60,12 @@ class ScriptedCache:
         self.tenants: list[tuple[bytes, float | None]] = []
         self.traces: list[TraceContext | None] = []
         self.befores: list[bytes] = []
+        self.lookups: list[tuple[int, TraceContext | None]] = []
         self.runs: list[bytes] = []
 
     async def lookup(self, hashes: bytes, *, before: bytes, trace: TraceContext | None) -> LookupResult:
         self.befores.append(before)
+        self.lookups.append((len(hashes) // 32, trace))
         self.traces.append(trace)
         await asyncio.sleep(0)
         if "lookup" in self.broken:
@@ -283,6 +286,42 @@ def test_blocks_that_another_engine_computes_are_read_as_they_come() -> None:
     # Blocks 1 to 11 of a chain lie in one run: those before the first that is asked for are named.
     assert cache.befores[0] == name(99)
     assert cache.befores[-1] == b"".join(map(name, (99, *range(10))))
+
+
+def test_behind_a_whole_run_nothing_is_named() -> None:
+    cache = ScriptedCache(held=RUN_BLOCKS - 1)
+
+    async def scenario(connector: KvConnector, worker: Worker) -> None:
+        hashes = b"".join(name(block) for block in range(RUN_BLOCKS + 1))
+        connector.ask(KvLookup(1, 1, hashes, before=name(99), coming_s=9.0))
+        while len(worker.read.get(1, [])) < RUN_BLOCKS - 1:
+            await asyncio.sleep(0.001)
+        while 1 not in worker.ended:
+            await asyncio.sleep(0.001)
+
+    drive(cache, scenario)
+    assert cache.befores == [name(99), b""]
+
+
+def test_a_long_chain_is_asked_for_in_parts_and_ever_more_seldom() -> None:
+    cache = ScriptedCache(held=0)
+    parent = TraceContext("1" * 32, "2" * 16)
+
+    async def scenario(connector: KvConnector, worker: Worker) -> None:
+        hashes = b"".join(name(block % 256) for block in range(600))
+        connector.ask(KvLookup(1, 1, hashes, coming_s=9.0), CacheSpans(parent))
+        await asyncio.sleep(0.4)
+        cache.held = 600
+        while 1 not in worker.ended:
+            await asyncio.sleep(0.001)
+
+    worker = drive(cache, scenario)
+    assert len(worker.read[1]) == 600
+    *empty, second, third = cache.lookups
+    assert (second, third) == ((256, None), (88, None))
+    assert empty == [(256, parent), *[(256, None)] * (len(empty) - 1)]
+    # At 30 ms, 45, 68, 101 and 152; every 30 ms there would be twelve.
+    assert len(empty) < 10
 
 
 def test_blocks_that_do_not_come_are_not_waited_for_longer_than_was_asked() -> None:

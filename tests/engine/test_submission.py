@@ -20,6 +20,8 @@ from tests.engine.engine_process import submission
 
 LIMITS = EngineLimits(b"i" * 32, vocab_size=100, max_model_tokens=20, max_choices=4, max_logprobs=5, dp_ranks=2)
 
+WITHIN = Duration(seconds=1)
+
 
 def parse(prompt: list[int] | None = None, **fields: object) -> Request:
     return parse_submission(submission(3, [1, 2] if prompt is None else prompt, **fields), LIMITS, 9, 1.5)
@@ -30,7 +32,6 @@ def test_every_field_arrives() -> None:
     request = parse(
         [1, 2, 99], generated_ids=array("I", (4, 5)).tobytes(), dp_rank=1, priority=-7, cache_salt=b"salt",
         public_blocks=3, tenant=b"t" * 16, bypass_cache=True, timeout=Duration(seconds=60), hold=Duration(seconds=2),
-        blocks_within=Duration(seconds=3),
         seed=2**64 - 1, temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, repetition_penalty=1.5,
         presence_penalty=-0.5, frequency_penalty=0.75, logit_bias={9: 2.0, 3: -1.0}, stop_token_ids=[8, 2],
         min_tokens=4, max_tokens=6, logprobs=2, prompt_logprobs=0, ignore_eos=True,
@@ -39,7 +40,6 @@ def test_every_field_arrives() -> None:
     assert (list(request.prompt), list(request.generated)) == ([1, 2, 99], [4, 5])
     assert request.chain == ChainKey(b"i" * 32, salt=b"salt", public_blocks=3)
     assert (request.priority, request.tenant, request.bypass_cache, request.hold_s) == (-7, b"t" * 16, True, 2.0)
-    assert (request.blocks_within_s, request.fetch_only) == (3.0, False)
     assert request.deadline is not None
     assert before + 60 <= request.deadline <= time.monotonic() + 60
     assert request.sampling == Sampling(
@@ -47,6 +47,12 @@ def test_every_field_arrives() -> None:
         presence_penalty=-0.5, frequency_penalty=0.75, logit_bias=((3, -1.0), (9, 2.0)), stop_token_ids=(8, 2),
         min_tokens=4, max_tokens=6, n=1, logprobs=2, prompt_logprobs=0, ignore_eos=True,
     )  # fmt: skip
+
+
+def test_blocks_of_another_engine() -> None:
+    for fetch_only in (False, True):
+        request = parse(blocks_within=Duration(seconds=3), fetch_only=fetch_only)
+        assert (request.blocks_within_s, request.fetch_only) == (3.0, fetch_only)
 
 
 def test_sparse_prefill_only_where_both_sides_allow_it() -> None:
@@ -87,7 +93,7 @@ def test_what_is_not_said() -> None:
         ("cache_salt", [b"", b"x" * 64], [b"x" * 65]),
         ("timeout", [Duration(nanos=1)], [Duration(), Duration(seconds=-1)]),
         ("hold", [Duration(nanos=1)], [Duration()]),
-        ("blocks_within", [Duration(nanos=1)], [Duration()]),
+        ("blocks_within", [Duration(nanos=1), Duration(seconds=600)], [Duration(), Duration(seconds=601)]),
         ("prompt_ids", [[0, 99], [1] * 19], [[], [100]]),
     ],
 )
@@ -121,11 +127,9 @@ def test_a_thousand_biased_tokens_at_most() -> None:
         ({"prompt": [1] * 18, "generated_ids": b"\1\0\0\0" * 2}, PromptTooLongError, "prompt_ids"),
         ({"generated_ids": b"\1\0\0"}, InvalidRequestError, "generated_ids"),
         ({"fetch_only": True}, InvalidRequestError, "fetch_only"),
-        (
-            {"fetch_only": True, "bypass_cache": True, "blocks_within": Duration(seconds=1)},
-            InvalidRequestError,
-            "fetch_only",
-        ),
+        ({"fetch_only": True, "blocks_within": WITHIN, "n": 2}, InvalidRequestError, "sampling.n"),
+        ({"bypass_cache": True, "blocks_within": WITHIN}, InvalidRequestError, "bypass_cache"),
+        ({"prompt_logprobs": 0, "blocks_within": WITHIN}, InvalidRequestError, "sampling.prompt_logprobs"),
         ({"generated_ids": b"\1\0\0\0", "n": 2}, InvalidRequestError, "sampling.n"),
         ({"generated_ids": b"\1\0\0\0", "max_tokens": 1}, InvalidRequestError, "sampling.max_tokens"),
         ({"grammar": pb.Grammar(regex="a")}, UnsupportedError, "sampling.grammar.regex"),
@@ -139,6 +143,7 @@ def test_what_contradicts_itself_or_is_not_served(
     with pytest.raises(error) as caught:
         parse(**fields)  # type: ignore[arg-type]
     assert caught.value.field == field
+    assert caught.value.allowed
 
 
 def test_a_refusal_ends_as_many_choices_as_there_can_be() -> None:

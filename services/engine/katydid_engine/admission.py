@@ -16,8 +16,8 @@ _LOOKAHEAD = 16
 
 class Admission:
     """A sequence is let in with pages for its whole input and a watermark to spare. One that does not fit lets smaller
-    ones pass, but only so often; ones of lower priority make room for it. ``load`` takes over who is let in,
-    ``preempt`` takes a sequence's pages."""
+    ones pass, but only so often; ones of lower priority make room for it, and fetches alone for one that computes.
+    ``load`` takes over who is let in, ``preempt`` takes a sequence's pages."""
 
     def __init__(
         self,
@@ -62,9 +62,9 @@ class Admission:
         return 0 if alone else self._config.watermark_pages + sequence.num_slots - 1
 
     def _preempt_for(self, sequence: Sequence, places: int) -> int | None:
-        """Admits a sequence in place of ones of lower priority, if that suffices; returns the places they left, or -1
-        when their pages come with the end of the steps in flight: nobody else may have them."""
-        lower = [other for other in self._queues.holders() if other.request.priority < sequence.request.priority]
+        """Admits a sequence in place of ones of lower priority and of fetches alone, if that suffices; returns the
+        places they left, or -1 when their pages come with the end of the steps in flight: nobody else may have them."""
+        lower = [other for other in self._queues.holders() if other.order[:2] > sequence.order[:2]]
         if not lower:
             return None
         if self._queues.pages_return:

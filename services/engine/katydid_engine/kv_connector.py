@@ -52,8 +52,10 @@ __all__ = ["KvConnector"]
 _STREAM_BLOCKS = 32
 _BATCH_BLOCKS = 32
 _LOOKUP_HASHES = 4096
-# How often blocks that another engine computes are looked for.
+# How often blocks that another engine computes are looked for: while they come, and at the least; and how many.
 _COMING_POLL_S = 0.03
+_COMING_SELDOM_S = 0.25
+_COMING_HASHES = 256
 # A window that takes longer than this is better computed.
 _READ_TIMEOUT_S = 5.0
 _ATTACHED_POLL_S = 0.2
@@ -158,15 +160,18 @@ class KvConnector:
         told = _Told()
         until = time.monotonic() + ask.coming_s
         hashes, before = ask.hashes[: HASH_BYTES * _LOOKUP_HASHES], ask.before
+        pause_s = 0.0
         try:
             await asyncio.sleep(self._faults.lookup)
             while not told.ended:
                 last = time.monotonic() >= until
                 got = HASH_BYTES * await self._fetch_there(ask, hashes, before, spans, told, last=last)
-                before = (before + hashes[:got])[-((len(before) + got) % (HASH_BYTES * RUN_BLOCKS)) or None :]
+                joined = before + hashes[:got]
+                before = joined[len(joined) - len(joined) % (HASH_BYTES * RUN_BLOCKS) :]
                 hashes = hashes[got:]
-                if not told.ended:
-                    await asyncio.sleep(_COMING_POLL_S)
+                pause_s = _COMING_POLL_S if got or not pause_s else min(1.5 * pause_s, _COMING_SELDOM_S)
+                if not told.ended and got < HASH_BYTES * _COMING_HASHES:
+                    await asyncio.sleep(min(pause_s, max(0.0, until - time.monotonic())))
         except Exception:
             logger.exception("fetch failed", extra={"ticket": ask.ticket})
         finally:
@@ -182,7 +187,10 @@ class KvConnector:
         ``last`` in any case."""
         found = LookupResult()
         try:
-            found = await self._client.lookup(hashes, before=before, trace=spans.lookup())
+            asked = hashes if last else hashes[: HASH_BYTES * _COMING_HASHES]
+            # A span of the first round alone: there may be thousands.
+            trace = None if told.found else spans.lookup()
+            found = await self._client.lookup(asked, before=before, trace=trace)
             advice = self._advice.advise(found.runs, self._prefill_speed(), time.monotonic())
             # What another engine has computed for this request is taken from it whatever it costs.
             if not ask.coming_s:

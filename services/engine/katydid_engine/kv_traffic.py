@@ -136,17 +136,22 @@ class KvTraffic:
         tickets = (ticket for ticket in self._tickets.values() if not ticket.sequence.request.fetch_only)
         return sum((len(ticket.tiers) - ticket.arrived) * BLOCK_TOKENS for ticket in tickets)
 
-    def look_up(self, sequence: Sequence, first_block: int) -> Ticket:
-        """Asks for the sequence's blocks from ``first_block`` on, under a new ticket."""
+    def look_up(self, sequence: Sequence, first_block: int, now: float) -> Ticket:
+        """Asks for the sequence's blocks from ``first_block`` on, under a new ticket. Those that another engine
+        computes are waited for, but not one that ends with its newest token, which nobody has computed."""
         self._last_ticket += 1
         span_id = b"" if sequence.live.has_first_token else random.randbytes(8)
         ticket = Ticket(self._last_ticket, sequence, first_block, span_id, sequence.stay)
         self._tickets[ticket.number] = ticket
         hashes = sequence.hashes()
         before = b"".join(hashes[first_block - first_block % RUN_BLOCKS : first_block])
-        wanted = b"".join(hashes[first_block:])
         request = sequence.request
-        coming_s = 0.0 if sequence.live.has_first_token else request.blocks_within_s
+        left_s = max(0.0, request.received_at + request.blocks_within_s - now)
+        coming_s = 0.0 if sequence.live.has_first_token else left_s
+        whole = sequence.num_tokens if request.fetch_only else sequence.num_tokens - 1
+        coming = hashes[first_block : whole // BLOCK_TOKENS] if coming_s else []
+        coming_s = coming_s if coming else 0.0
+        wanted = b"".join(coming or hashes[first_block:])
         self._asks.append(KvLookup(ticket.number, request.handle, wanted, span_id, before, request.tenant, coming_s))
         return ticket
 

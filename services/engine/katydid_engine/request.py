@@ -219,8 +219,8 @@ class Sequence:
     flight compute too, and ``num_coming`` the tokens that these add at most; ``num_published`` the leading blocks
     that bear their hash; ``stay`` how often it left its pages, so that a step can tell that it did meanwhile;
     ``num_drafted`` and ``num_accepted`` its drafts; ``likely_cached`` the tokens that were cached when it began to
-    wait; ``fits_from`` the pool's gains below which its pages cannot be had. A request begins as one sequence and
-    forks when its first tokens are sampled.
+    wait; ``fits_from`` the pool's gains below which its pages cannot be had. In ``order`` fetches alone come behind all
+    that compute. A request begins as one sequence and forks when its first tokens are sampled.
     """
 
     def __init__(self, id: int, live: LiveRequest, choice: int = 0) -> None:
@@ -228,7 +228,7 @@ class Sequence:
         self.live = live
         self.request = live.request
         self.choice = choice
-        self.order = (-live.request.priority, live.arrival, choice)
+        self.order = (live.request.fetch_only, -live.request.priority, live.arrival, choice)
         self.tokens = array("I", live.request.prompt)
         self.tokens.extend(live.request.generated)
         self.state = State.WAITING

@@ -21,12 +21,13 @@ from katydid_engine.request import Sequence, State, pages_for
 __all__ = ["Residency"]
 
 
-def _order(sequence: Sequence) -> tuple[int, int, int]:
+def _order(sequence: Sequence) -> tuple[int, int, int, int]:
     return sequence.order
 
 
 class Residency:
-    """The queues over one block pool. ``waiting`` and ``running`` are kept in order: priority, then arrival."""
+    """The queues over one block pool. ``waiting`` and ``running`` are kept in order: fetches alone last,
+    then priority, then arrival."""
 
     def __init__(self, pool: BlockPool, kv: KvTraffic) -> None:
         self.pool = pool

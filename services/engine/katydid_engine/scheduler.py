@@ -282,7 +282,7 @@ class Scheduler:
             live.cached = CachedTokens(device=min(sequence.num_computed, sequence.most_reused))
         if self.kv.attached and sequence.reads_cache and sequence.num_published < len(sequence.hashes()):
             sequence.state = State.LOOKUP
-            ticket = self.kv.look_up(sequence, sequence.num_published)
+            ticket = self.kv.look_up(sequence, sequence.num_published, now)
             live.enter(Phase.LOOKUP, now, span_id=ticket.span_id)
         else:
             self._compute(sequence)

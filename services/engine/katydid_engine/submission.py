@@ -18,6 +18,7 @@ from katydid_runtime.errors import InvalidRequestError, PromptTooLongError, Unsu
 from katydid_runtime.request_limits import (
     MAX_BIAS,
     MAX_BIASED_TOKENS,
+    MAX_BLOCKS_WITHIN_S,
     MAX_PENALTY,
     MAX_PRIORITY,
     MAX_REPETITION_PENALTY,
@@ -87,14 +88,7 @@ def parse_submission(message: pb.SubmitRequest, limits: EngineLimits, handle: in
     _integer("cache_salt", len(message.cache_salt), 0, _SALT_BYTES, what="bytes")
     sampling = _sampling(message.sampling, limits, len(generated))
     timeout_s = _duration("timeout", message.timeout) if message.HasField("timeout") else None
-    blocks_within_s = _duration("blocks_within", message.blocks_within) if message.HasField("blocks_within") else 0.0
-    if message.fetch_only and (message.bypass_cache or not message.HasField("blocks_within")):
-        raise InvalidRequestError(
-            "fetch_only asks for blocks of a cache: it needs blocks_within, without bypass_cache",
-            field="fetch_only",
-            value=True,
-            allowed="with blocks_within, without bypass_cache",
-        )
+    blocks_within_s = _blocks_within(message)
     sparse = message.allow_sparse_prefill and bool(limits.dense_identity)
     identity = limits.identity if sparse or not limits.dense_identity else limits.dense_identity
     return Request(
@@ -158,6 +152,35 @@ def _sampling(message: pb.SamplingParams, limits: EngineLimits, num_generated: i
     )
 
 
+def _blocks_within(message: pb.SubmitRequest) -> float:
+    """How long blocks of another engine are waited for; 0 where none are."""
+    if not message.HasField("blocks_within"):
+        if message.fetch_only:
+            raise InvalidRequestError(
+                "fetch_only needs blocks_within", field="fetch_only", value=True, allowed="false without blocks_within"
+            )
+        return 0.0
+    if message.bypass_cache:
+        raise InvalidRequestError(
+            "blocks_within asks for blocks of a cache",
+            field="bypass_cache",
+            value=True,
+            allowed="false with blocks_within",
+        )
+    if message.sampling.HasField("prompt_logprobs"):
+        raise InvalidRequestError(
+            "prompt_logprobs need every prompt token computed here, blocks_within asks for what is computed elsewhere",
+            field="sampling.prompt_logprobs",
+            value=message.sampling.prompt_logprobs,
+            allowed="unset with blocks_within",
+        )
+    if message.fetch_only and message.sampling.n > 1:
+        raise InvalidRequestError(
+            "fetch_only has one choice", field="sampling.n", value=message.sampling.n, allowed="1 with fetch_only"
+        )
+    return _duration("blocks_within", message.blocks_within, MAX_BLOCKS_WITHIN_S)
+
+
 def _token_ids(field: str, packed: bytes, vocab_size: int) -> array[int]:
     if len(packed) % 4:
         raise InvalidRequestError(
@@ -191,10 +214,9 @@ def _top(field: str, value: int, limits: EngineLimits) -> int:
     return _integer(field, value, 0, min(limits.max_logprobs, limits.vocab_size))
 
 
-def _duration(field: str, value: Duration) -> float:
+def _duration(field: str, value: Duration, high: float = math.inf) -> float:
     seconds = to_seconds(value)
-    if seconds <= 0:
-        raise InvalidRequestError(
-            f"{field} is {seconds:g} s", field=field, value=f"{seconds:g}", allowed="more than 0 s"
-        )
+    if not 0 < seconds <= high:
+        allowed = "more than 0 s" if high == math.inf else f"more than 0 s, at most {high:g} s"
+        raise InvalidRequestError(f"{field} is {seconds:g} s", field=field, value=f"{seconds:g}", allowed=allowed)
     return seconds

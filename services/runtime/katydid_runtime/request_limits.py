@@ -8,6 +8,7 @@ from __future__ import annotations
 __all__ = [
     "MAX_BIAS",
     "MAX_BIASED_TOKENS",
+    "MAX_BLOCKS_WITHIN_S",
     "MAX_GRAMMAR_CHARACTERS",
     "MAX_GRAMMAR_CHOICES",
     "MAX_GRAMMAR_DEPTH",
@@ -30,5 +31,7 @@ MAX_GRAMMAR_CHARACTERS = 256 * 1024
 MAX_GRAMMAR_CHOICES = 1024
 # Of arrays and objects that lie in each other, so of schemas too.
 MAX_GRAMMAR_DEPTH = 64
+# Blocks that another engine computes are waited for so long at most.
+MAX_BLOCKS_WITHIN_S = 600.0
 # Either sign.
 MAX_PRIORITY = 1000

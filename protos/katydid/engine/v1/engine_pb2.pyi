@@ -374,7 +374,8 @@ class SubmitRequest(_message.Message):
     """Neither read prefix blocks from any cache nor publish them."""
     fetch_only: _builtins.bool
     """With blocks_within: nothing is computed here. The request ends with LENGTH and no token once the prompt's full
-    blocks are in the engine's pages, or the time is over; another request finds them there.
+    blocks are in the engine's pages, or the time is over; another request finds them there. With n = 1 alone. Whatever
+    the priority, it comes behind requests that compute, and makes room for them.
     """
     @_builtins.property
     def sampling(self) -> Global___SamplingParams:
@@ -394,6 +395,7 @@ class SubmitRequest(_message.Message):
     def blocks_within(self) -> _duration_pb2.Duration:
         """Prefill/decode hand-off: another engine computes this prompt, whose blocks come to the KV-cache service as they are
         finished. Those that are not there yet are looked for again for this long; what is missing then is computed here.
+        Counted from when the request was received; at most 600 s. Not with bypass_cache, nor with prompt_logprobs.
         """
 
     def __init__(
