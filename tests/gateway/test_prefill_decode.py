@@ -12,7 +12,7 @@ import pytest
 from katydid.engine.v1 import engine_pb2 as pb
 from katydid_gateway.routing.cost import TierSpeeds
 from katydid_gateway.routing.load import EngineState, RankReport, RankState
-from katydid_gateway.routing.pairs import after_hand_off
+from katydid_gateway.routing.pairs import after_hand_off, worth_following
 from katydid_gateway.routing.router import Router
 from katydid_gateway.routing.tier_index import CacheTier
 
@@ -24,6 +24,8 @@ from tests.gateway.test_router import SPEED, conversation, prompt
 USER = [{"role": "user", "content": "hello there"}]
 ASKED = {"messages": USER, "max_tokens": 40, "seed": 5, "stream_options": {"include_usage": True}}
 PREFILL, DECODE, BOTH = pb.ROLE_PREFILL, pb.ROLE_DECODE, pb.ROLE_BOTH
+# More than a chunk of a GPU engine.
+LONG_PROMPTS = MockOptions(kv_cache_attached=True, max_model_tokens=16384)
 NAMES = {PREFILL: "prefill", DECODE: "decode", BOTH: "both"}
 
 
@@ -74,7 +76,7 @@ def test_the_second_engine_fetches_while_the_first_computes(chatml: Path) -> Non
         short = await built.events(**ASKED)
         assert not any(message.fetch_only for message in taker.submitted)
         giver.options.prefill_s = 0.2
-        long = {**ASKED, "messages": [{"role": "user", "content": "hello there " * 2000}]}
+        long = {**ASKED, "messages": [{"role": "user", "content": "hello there " * 5000}]}
         answering = asyncio.create_task(built.events(**long))
         await until(lambda: taker.in_flight == 1)
         fetch, prompts = taker.submitted[-1], giver.submitted[-1]
@@ -84,7 +86,7 @@ def test_the_second_engine_fetches_while_the_first_computes(chatml: Path) -> Non
             prompts.cache_salt,
             b"",
         )
-        assert fetch.blocks_within.seconds > 10
+        assert fetch.blocks_within.seconds == 600  # as long as an engine allows
         assert not prompts.HasField("blocks_within")
         assert (await answering)[-2]["usage"]["completion_tokens"] == 40
         assert taker.aborted == [fetch.request]
@@ -93,21 +95,25 @@ def test_the_second_engine_fetches_while_the_first_computes(chatml: Path) -> Non
         # Its last blocks may be on their way to the cache still.
         assert 0 < goes_on.blocks_within.ToNanoseconds() <= 2e9
         assert short[-2]["usage"]["completion_tokens"] == 40
+        # What reads no cache waits for no blocks.
+        await built.events(**ASKED, bypass_cache=True)
+        assert len(taker.submitted[-1].generated_ids) == 4
+        assert not taker.submitted[-1].HasField("blocks_within")
 
-    run(chatml, scenario, [PREFILL, DECODE], options=MockOptions(kv_cache_attached=True))
+    run(chatml, scenario, [PREFILL, DECODE], options=LONG_PROMPTS)
 
 
 def test_a_fetch_ends_with_its_request(chatml: Path) -> None:
     async def scenario(built: Rig) -> None:
         giver, taker = built.engines
         giver.options.prefill_s = 60
-        long = {**ASKED, "messages": [{"role": "user", "content": "hello there " * 2000}]}
+        long = {**ASKED, "messages": [{"role": "user", "content": "hello there " * 5000}]}
         answering = asyncio.create_task(built.events(**long))
         await until(lambda: taker.in_flight == 1)
         answering.cancel()
         await until(lambda: not taker.in_flight and not giver.in_flight)
 
-    run(chatml, scenario, [PREFILL, DECODE], options=MockOptions(kv_cache_attached=True))
+    run(chatml, scenario, [PREFILL, DECODE], options=LONG_PROMPTS)
 
 
 def test_what_ends_with_its_first_token_goes_nowhere_else(chatml: Path) -> None:
@@ -184,6 +190,13 @@ def fleet(*engines: tuple[str, str, str], speed: float = SPEED) -> Router:
             near=near,
         )
     return built
+
+
+def test_a_prompt_of_one_chunk_is_not_followed() -> None:
+    giver, taker = fleet(("p", "prefill", "a"), ("d", "decode", "a")).engines.values()
+    assert [worth_following(giver, taker, blocks, 100) for blocks in (228, 229)] == [False, True]
+    taker.kv_cache_attached = False
+    assert not worth_following(giver, taker, 229, 100)
 
 
 def test_pairs_are_chosen_jointly() -> None:

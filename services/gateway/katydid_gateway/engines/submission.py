@@ -7,6 +7,7 @@ from typing import Self
 
 from katydid.engine.v1 import engine_pb2 as pb
 from katydid_runtime.duration import to_duration
+from katydid_runtime.request_limits import MAX_BLOCKS_WITHIN_S
 from katydid_runtime.trace_context import TraceContext
 
 from katydid_gateway.requests import OutputFormat, RequestOptions, Sampling
@@ -44,6 +45,7 @@ class Submission:
     def blocks_only(self, within_s: float) -> Self:
         """The fetch of its prompt's blocks, as another engine computes them; no token comes of it."""
         sampling = Sampling(seed=0, max_tokens=1)
+        within_s = min(within_s, MAX_BLOCKS_WITHIN_S)
         return replace(self, sampling=sampling, blocks_within_s=within_s, fetch_only=True)
 
     def continued(self, choice: int, generated_ids: bytes) -> Self:

@@ -22,8 +22,8 @@ COMPUTES_PROMPTS: Mapping[str, str] = {"decode": "continues prompts only"}
 CONTINUES: Mapping[str, str] = {"prefill": "computes prompts only"}
 """Why an engine of a role continues none."""
 
-# So many blocks are one chunk of a prefill at most: when the first of them can be fetched the last are computed.
-_FOLLOWED_BLOCKS = 32
+# So many blocks are one chunk of a prefill on a GPU: when the first of them can be fetched the last are computed.
+_FOLLOWED_BLOCKS = 128
 # The last blocks are on their way to the cache when the first token is on its way to the gateway.
 _LAST_BLOCKS_S = 2.0
 
