@@ -27,7 +27,7 @@ check: install ## lint, types, import rules, protos
 # Two files at a time: half of a test's time is waiting for processes it started. Files stay whole, since their tests share a fleet.
 # A shared machine can freeze a process that a test started: one rerun tells that from a fault, and the summary names it.
 test: check ## everything but long runs and GPUs
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile --reruns 1 -m "not soak and not gpu and not clients and not browser and not chart"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -raR -n 2 --dist loadfile --reruns 1 -m "not soak and not gpu and not clients and not browser and not chart"
 
 soak: install ## long fault and load runs
 	$(BIN)/pytest -q -m soak --timeout 3600
