@@ -37,12 +37,12 @@ def test_linear(tokens: int, n: int, k: int, hooks: bool) -> None:
 @pytest.mark.parametrize("tokens", [1, 8, 20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rows_not_yet_quantised(tokens: int, dtype: torch.dtype) -> None:
-    """They become what `quantize_fp8` makes of them: bit for bit in 16 bits, which the same kernel takes."""
+    """They become what `quantize_fp8` makes of them: bit for bit, but for fp32 on a GPU, where another kernel sums."""
     weight, _ = packed(72, 320)
     x = 3 * torch.randn(tokens, 320, device=DEVICE, dtype=dtype)
     values, scale = quantize_fp8(x)
     found, expected = linear_w4a8(x, weight), linear_w4a8(values, weight, scale)
-    if dtype == torch.bfloat16:
+    if dtype == torch.bfloat16 or DEVICE != "cuda":
         assert torch.equal(found, expected)
     assert (found.double() - expected.double()).norm() / expected.double().norm() < 4e-3
 
