@@ -96,19 +96,25 @@ def test_what_is_wrong_is_named(text: str, message: str) -> None:
         SparsePrefill.parse(text)
 
 
-def test_the_runner_tells_the_model_which_prompts_may_be_sparse(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_runner_tells_the_model_which_prompts_are_sparse(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(folder)
+    model.use_sparse_prefill(SparsePrefill(min_tokens=250))
     batches: list[ForwardBatch] = []
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda batch, cache: batches.append(batch) or forward(batch, cache))
     runner = Runner(model, 32, collectives=SingleRank())
     prompt, pages = array("I", PROMPT[:300]), array("I", range(5))
     starts = tuple(Start(n, Sampling(), 300, prompt, sparse_prefill=n == 1) for n in (1, 2))
+    starts += (Start(3, Sampling(), 249, prompt[:249], sparse_prefill=True),)
     runs = tuple(Run(n, 0, prompt[:200], 0, array("I", (page + 5 * n for page in pages))) for n in (1, 2))
     runner.run(StepPlan(0, starts=starts, runs=runs))
     assert batches[-1].prefills == (PrefillChunk(200, 200, 300), PrefillChunk(200, 200, None))
-    runner.run(StepPlan(1, ends=(1,), runs=(Run(2, 200, prompt[200:], 5, array("I")),)))
-    assert batches[-1].prefills == ()
+    runner.run(
+        StepPlan(
+            1, runs=(Run(2, 200, prompt[200:], 5, array("I")), Run(3, 0, prompt[:200], 0, array("I", range(10, 15))))
+        )
+    )
+    assert batches[-1].prefills == (), "one may not be, the other is too short"
 
 
 @pytest.mark.e2e

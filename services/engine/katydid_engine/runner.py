@@ -81,7 +81,7 @@ class Runner:
         self._feeds_back = drafts or ahead
         self._batches = BatchBuilder(model.device)
         self._samplers: dict[int, SequenceSampler] = {}
-        # Lengths of the prompts that may be computed sparsely.
+        # Lengths of the prompts that are computed sparsely.
         self._sparse_prompts: dict[int, int] = {}
         self._seen = SeenTokens(model.config.vocab_size, model.device)
         self._choice = StepChoice(model, self._kv_cache, collectives, self._seen, feeds_back=self._feeds_back)
@@ -170,7 +170,7 @@ class Runner:
             del self._samplers[sequence]
         for start in plan.starts:
             self._batches.start(start.sequence)
-            if start.sparse_prefill:
+            if start.sparse_prefill and self._model.computes_sparsely(start.num_prompt):
                 self._sparse_prompts[start.sequence] = start.num_prompt
             sampler = SequenceSampler(start, self._model.config.eos_token_ids, self._grammars)
             self._samplers[start.sequence] = sampler
@@ -239,8 +239,9 @@ class Runner:
         if self._before is not None and any(row >= 0 for row in previous):
             advance(built.inputs, self._before, integers(previous, self._model.device))
         batch = built.forward
-        if self._sparse_prompts:
-            batch = replace(batch, prefills=tuple(map(self._chunk, plan.runs[plan.num_decodes :])))
+        chunks = plan.runs[plan.num_decodes :]
+        if any(run.sequence in self._sparse_prompts for run in chunks):
+            batch = replace(batch, prefills=tuple(map(self._chunk, chunks)))
         hidden = self._forward(plan, batch)
         if not self._model.has_head:
             return None, {}

@@ -181,6 +181,11 @@ class DecoderLM:
             if index >= options.dense_layers:
                 layer.attend_sparsely()
 
+    def computes_sparsely(self, prompt: int) -> bool:
+        """Whether a prompt of so many tokens is, if it may be."""
+        options = self._planner.sparse_prefill
+        return options is not None and prompt >= options.min_tokens
+
     def new_kv_cache(self, num_pages: int) -> KvCache:
         """Zeroed pages for this rank's KV heads, every layer (an MTP layer's last)."""
         return KvCache.allocate(
@@ -369,5 +374,6 @@ def _part_exchanges(context: RankContext, whole: Exchange) -> tuple[PartExchange
     if not plan.sp or context.micro_batches < 2 or context.dispatches:
         return ()
     if context.copies is not None:
-        return tuple(CopiedPartExchange(whole, context.copies, part) for part in range(2))
+        summed: dict[int, torch.cuda.Event] = {}
+        return tuple(CopiedPartExchange(whole, context.copies, part, summed) for part in range(2))
     return tuple(PartExchange(whole, fp8=plan.fp8_transfers) for _ in range(2))

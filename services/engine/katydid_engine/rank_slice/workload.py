@@ -192,7 +192,7 @@ def _streams(arguments: argparse.Namespace, steps: SliceSteps) -> dict[str, Any]
     def session(number: int, tokens: int, output: int) -> Session:
         return Session(number, 0.0, [Turn(tokens, output, 0.0)], array("I"), vocabulary)
 
-    replay, length = Replay(scheduler, OnSlice(steps), wall), 1 << 20
+    replay, length = Replay(scheduler, OnSlice(steps), wall, sparse=bool(arguments.sparse_prefill)), 1 << 20
 
     def once(turn: int, tokens: int) -> tuple[list[Answer], Answer, float]:
         first = turn * (arguments.streams + 1)
@@ -210,8 +210,9 @@ def _streams(arguments: argparse.Namespace, steps: SliceSteps) -> dict[str, Any]
     gaps = sorted(
         later - earlier for other in others for earlier, later in itertools.pairwise(other.times) if earlier >= began
     )
+    how = f", {arguments.sparse_prefill}" if arguments.sparse_prefill else ""
     row = {
-        "figure": f"p99 between tokens of {len(others)} streams at {context} while {prompt} tokens are prefilled",
+        "figure": f"p99 between tokens of {len(others)} streams at {context} while {prompt} tokens are prefilled{how}",
         "value": gaps[int(0.99 * (len(gaps) - 1))],
         "unit": "s",
         "median": statistics.median(gaps),
