@@ -34,7 +34,7 @@ def moe_rows(found: dict[str, dict[str, Any]]) -> list[Row]:
         for case in found.get(f"experts {shard}", {}).get("measured", []):
             key = (shard, case["tokens"])
             peer, peer_us = _best_peer(found, *key)
-            rows += _rows(key, case, peer, peer_us)
+            rows += _rows(key, case, *(_products_alone(found, *key) if peer is None else (peer, peer_us)))
             if peer_us is not None:
                 ratios.append(peer_us / case["us"])
                 with_hpc.append(min(peer_us, HPC_OPS.get(key, peer_us)) / case["us"])
@@ -60,6 +60,14 @@ def _best_peer(found: dict[str, dict[str, Any]], shard: str, tokens: int) -> tup
         return None, None
     best = min(there, key=lambda name: there[name])
     return best, there[best]
+
+
+def _products_alone(found: dict[str, dict[str, Any]], shard: str, tokens: int) -> tuple[str | None, float | None]:
+    """DeepGEMM's two products of this size, without the rest of the layer: beside ours, but no peer of it."""
+    products = found.get("deepgemm", {})
+    if (shard, tokens) != ("blocks EP8", 1024) or "down" not in products:
+        return None, None
+    return "DeepGEMM, the two products alone", products["gate-up"]["us"] + products["down"]["us"]
 
 
 def _rows(key: tuple[str, int], case: dict[str, float], peer: str | None, peer_us: float | None) -> list[Row]:
