@@ -44,6 +44,11 @@ class OnSlice:
 
         return end
 
+    def close(self) -> None:
+        """Ends what is open, for another to take its place."""
+        self._steps.runner.run(StepPlan(0, ends=tuple(self._begun)))
+        self._begun.clear()
+
 
 def measure_steps(
     steps: SliceSteps,

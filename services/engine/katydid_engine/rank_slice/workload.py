@@ -169,13 +169,16 @@ def _real(arguments: argparse.Namespace, steps: SliceSteps, times: StepTimes) ->
         return found, clocks
 
     (real, clocks), (like, _) = replay(), replay()
-    real.go_on_with(OnSlice(steps))
+    executor = OnSlice(steps)
+    real.go_on_with(executor)
     clocks.present = WallClock(since)
     what = (
         f"hits from an arena, {rate:g} requests a second offered, {arguments.real_s:g} s behind {since:g} s simulated"
     )
+    answers = real.run((), until)
+    executor.close()
     return [
-        _attained(arguments, f"on the slice, {what}", real.run((), until), since, until),
+        _attained(arguments, f"on the slice, {what}", answers, since, until),
         _attained(arguments, f"simulated, {what}", like.run((), until), since, until),
     ]
 
@@ -192,7 +195,8 @@ def _streams(arguments: argparse.Namespace, steps: SliceSteps) -> dict[str, Any]
     def session(number: int, tokens: int, output: int) -> Session:
         return Session(number, 0.0, [Turn(tokens, output, 0.0)], array("I"), vocabulary)
 
-    replay, length = Replay(scheduler, OnSlice(steps), wall, sparse=bool(arguments.sparse_prefill)), 1 << 20
+    executor, length = OnSlice(steps), 1 << 20
+    replay = Replay(scheduler, executor, wall, sparse=bool(arguments.sparse_prefill))
 
     def once(turn: int, tokens: int) -> tuple[list[Answer], Answer, float]:
         first = turn * (arguments.streams + 1)
@@ -205,8 +209,9 @@ def _streams(arguments: argparse.Namespace, steps: SliceSteps) -> dict[str, Any]
         replay.abort()
         return others, answer, began
 
-    once(0, prompt // 8)  # whatever is compiled on its way is now; every session's tokens are its own
+    once(0, prompt // 4)  # whatever is compiled on its way is now; every session's tokens are its own
     others, answer, began = once(1, prompt)
+    executor.close()
     gaps = sorted(
         later - earlier for other in others for earlier, later in itertools.pairwise(other.times) if earlier >= began
     )
