@@ -23,7 +23,7 @@ from torch import Tensor
 from katydid_engine.forward_batch import ForwardBatch
 from katydid_engine.sparse_prefill import SparsePrefill
 
-__all__ = ["MAX_Q_LEN", "AttentionPlan", "AttentionPlanner"]
+__all__ = ["MAX_Q_LEN", "AttentionPlan", "AttentionPlanner", "stem_rule"]
 
 MAX_Q_LEN = 8
 
@@ -116,6 +116,10 @@ class AttentionPlanner:
         ]
         if not any(prompts):
             return None
-        rule = StemRule(options.budget, options.rule, options.decay, tail=options.tail_blocks)
         new, ends = [chunk.new for chunk in chunks], [chunk.end for chunk in chunks]
-        return sparse_plan(rule, new, ends, prompts, batch.token_ids.device, heads=self._heads)
+        return sparse_plan(stem_rule(options), new, ends, prompts, batch.token_ids.device, heads=self._heads)
+
+
+def stem_rule(options: SparsePrefill) -> StemRule:
+    """How many blocks of a prompt's layer are kept."""
+    return StemRule(options.budget, options.rule, options.decay, tail=options.tail_blocks)

@@ -93,6 +93,9 @@ def add_slice_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", default="8K,32K,128K", help="prompts, tokens; empty for none")
     parser.add_argument("--sparse-prefill", default="", help="prompts that are computed sparsely, tokens")
     parser.add_argument("--sparse-budget", type=float, default=0.25, help="share of blocks that these keep")
+    parser.add_argument(
+        "--sparse-rule", choices=("share", "paper", "released"), default="share", help="that share, or as Stem has it"
+    )
     parser.add_argument("--chunk", default="16K", help="tokens of a prompt in one step")
     parser.add_argument("--batch", default="1,16,64", help="sequences of decode steps; empty for none")
     parser.add_argument("--context", default="8K,4K,4K", help="tokens behind them: one for all, or one a batch")
@@ -165,7 +168,7 @@ def _bench(arguments: argparse.Namespace, options: SliceOptions, drafts: Sequenc
             f"{longest} tokens: the model has {most} positions", field="prefill", value=longest, allowed=f"<= {most}"
         )
     try:
-        sparse = SparsePrefill(budget=arguments.sparse_budget, min_tokens=1)
+        sparse = SparsePrefill(budget=arguments.sparse_budget, rule=arguments.sparse_rule, min_tokens=1)
     except ValueError as error:
         raise SettingsError(str(error), field="sparse_budget", value=arguments.sparse_budget) from error
     on_gpu = options.device.type == "cuda"

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from katydid_kernels.stem_select.budget import kept_blocks
 
+from katydid_engine.attention_plan import stem_rule
 from katydid_engine.planning.measured import Measured
 from katydid_engine.rank_slice.build import RankSlice
 from katydid_engine.rank_slice.floor import Work, floor_s, step_work
@@ -101,13 +103,11 @@ def measure_prompt(
         dtype=options.dtype,
         kv=options.kv,
         tokens=tokens,
-        pairs=tokens * (tokens + 1) / 2 * _kept_share(options.config.num_layers, sparse),
+        pairs=tokens * (tokens + 1) / 2 * _kept_share(tokens, options.config.num_layers, sparse),
         context_tokens=tokens,
         sampled=1,
     )
-    how = f"prefill of {tokens} tokens in chunks of {min(chunk, tokens)}" + (
-        "" if sparse is None else f", {sparse.budget:.0%} of its blocks"
-    )
+    how = f"prefill of {tokens} tokens in chunks of {min(chunk, tokens)}" + _told(tokens, sparse)
     return _figure(steps.slice, how, seconds, work, traffic, _phases(once, 1) if phases else None)
 
 
@@ -193,12 +193,31 @@ def _traffic_of(rank_slice: RankSlice, links: Measured) -> dict[str, dict[str, f
     return carried
 
 
-def _kept_share(layers: int, sparse: SparsePrefill | None) -> float:
+def _kept_share(tokens: int, layers: int, sparse: SparsePrefill | None) -> float:
     """Of a prompt's pairs of blocks, mean over layers."""
     if sparse is None:
         return 1.0
     dense = min(layers, sparse.dense_layers)
-    return (dense + (layers - dense) * sparse.budget) / layers
+    return (dense + (layers - dense) * _kept(tokens, sparse)) / layers
+
+
+def _kept(tokens: int, sparse: SparsePrefill) -> float:
+    """Of a prompt's pairs of blocks, in a layer that is computed sparsely."""
+    kept = kept_blocks(stem_rule(sparse), tokens)
+    return sum(kept) / (len(kept) * (len(kept) + 1) / 2)
+
+
+def _told(tokens: int, sparse: SparsePrefill | None) -> str:
+    """How a prompt is computed sparsely, as far as it is not as the option has it by default."""
+    if sparse is None:
+        return ""
+    rule = "" if sparse.rule == "share" else f" by the {sparse.rule} rule"
+    default = SparsePrefill()
+    others = {"dense layers": sparse.dense_layers, "blocks of tail": sparse.tail_blocks}
+    usual = {"dense layers": default.dense_layers, "blocks of tail": default.tail_blocks}
+    more = "".join(f", {count} {what}" for what, count in others.items() if count != usual[what])
+    share = sparse.budget if sparse.rule == "share" else _kept(tokens, sparse)
+    return f", {share:.0%} of its blocks{rule}{more}"
 
 
 def _phases(call: Callable[[], object], passes: int) -> PhaseTimes | None:
