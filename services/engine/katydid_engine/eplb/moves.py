@@ -42,8 +42,10 @@ def moves_between(held: Sequence[int], placed: Sequence[int], ranks: int) -> lis
     """
     each = len(held) // ranks
     holders: dict[int, list[int]] = {}
+    nearest: dict[tuple[int, int], int] = {}
     for slot, expert in enumerate(held):
         holders.setdefault(expert, []).append(slot)
+        nearest.setdefault((expert, slot // each), slot)
     turns = dict.fromkeys(holders, 0)
     moves = []
     for target, expert in enumerate(placed):
@@ -51,10 +53,8 @@ def moves_between(held: Sequence[int], placed: Sequence[int], ranks: int) -> lis
             continue
         if expert not in holders:
             raise ValueError(f"expert {expert} lies in no slot")
-        near = [slot for slot in holders[expert] if slot // each == target // each]
-        if near:
-            source = near[0]
-        else:
+        source = nearest.get((expert, target // each))
+        if source is None:
             source = holders[expert][turns[expert] % len(holders[expert])]
             turns[expert] += 1
         moves.append(Move(target, source))

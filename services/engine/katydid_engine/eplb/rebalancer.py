@@ -1,10 +1,11 @@
 """Moves experts to where the load asks for them, between passes and without holding one up.
 
 Every ``interval`` passes the ranks add up how often each expert was chosen. Then layer by layer, a little between two
-passes: the placement of one layer is worked out; when every rank has buffers for it, the weights that have to move are
-sent into them while passes go on; and when every rank has its own, the next round swaps them in and changes the table,
-on all ranks before the same pass. A layer is moved whole or not at all: whatever fails, each layer's table and weights
-agree, and where one rank has no room for a layer all leave it as it is and try again an interval later.
+passes: the placement of one layer is worked out, and what leaves a rank is gathered beside the next pass; when every
+rank has done so, the weights that have to move are sent into buffers while passes go on; and when every rank has its
+own, the next round swaps them in and changes the table, on all ranks before the same pass. A layer is moved whole or
+not at all: whatever fails, each layer's table and weights agree, and where one rank has no room for a layer all leave
+it as it is and try again an interval later.
 """
 
 from __future__ import annotations
@@ -93,6 +94,9 @@ class Rebalancer:
         self._placed_at: float | None = None
         self._ratios: list[float] = []
         self._imbalance = 1.0
+        device = layers[0].table.device
+        # What is gathered takes turns with a pass instead of standing before it.
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def connect(self) -> None:
         """For all ranks together before there are requests: the first sum and the first message between two ranks
@@ -107,13 +111,15 @@ class Rebalancer:
         )
 
     def progress(self) -> int:
-        """0: a layer's weights are under way, or no layer is chosen; 1: its buffers are there; 2: its weights are;
-        -1: there is no room."""
+        """0: a layer's weights are under way, or no layer is chosen; 1: they can be sent; 2: all are there; -1: there
+        is no room."""
         if self._failed:
             return _FAILED
         if self._staged is None:
             return 0
-        return (_ARRIVED if self._staged.complete else 0) if self._staged.started else _PREPARED
+        if not self._staged.started:
+            return _PREPARED if self._staged.gathered else 0
+        return _ARRIVED if self._staged.complete else 0
 
     def agreed(self, progress: list[int], *, passing: bool) -> None:
         """Sends or swaps in the layer that all ranks are ready for, gives up where one has no room, or begins."""
@@ -139,8 +145,7 @@ class Rebalancer:
 
     def _begin(self) -> None:
         counts = torch.stack([layer.table.chosen for layer in self._layers])
-        for layer in self._layers:
-            layer.table.chosen.zero_()
+        torch._foreach_zero_([layer.table.chosen for layer in self._layers])
         recent = self._group.all_reduce(counts).cpu().numpy().astype(np.float64)
         self._window = _KEPT * self._window + recent
         self._ratios = []
@@ -160,7 +165,7 @@ class Rebalancer:
         placed = keep_in_place(held, wanted.tolist(), ranks)
         moves = moves_between(held, placed, ranks)
         try:
-            self._staged = _Staged(layer, placed, moves, self._group)
+            self._staged = _Staged(layer, placed, moves, self._group, self._beside)
         except RuntimeError:
             # No memory for the buffers; the others learn it in the next round.
             self._failed = True
@@ -187,9 +192,20 @@ class Rebalancer:
 
 
 class _Staged:
-    """One layer's weights on their way into buffers."""
+    """One layer's weights on their way into buffers.
 
-    def __init__(self, layer: MovableExperts, placed: list[int], moves: Sequence[Move], group: Collectives) -> None:
+    Args:
+        beside: the stream that gathers what is sent; None on a CPU.
+    """
+
+    def __init__(
+        self,
+        layer: MovableExperts,
+        placed: list[int],
+        moves: Sequence[Move],
+        group: Collectives,
+        beside: torch.cuda.Stream | None,
+    ) -> None:
         self._layer = layer
         self._placed = placed
         self._group = group
@@ -203,15 +219,33 @@ class _Staged:
             (move for move in moves if move.target // each == group.rank),
             key=lambda move: (move.source // each, move.target),
         )
-        self._targets = [move.target - first for move in incoming]
+        targets = [move.target - first for move in incoming]
         sources = [move.source - first for move in outgoing]
         send = _per_rank([move.target // each for move in outgoing], group.size)
         receive = _per_rank([move.source // each for move in incoming], group.size)
         self._counts = send, receive
-        # Copied now: a slot may be sent from and change in the same swap.
-        self._outgoing = [_rows(tensor)[sources] for tensor in layer.slots]
-        self._incoming = [rows.new_empty((len(incoming), rows.shape[1])) for rows in self._outgoing]
+        slots = [_rows(tensor) for tensor in layer.slots]
+        self._outgoing = [rows.new_empty((len(sources), rows.shape[1])) for rows in slots]
+        self._incoming = [rows.new_empty((len(targets), rows.shape[1])) for rows in slots]
+        self._gathered: torch.cuda.Event | None = None
+        # One launch each: a copy, or an index, of its own for every slot would keep the host longer.
+        own = [rows.unbind() for rows in slots]
+        self._changing = [rows[target] for rows in own for target in targets]
+        leaving = [rows[source] for rows in own for source in sources]
+        if beside is None:
+            _copy(self._outgoing, leaving)
+        else:
+            beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(beside):
+                _copy(self._outgoing, leaving)
+                self._gathered = beside.record_event()
+            for rows in self._outgoing:
+                rows.record_stream(beside)
         self._under_way: list[Pending] = []
+
+    @property
+    def gathered(self) -> bool:
+        return self._gathered is None or bool(self._gathered.query())  # type: ignore[no-untyped-call]
 
     @property
     def started(self) -> bool:
@@ -228,9 +262,15 @@ class _Staged:
         ]
 
     def swap(self) -> None:
-        for tensor, rows in zip(self._layer.slots, self._under_way, strict=True):
-            _rows(tensor)[self._targets] = rows.wait()
+        arrived = [rows.wait() for rows in self._under_way]
+        if self._changing:
+            torch._foreach_copy_(self._changing, [row for rows in arrived for row in rows.unbind()])
         self._layer.table.place(self._placed)
+
+
+def _copy(to: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
+    if rows:
+        torch._foreach_copy_([row for tensor in to for row in tensor.unbind()], list(rows))
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TypedDict
 
 import torch
@@ -93,13 +93,20 @@ class Attention:
         )
 
     def __call__(
-        self, x: Activations, table: Tensor, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor
+        self,
+        x: Activations,
+        table: Tensor,
+        batch: ForwardBatch,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        make_way: Callable[[], None] = lambda: None,
     ) -> Iterator[Tensor]:
         """``[T, hidden] -> [T, hidden]``, in parts of its columns; stores the tokens' K and V first.
 
         Args:
             table: the model's rotary table.
             k_pages, v_pages: this layer's pages.
+            make_way: called in front of a kernel that holds every multiprocessor for long.
         """
         operands = (self._qkv(x), table, batch.positions, batch.slot_mapping, k_pages, v_pages)
         norms: _Norms = {
@@ -121,6 +128,8 @@ class Attention:
             out_scale = torch.empty(len(q), dtype=torch.float32, device=q.device)
             self._decode(q, q_scale, batch, k_pages, v_pages, out, out_scale)
             return self._output.in_parts(QuantizedRows(out.flatten(1), out_scale))
+        if batch.num_decodes < batch.num_seqs:
+            make_way()
         return self._output.in_parts(self._attend(q, q_scale, batch, k_pages, v_pages).flatten(1))
 
     def _decode(

@@ -88,7 +88,7 @@ class DecoderLayer:
             wanted = self._attention.input
             entered, residual = yield from exchange.pass_on(self._input_norm, wanted, x, residual, tokens)
             rows = entered.rows
-        attended = self._attention(rows, table, batch, k_pages, v_pages)
+        attended = self._attention(rows, table, batch, k_pages, v_pages, exchange.make_way)
         block = self.feed_forward
         if isinstance(block, DispatchedMoe):
             kept = exchange.num_kept(tokens)

@@ -157,6 +157,10 @@ class Exchange:
         return entered, total
         yield  # a generator that does not pause
 
+    def make_way(self) -> None:
+        """Called in front of a kernel that holds every multiprocessor to its end: what is sent beside it, and needs
+        some on the way, goes first."""
+
     def add_for(
         self, norm: RmsNorm, consumer: Fp8Input | None, x: BlockOutput, residual: Tensor
     ) -> tuple[Activations, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,14 +29,14 @@ class ExpertTable:
 
     def place(self, held: list[int]) -> None:
         """From now on slot ``i`` holds expert ``held[i]``; every expert must be held by one at least."""
-        slots: list[list[int]] = [[] for _ in range(len(self._counts))]
-        for slot, expert in enumerate(held):
-            slots[expert].append(slot)
-        width = self._slots.shape[1]
+        # Between two passes, so by columns: a loop over experts would keep all ranks waiting.
+        counts = np.bincount(held, minlength=len(self._counts))
+        by_expert, first = np.argsort(held, kind="stable"), np.cumsum(counts) - counts
+        column = np.arange(self._slots.shape[1])
         # Empty columns repeat the first slot: they are never picked.
-        rows = [own + [own[0]] * (width - len(own)) for own in slots]
-        self._slots.copy_(torch.tensor(rows, dtype=torch.int32))
-        self._counts.copy_(torch.tensor([len(own) for own in slots], dtype=torch.int32))
+        rows = by_expert[first[:, None] + np.where(column < counts[:, None], column, 0)]
+        self._slots.copy_(torch.from_numpy(rows.astype(np.int32)))
+        self._counts.copy_(torch.from_numpy(counts.astype(np.int32)))
         self.held = list(held)
 
     def slots(self, ids: Tensor, num_rows: int, nowhere: int) -> Tensor:

@@ -85,11 +85,16 @@ class RowCopies(Protocol):
 
 
 class CopiedPartExchange(PartExchange):
-    """By copy engines between GPUs of one host, in e4m3 with a scale a row; ``part`` is its number."""
+    """By copy engines between GPUs of one host, in e4m3 with a scale a row.
 
-    def __init__(self, whole: Exchange, copies: RowCopies, part: int) -> None:
+    Args:
+        part: its number.
+        summed: what the parts tell each other: when the sums that each has sent for last are made.
+    """
+
+    def __init__(self, whole: Exchange, copies: RowCopies, part: int, summed: dict[int, torch.cuda.Event]) -> None:
         super().__init__(whole, fp8=True)
-        self._copies, self._part = copies, part
+        self._copies, self._part, self._summed = copies, part, summed
 
     def pass_on(
         self,
@@ -107,6 +112,8 @@ class CopiedPartExchange(PartExchange):
             own = torch.empty_like(residual)
             total = copies.sum(part, summand, residual, norm.weight, norm.eps, own)
             told = None if told_of is None else told_of(own)
+            if summand.is_cuda:
+                self._summed[part] = torch.cuda.current_stream().record_event()
             copies.gather(part, num_tokens, told)
         yield
         # Summands are kept until here: what is gathered has been summed.
@@ -115,6 +122,11 @@ class CopiedPartExchange(PartExchange):
         if consumer is None or not scaled_by_token(consumer):
             rows = plain_rows(values, scale, residual.dtype)
         return Entered(rows, own, None if told is None else arrived), total
+
+    def make_way(self) -> None:
+        for part, summed in self._summed.items():
+            if part != self._part:
+                torch.cuda.current_stream().wait_event(summed)
 
     def last(self, norm: RmsNorm, x: BlockOutput, residual: Tensor, num_tokens: int) -> Tensor:
         self._copies.join()
