@@ -6,7 +6,7 @@
 Parts (``--parts`` for some of them):
 
     reduce     sums over GPUs with add and norm, and e4m3 exchanges, against NCCL (``bench/kernels/allreduce.py``)
-    correct    every plan's greedy tokens and logits against one rank's, hy3-tiny
+    correct    every plan's logits, draft logits and likeliest tokens against one rank's, hy3-tiny
     serve      layers of Hy3 at full width behind the engine's runner: prompts of TP, TP+SP and TP+SP+EP; decode steps
                of TP and of DP+EP by batch, as graphs, with sampling and drafts
     halves     a chunk of TP+SP in two parts that take turns: against one rank's logits, and against one part's time
@@ -49,7 +49,7 @@ def jobs(gpus: int, parts: list[str], lengths: list[int], batches: list[int], *,
     dp = f"dp{gpus},ep{gpus}"
     made: list[Job] = []
     if "correct" in parts:
-        made += [{"part": "correct", "plan": plan} for plan in (*sp, dp, f"{dp}+{gpus}")]
+        made += [{"part": "correct", "plan": plan} for plan in (*sp, dp, f"{dp}+{gpus}", f"pp{gpus}")]
     if "serve" in parts:
         common = {"part": "serve", "lengths": lengths, "batches": batches, "context": 64 if dry else 4096}
         made += [
