@@ -133,7 +133,7 @@ def measure(llm: Any, lengths: list[int], batches: list[int], tell: Any = print)
     found: Found = {"ttft_ms": {}, "step_ms": {}}
     sizes = [(tokens, "ttft_ms", tokens) for tokens in lengths]
     sizes += [(batch * CONTEXT, "step_ms", batch) for batch in batches]
-    for computed, kind, size in sorted(sizes):  # those with the least to compute first
+    for _, kind, size in sorted(sizes):  # those with the least to compute first
         seconds = measured.step_s(size) if kind == "step_ms" else measured.ttft_s(size, 2 if size > LONG else 3)
         found[kind][str(size)] = round(1e3 * seconds, 3)
         tell(json.dumps(found), flush=True)
