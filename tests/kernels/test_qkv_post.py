@@ -81,6 +81,17 @@ def test_against_the_separate_steps(case: dict[str, Tensor], pages: tuple[Tensor
     assert (v_pages.permute(0, 3, 1, 2)[~written] == 7).all()
 
 
+@pytest.mark.parametrize("eps", [1e-5, 1e-6])
+def test_eps_decides_for_small_heads(case: dict[str, Tensor], pages: tuple[Tensor, Tensor], eps: float) -> None:
+    """The mean square of a head is about 1e-6, so that one eps or the other is a factor of two."""
+    small = case | {"qkv": 1e-3 * case["qkv"]}
+    norms = {name: value for name, value in small.items() if name != "qkv"}
+    q = qkv_post(small["qkv"], TABLE, POSITIONS, SLOTS, *pages, qk_norm="before_rope", eps=eps, **norms)
+    heads = small["qkv"].view(TOKENS, -1, DIM)[:, :Q_HEADS].double()
+    normed = heads / (heads.square().mean(-1, keepdim=True) + eps).sqrt() * small["q_norm_weight"].double()
+    torch.testing.assert_close(q.double(), rope(normed.float(), TABLE, POSITIONS).double(), rtol=1e-4, atol=1e-5)
+
+
 def hadamard_matrix(size: int) -> Tensor:
     return torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]) * size**-0.5
 

@@ -115,6 +115,27 @@ def test_against_float64(
             assert (found.permute(order)[untouched] == 7).all()
 
 
+@pytest.mark.parametrize("eps", [1e-5, 1e-6])
+@pytest.mark.parametrize("qk_norm", ["before_rope", "after_rope"])
+@pytest.mark.parametrize("tokens", [3, 200])
+def test_eps_decides_for_small_heads(tokens: int, qk_norm: QkNorm, eps: float) -> None:
+    """The mean square of a head is 1e-6, so that one eps or the other is a factor of two in q and k."""
+    torch.manual_seed(tokens)
+    qkv = (1e-3 * torch.randn(tokens, 80 * 128, device="cuda")).to(BF16)
+    frequencies = 11158840.0 ** -(torch.arange(0, 128, 2, device="cuda") / 128)
+    places = torch.arange(tokens, device="cuda").int()
+    angles = (places.float()[:, None] * frequencies).double()
+    k_pages = torch.zeros(4, 8, 64, 128, device="cuda", dtype=BF16)
+    v_pages = torch.zeros(4, 8, 128, 64, device="cuda", dtype=BF16)
+    weights = [torch.rand(128, device="cuda").to(BF16) + 0.5 for _ in range(2)]
+    norms: dict[str, Any] = {"q_norm_weight": weights[0], "k_norm_weight": weights[1], "qk_norm": qk_norm, "eps": eps}
+    q = qkv_post(qkv, rope_table(frequencies, tokens), places, places, k_pages, v_pages, **norms)
+    q_in, k_in, _ = qkv.view(tokens, -1, 128).split([64, 8, 8], 1)
+    assert error(q, turned(q_in, weights[0], qk_norm, eps, angles, False)) < ROUNDING[BF16]
+    stored = k_pages[places.long() // 64, :, places.long() % 64]
+    assert error(stored, turned(k_in, weights[1], qk_norm, eps, angles, False)) < ROUNDING[BF16]
+
+
 def test_rope_table_reaches_the_last_position() -> None:
     frequencies = (11158840.0 ** -(torch.arange(0, 128, 2) / 128)).cuda()
     table = rope_table(frequencies, LAST + 1)

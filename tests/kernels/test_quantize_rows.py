@@ -50,6 +50,19 @@ def test_add_rms_norm(tokens: int, n: int, static: bool) -> None:
     assert torch.equal(beside[0], found[0]), "x is fp32: nothing is rounded before it is quantised"
 
 
+@pytest.mark.parametrize("eps", [1e-5, 1e-6])
+def test_eps_decides_for_small_rows(eps: float) -> None:
+    """The mean square of a row is 1e-6, so that one eps or the other is a factor of two."""
+    x, residual = (7e-4 * torch.randn(5, 256, device=DEVICE) for _ in range(2))
+    weight, plain = torch.rand(256, device=DEVICE) + 0.5, torch.empty(5, 256, device=DEVICE)
+    found, scales, _ = quantize_rows.add_rms_norm_quantize(x, residual, weight, eps, plain=plain)
+    total = x.double() + residual.double()
+    expected = total / (total.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+    torch.testing.assert_close(plain.double(), expected, rtol=1e-4, atol=1e-6)
+    error = found.double() * scales.double().unsqueeze(-1) - expected
+    assert error.norm() / expected.norm() < 3.2e-2
+
+
 @pytest.mark.parametrize(("tokens", "n"), [(1, 64), (7, 96), (37, 192), (32, 192), (3, 1536), (4, 2048)])
 @pytest.mark.parametrize("static", [False, True])
 def test_swiglu(tokens: int, n: int, static: bool) -> None:
