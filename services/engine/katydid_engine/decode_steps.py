@@ -37,7 +37,6 @@ from katydid_engine.step_outcome import Left
 
 __all__ = ["Captured", "DecodeSteps", "Pieces", "Uncaptured", "row_buckets"]
 
-_EVERY_CHOICE = (Asked(), Asked(terms=True))
 _PARTED_CHOICES = tuple(Asked(parted=True, filters=filters) for filters in (False, True))
 _SMALL = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
@@ -175,8 +174,15 @@ class DecodeSteps:
         self.buffers.clear(bucket)
         self._room[bucket] = self._model.exchange_rows(bucket.tokens)
         self._pieces.prepare(("forward", bucket), lambda: self._forward(bucket))
-        for asked in (*_EVERY_CHOICE, *(_PARTED_CHOICES if self._collectives.size > 1 else ())):
+        for asked in self._choices:
             self._pieces.prepare((_name(asked), bucket), functools.partial(self._choice, bucket, asked))
+
+    @property
+    def _choices(self) -> tuple[Asked, ...]:
+        """All that this rank is ever asked for, in an order in which ranks of a group meet."""
+        if self._collectives.size == 1:
+            return Asked(), Asked(terms=True)
+        return Asked(terms=self._collectives.rank == 0), *_PARTED_CHOICES
 
     def bucket(self, rows: int, width: int) -> Bucket | None:
         """The smallest that such a step fits; None where it is none of those prepared. Its own drafts are as many as
@@ -198,6 +204,7 @@ class DecodeSteps:
     def forward(self, bucket: Bucket) -> Tensor:
         """Computes what the buffers hold: hidden states of the whole bucket, ``[rows * width, hidden]``."""
         self._pieces.run(("forward", bucket))
+        #self._model.passed()
         return self._hidden[bucket]
 
     def choose(self, bucket: Bucket, rows: int, asked: Asked) -> tuple[Left, Sampled]:
