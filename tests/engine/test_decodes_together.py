@@ -104,6 +104,36 @@ def test_ranks_with_more_and_fewer_rows_and_none(folder: Path) -> None:
     assert [graphs for _, graphs in found] == [STEPS, STEPS, 0, STEPS]
 
 
+class Replayed(Uncaptured):
+    """As a graph: what is done again is not the model's ``forward``, which hears nothing of it."""
+
+    def run(self, key: tuple[str, Bucket]) -> None:
+        if key[0] != "forward":
+            super().run(key)
+
+
+def test_the_pass_behind_a_replayed_graph_is_agreed_on(folder: Path) -> None:
+    model = load_model(folder)
+    requests = Requests(model, [0, 1])
+    steps = requests.runner.use_decode_steps(Replayed(), rows=2, tokens=128)
+    steps.prepare()
+    for work in steps._pieces._works.values():  # type: ignore[attr-defined]
+        work()
+    asked: list[tuple[int, int]] = []
+
+    def agree(kind: int, rows: int) -> int:
+        asked.append((kind, rows))
+        return rows
+
+    model.before_pass = agree
+    requests.prompt()
+    requests.step()
+    requests.step()
+    more = Requests(model, [2])
+    more.prompt()
+    assert asked == [(0, 5 + 14), (0, 2), (0, 2), (0, 23)]
+
+
 HOW = (
     [Sampling(seed=row, temperature=row / 4, ignore_eos=True) for row in range(5)],
     [Sampling(seed=row, temperature=1.0, top_k=7 * row, top_p=1 - row / 9, ignore_eos=True) for row in range(5)],

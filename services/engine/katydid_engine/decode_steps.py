@@ -204,7 +204,7 @@ class DecodeSteps:
     def forward(self, bucket: Bucket) -> Tensor:
         """Computes what the buffers hold: hidden states of the whole bucket, ``[rows * width, hidden]``."""
         self._pieces.run(("forward", bucket))
-        #self._model.passed()
+        self._model.passed()
         return self._hidden[bucket]
 
     def choose(self, bucket: Bucket, rows: int, asked: Asked) -> tuple[Left, Sampled]:

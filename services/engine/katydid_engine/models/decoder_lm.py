@@ -251,6 +251,11 @@ class DecoderLM:
         self._agreed = True
         return self.exchange_rows(self.before_pass(kind, -(-tokens // plan.tp) if plan.sp else tokens))
 
+    def passed(self) -> None:
+        """A pass that was agreed on has been carried out without ``forward`` or ``draft``, by a graph: the next one is
+        agreed on anew."""
+        self._agreed = False
+
     def exchange_rows(self, most: int) -> int | None:
         """From now on no rank sends more rows to experts than ``most``. Returns the room that each takes in the form
         that a graph can hold, the same for many numbers; None for the other form."""
