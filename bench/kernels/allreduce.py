@@ -160,6 +160,7 @@ def of_group(ctas: int) -> Iterator[Row]:
             floor = tokens * HIDDEN * 2 * (ranks - 1)
             ways[""] = partial(reducer.all_reduce_few, x, residual, weight, EPS), floor
             ways[", launched early"] = partial(reducer.all_reduce_few, x, residual, weight, EPS, overlap=True), floor
+            ways[", e4m3 out"] = partial(reducer.all_reduce_few, x, residual, weight, EPS, fp8=True), floor
         else:
             crossing = tokens * HIDDEN * (ranks - 1) / ranks
             many = partial(reducer.all_reduce_many, x, own, weight, EPS)
@@ -181,13 +182,34 @@ def of_group(ctas: int) -> Iterator[Row]:
                 f"{name}{way}", us, "us", 1e-6 * nbytes / P2P_TB_PER_S, BARS.get((ranks, tokens, way)),
                 "NCCL, add, norm, us", nccl,
             )  # fmt: skip
-        gain_bar = 1.68 if tokens >= 8192 and ranks == 8 else None
-        yield row(f"{name}: times faster than NCCL and norm", nccl / us, "x", 1, gain_bar, None, None)
-        if ranks == 2 and tokens in NCCL_TWO:
-            figure = f"{name}: times faster than NCCL, torch add and RMSNorm, measured earlier"
-            yield row(figure, NCCL_TWO[tokens] / us, "x", 1, None, "us", NCCL_TWO[tokens])
+            gain_bar = 1.68 if tokens >= 8192 and ranks == 8 and not way else None
+            yield row(f"{name}{way}: times faster than NCCL and norm", nccl / us, "x", 1, gain_bar, None, None)
+            if ranks == 2 and tokens in NCCL_TWO:
+                figure = f"{name}{way}: times faster than NCCL, torch add and RMSNorm, measured earlier"
+                yield row(figure, NCCL_TWO[tokens] / us, "x", 1, None, "us", NCCL_TWO[tokens])
+        if tokens <= FEW[-1]:
+            yield from _sum_alone(reducer, x, summands)
     for tokens in MANY:
         yield from _quantised(reducer, tokens)
+
+
+def _sum_alone(reducer: PeerReducer, x: Tensor, summands: list[Tensor]) -> Iterator[Row]:
+    """Without residual and norm, beside NCCL's all-reduce."""
+    ranks, tokens = len(summands), len(x)
+    floor = 1e-6 * tokens * HIDDEN * 2 * (ranks - 1) / P2P_TB_PER_S
+    name = f"all-reduce, no residual, no norm, {ranks} GPUs, {tokens} tokens"
+    expected = torch.stack(summands).double().sum(0)
+    found = _once(partial(reducer.sum_few, x))
+    reducer.check()
+    error = ((found.double() - expected).norm() / expected.norm()).item()
+    if not error < 3e-3:
+        yield row(f"{name}: error {error:.1e}", 0, "us", 0, 0.0, None, None) | {"met": False}
+        return
+    us, nccl = (
+        _together_us(call, tokens) for call in (partial(reducer.sum_few, x), partial(dist.all_reduce, x.clone()))
+    )
+    reducer.check()
+    yield row(name, us, "us", floor, None, "NCCL all-reduce, us", nccl)
 
 
 def _quantised(reducer: PeerReducer, tokens: int) -> Iterator[Row]:
