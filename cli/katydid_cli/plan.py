@@ -93,6 +93,7 @@ def _record(predictions: list[Any], choice: Any, known: Any) -> dict[str, Any]:
             "ttft_sending_s": prediction.ttft_sending_s,
             "requests": prediction.requests,
             "tpot_s": prediction.tpot_s,
+            "micro_batches": prediction.micro_batches,
             "tokens_per_gpu_s": prediction.tokens_per_gpu_s,
             "reason": prediction.reason,
         }

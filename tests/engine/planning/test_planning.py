@@ -80,6 +80,16 @@ def test_more_work_takes_longer(plan: str) -> None:
     assert time.total == pytest.approx(time.computing + time.exposed)
 
 
+def test_two_micro_batches_pay_where_sending_is_long_and_read_weights_twice() -> None:
+    plan, slow = ParallelPlan.parse("dp32,ep32"), replace(H200, figures={**H200.figures, "network_s": 2e-3})
+    one, two = Phases(HY3, plan, H200).decode(64, 8192), Phases(HY3, plan, slow).decode(64, 8192)
+    assert (one.micro_batches, two.micro_batches) == (1, 2)
+    assert one.exposed == one.sending
+    assert two.exposed == pytest.approx((1 - H200["overlapped"]) * two.sending)
+    assert two.experts > 1.5 * one.experts
+    assert Phases(HY3, plan, slow).decode(1, 8192).micro_batches == 1
+
+
 def test_experts_are_as_measured() -> None:
     rows = {row["figure"]: row for row in json.loads((RESULTS / "slice.json").read_text())["rows"]}
     for batch in (16, 64):
@@ -101,7 +111,7 @@ def test_every_figure_has_a_source() -> None:
     data = json.loads(text.read_text())
     for group in ("speeds", "constants", "links"):
         assert all(len(entry["source"]) > 5 for entry in data[group].values())
-    assert set(H200.assumed) == {"overlapped", "network_bytes_per_s", "network_s"}
+    assert set(H200.assumed) == {"network_bytes_per_s", "network_s"}
     with pytest.raises(SettingsError, match="there are speeds of h200"):
         measured("h20")
 

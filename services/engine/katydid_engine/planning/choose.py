@@ -35,6 +35,7 @@ class Prediction:
     Attributes:
         requests: of the target's context that decode at once on all ranks within its TPOT; 0 where none fits.
         tpot_s: of a step with so many.
+        micro_batches: that such a step is best cut into.
         tokens_per_gpu_s: decoded.
         reason: why the plan cannot serve; empty where it can.
     """
@@ -47,6 +48,7 @@ class Prediction:
     tpot_s: float
     tokens_per_gpu_s: float
     reason: str = ""
+    micro_batches: int = 1
 
     @property
     def prompt_tokens_per_gpu_s(self) -> float:
@@ -109,7 +111,7 @@ def predict(config: ModelConfig, plan: ParallelPlan, pool: Pool, speeds: Measure
         speeds = replace(speeds, figures=figures)
     available = pool.memory_bytes or speeds.memory_bytes
     memory = rank_memory(config, plan, memory_bytes=min(available, speeds.memory_bytes))
-    phases = Phases(config, plan, speeds, overlapped=speeds["overlapped"])
+    phases = Phases(config, plan, speeds)
     if plan.ep == 1 and config.moe is not None and plan.tp not in speeds.sliced_experts:
         return Prediction(plan, memory, 0, 0, 0, 0, 0, f"no speed of experts cut over {plan.tp} ranks")
     if memory.tokens < target.context:
@@ -137,9 +139,18 @@ def predict(config: ModelConfig, plan: ParallelPlan, pool: Pool, speeds: Measure
             0,
             f"a step of one request takes {alone * 1e3:.1f} ms",
         )
-    step = phases.decode(low, target.context).total
-    rate = low * plan.dp / step / plan.world_size
-    return Prediction(plan, memory, prefill.total, prefill.exposed, low * plan.dp, step, rate)
+    step = phases.decode(low, target.context)
+    rate = low * plan.dp / step.total / plan.world_size
+    return Prediction(
+        plan,
+        memory,
+        prefill.total,
+        prefill.exposed,
+        low * plan.dp,
+        step.total,
+        rate,
+        micro_batches=step.micro_batches,
+    )
 
 
 def choose(predictions: list[Prediction], target: Target) -> Choice:

@@ -1,7 +1,8 @@
 """Time of a decode step and of a prompt under a plan, phase by phase, from measured speeds and the model of links.
 
-Computing and sending are kept apart; only what a plan overlaps is hidden, up to the share that says so. fp8 weights,
-activations and pages; even routing; no draft tokens, no prefix found in a cache.
+Computing and sending are kept apart. Nothing that is sent is hidden, unless steps of decodes go in two micro-batches:
+they read every weight twice for it, and are taken where that is shorter. fp8 weights, activations and pages; even
+routing; no draft tokens, no prefix found in a cache.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _BESIDE_A_ROW = 8
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """Seconds of one pass: computing by part, and sending by part, before any overlap."""
+    """Seconds of one pass: computing by part, all that is sent, and what of that is not hidden."""
 
     attention: float
     linear: float
@@ -29,6 +30,7 @@ class PhaseTime:
     head: float
     sending: float
     exposed: float
+    micro_batches: int = 1
 
     @property
     def computing(self) -> float:
@@ -40,20 +42,36 @@ class PhaseTime:
 
 
 class Phases:
-    """Of one model under one plan.
+    """Of one model under one plan."""
 
-    Args:
-        overlapped: share of the sending that computing hides, where the plan dispatches in two micro-batches.
-    """
-
-    def __init__(self, config: ModelConfig, plan: ParallelPlan, speeds: Measured, *, overlapped: float = 0.0) -> None:
+    def __init__(self, config: ModelConfig, plan: ParallelPlan, speeds: Measured) -> None:
         self._config = config
         self._plan = plan
         self._speeds = speeds
-        self._overlapped = overlapped
 
     def decode(self, requests: int, context: int) -> PhaseTime:
-        """A step with ``requests`` of a DP group, each with ``context`` tokens behind it."""
+        """A step with ``requests`` of a DP group, each with ``context`` tokens behind it; in one micro-batch or two."""
+        whole = self._step(requests, context)
+        if not self._plan.shares_experts or requests < 2:
+            return whole
+        halves = self._in_turns(self._step(-(-requests // 2), context), whole.head)
+        return min(whole, halves, key=lambda time: time.total)
+
+    def _in_turns(self, half: PhaseTime, head: float) -> PhaseTime:
+        """Two micro-batches: one computes while the other's rows travel. Head and sampling see both."""
+        hidden = self._speeds["overlapped"]
+        return PhaseTime(
+            2 * half.attention,
+            2 * half.linear,
+            2 * half.experts,
+            2 * half.rows,
+            head,
+            2 * half.sending,
+            2 * half.sending * (1 - hidden),
+            2,
+        )
+
+    def _step(self, requests: int, context: int) -> PhaseTime:
         config, plan, speeds = self._config, self._plan, self._speeds
         kv = plan.kv_heads(config.num_kv_heads) * config.head_dim
         read = speeds["copy_bytes_per_s"] * speeds["attention_share_of_copy"]
@@ -114,9 +132,8 @@ class Phases:
         head_bytes = 4 * config.vocab_size * config.hidden_size / self._plan.tp
         head = speeds["head_s"] + head_bytes / speeds["copy_bytes_per_s"]
         head += 2 * sampled * config.vocab_size * config.hidden_size / self._plan.tp / speeds["linear_flop_per_s"]
-        exposed = sending * (1 - self._overlapped if self._plan.dispatches else 1)
         rows += self._exchanged(tokens)
-        return PhaseTime(attention * layers, linear * layers, experts * layers, rows * layers, head, sending, exposed)
+        return PhaseTime(attention * layers, linear * layers, experts * layers, rows * layers, head, sending, sending)
 
     def _linears(self, tokens: float) -> float:
         """The two attention products of a layer, and the shared expert's two where it is not one of the experts."""
