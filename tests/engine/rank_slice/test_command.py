@@ -29,6 +29,8 @@ def test_slice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "2",
         "--drafts",
         "0,1",
+        "--loop",
+        "2",
     ]
     assert main(["slice", *BUILD, *words, "--routing", "skewed", "--json", str(path)]) == 0
     record = json.loads(path.read_text())
@@ -38,9 +40,13 @@ def test_slice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "decode of 2 at 64",
         "decode of 1 at 64, 1 drafts",
         "decode of 2 at 64, 1 drafts",
+        "scheduler's loop, batch 2, synchronous",
+        "scheduler's loop, batch 2, a step ahead",
+        "scheduler's loop, batch 2, 1 drafts, synchronous",
+        "scheduler's loop, batch 2, 1 drafts, a step ahead",
     ]
     assert record["routing"] == "skewed"
-    assert all(row["value"] > row["floor"] > 0 for row in record["rows"])
+    assert all(row["value"] > row["floor"] > 0 for row in record["rows"][:5])
     assert "not in it: tp all_reduce, 14 calls" in capsys.readouterr().out
 
 

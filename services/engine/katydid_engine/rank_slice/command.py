@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import time
@@ -20,8 +21,17 @@ from katydid_engine.parallel import ParallelPlan
 from katydid_engine.planning.known_models import KNOWN_MODELS
 from katydid_engine.planning.measured import measured
 from katydid_engine.rank_slice.build import DTYPES, RankSlice, SliceOptions, build_slice
+from katydid_engine.rank_slice.last_positions import measure_last_positions
 from katydid_engine.rank_slice.lengths import parse_lengths
-from katydid_engine.rank_slice.measure import Figure, measure_prompt, measure_step, memory_figures, step_traffic
+from katydid_engine.rank_slice.loop import measure_loop
+from katydid_engine.rank_slice.measure import (
+    Figure,
+    measure_capture,
+    measure_prompt,
+    measure_step,
+    memory_figures,
+    step_traffic,
+)
 from katydid_engine.rank_slice.report import report_lines
 from katydid_engine.rank_slice.steps import SliceSteps
 from katydid_engine.request import pages_for
@@ -32,6 +42,7 @@ __all__ = ["SliceBench", "add_build_arguments", "add_slice_arguments", "options_
 _LINKS = "h200"
 # Room for what a measurement generates behind a context.
 _MORE_TOKENS = 512
+_LOOP_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +57,9 @@ class SliceBench:
         drafts: numbers of them that such steps make and verify, one after the other.
         graphs: whether decode steps are captured; on a GPU alone.
         agreement: share of drafts that count as right in captured steps.
+        last_chunk: tokens of a prompt that ends near the last position; 0 for none.
+        loops: sequences that the scheduler has decode, step by step and ahead.
+        captured: sequences of an engine whose graphs are all captured; 0 for none.
     """
 
     prompts: Sequence[int]
@@ -59,6 +73,9 @@ class SliceBench:
     phases: bool
     graphs: bool
     agreement: float
+    last_chunk: int
+    loops: Sequence[int]
+    captured: int
 
     @property
     def tokens(self) -> int:
@@ -67,7 +84,8 @@ class SliceBench:
             batch * 64 * pages_for(context + _MORE_TOKENS)
             for batch, context in zip(self.batches, self.contexts, strict=True)
         )
-        return max([*self.prompts, *self.sparse_prompts, *steps])
+        loops = (batch * _LOOP_TOKENS for batch in self.loops)
+        return max([*self.prompts, *self.sparse_prompts, *steps, *loops])
 
 
 def add_build_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,6 +119,9 @@ def add_slice_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", default="8K,4K,4K", help="tokens behind them: one for all, or one a batch")
     parser.add_argument("--drafts", default="0", help="tokens that the draft layer adds to a decode step: 1, or 0,1,2")
     parser.add_argument("--agreement", type=float, default=0.7, help="share of drafts that count as right")
+    parser.add_argument("--last-chunk", default="", help="tokens of a prompt that ends near the last position")
+    parser.add_argument("--loop", default="", help="sequences that the scheduler has decode, step by step and ahead")
+    parser.add_argument("--capture", default="", help="sequences of an engine all of whose graphs are captured")
     parser.add_argument("--repeats", type=int, default=20, help="decode steps that are timed; prompts: a tenth")
     parser.add_argument("--no-phases", action="store_true", help="do not profile where the time goes")
     parser.add_argument("--no-graphs", action="store_true", help="decode op by op")
@@ -114,16 +135,17 @@ def run_slice(arguments: argparse.Namespace) -> dict[str, Any]:
     started = time.perf_counter()
     rank_slice = build_slice(options)
     rank_slice.model.use_sparse_prefill(bench.sparse)
-    steps = SliceSteps(rank_slice, bench.tokens, drafts=max(drafts))
+    room = options.config.max_positions if bench.last_chunk else 0
+    steps = SliceSteps(rank_slice, max(room, bench.tokens), drafts=max(drafts))
     print(f"built in {time.perf_counter() - started:.1f} s", flush=True)
     record: dict[str, Any] = {**origin(rank_slice), "rows": []}
     for figure in _figures(steps, bench):
         record["rows"].append(figure.row())
         print("\n".join(report_lines(figure)), flush=True)
         _write(arguments.json, record)
-    for row in memory_figures(rank_slice):
+    for row in itertools.chain(_rows(steps, bench), memory_figures(rank_slice)):
         record["rows"].append(row)
-        print(f"{row['figure']}: {row['value']:.1f} {row['unit']}")
+        print(f"{row['figure']}: {row['value']:.4g} {row['unit']}", flush=True)
     _write(arguments.json, record)
     return record
 
@@ -184,6 +206,9 @@ def _bench(arguments: argparse.Namespace, options: SliceOptions, drafts: Sequenc
         phases=on_gpu and not arguments.no_phases,
         graphs=on_gpu and not arguments.no_graphs,
         agreement=arguments.agreement,
+        last_chunk=next(iter(parse_lengths("last_chunk", arguments.last_chunk)), 0),
+        loops=parse_lengths("loop", arguments.loop),
+        captured=next(iter(parse_lengths("capture", arguments.capture)), 0),
     )
 
 
@@ -239,6 +264,24 @@ def _figures(steps: SliceSteps, bench: SliceBench) -> Iterator[Figure]:
         for case in cases:
             sent = traffic[steps.drafts, *case]
             yield measure_step(steps, *case, sent, repeats=bench.repeats, phases=bench.phases)
+
+
+def _rows(steps: SliceSteps, bench: SliceBench) -> Iterator[dict[str, Any]]:
+    """What has no floor."""
+    if bench.last_chunk:
+        steps.drafts = 0
+        if bench.graphs:
+            steps.capture_batches([1], steps.slice.options.config.max_positions, [0])
+        for sparse in (False, True):
+            yield measure_last_positions(steps, bench.last_chunk, sparse=sparse)
+    for steps.drafts, batch in itertools.product(bench.drafts, bench.loops):
+        if bench.graphs:
+            agreement = bench.agreement if steps.drafts else None
+            steps.capture_batches([batch], _LOOP_TOKENS, [steps.drafts], agreement)
+        yield from measure_loop(steps, batch, count=3 * bench.repeats)
+    if bench.captured and bench.graphs:
+        steps.drafts = max(bench.drafts)
+        yield measure_capture(steps, bench.captured)
 
 
 def _config(model: str) -> ModelConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,7 @@ from katydid_engine.rank_slice.steps import Decoding, SliceSteps
 from katydid_engine.rank_slice.timeline import record_timeline
 from katydid_engine.sparse_prefill import SparsePrefill
 
-__all__ = ["Figure", "measure_prompt", "measure_step", "memory_figures", "step_traffic"]
+__all__ = ["Figure", "measure_capture", "measure_prompt", "measure_step", "memory_figures", "prefix", "step_traffic"]
 
 _PROFILED_STEPS = 4
 _SKIPPED = 5
@@ -165,12 +166,30 @@ def memory_figures(rank_slice: RankSlice) -> list[dict[str, Any]]:
         return []
     device = rank_slice.model.device
     return [
-        {"figure": f"{_prefix(rank_slice)}: memory, {what}", "value": value / 1e9, "unit": "GB"}
+        {"figure": f"{prefix(rank_slice)}: memory, {what}", "value": value / 1e9, "unit": "GB"}
         for what, value in (
             ("weights and pages", torch.cuda.memory_allocated(device)),
             ("most", torch.cuda.max_memory_allocated(device)),
         )
     ]
+
+
+def measure_capture(steps: SliceSteps, sequences: int) -> dict[str, Any]:
+    """Seconds until all graphs are captured of an engine with so many sequences of the longest; how many, and bytes."""
+    device = steps.slice.model.device
+    steps.synchronize()
+    free, began = torch.cuda.mem_get_info(device)[0], time.perf_counter()
+    graphs = steps.capture(sequences, steps.slice.options.config.max_positions, chunks=True)
+    steps.synchronize()
+    seconds = time.perf_counter() - began
+    drafts = f" with 0 or {steps.drafts} drafts" if steps.drafts else ""
+    return {
+        "figure": f"{prefix(steps.slice)}: all graphs of {sequences} sequences{drafts}",
+        "value": seconds,
+        "unit": "s",
+        "graphs": graphs,
+        "memory_gb": (free - torch.cuda.mem_get_info(device)[0]) / 1e9,
+    }
 
 
 def _clear_traffic(rank_slice: RankSlice) -> None:
@@ -243,11 +262,12 @@ def _figure(
     bounds: dict[str, float] = {}
     for part in work:
         bounds[part.phase] = bounds.get(part.phase, 0.0) + floor_s([part])
-    name = f"{_prefix(rank_slice)}: {what}"
+    name = f"{prefix(rank_slice)}: {what}"
     return Figure(name, statistics.median(seconds), len(seconds), floor_s(work), bounds, phases, traffic)
 
 
-def _prefix(rank_slice: RankSlice) -> str:
+def prefix(rank_slice: RankSlice) -> str:
+    """What every figure's name begins with."""
     options = rank_slice.options
     name = f"{options.plan} rank {options.rank}, {options.dtype}, {options.kv} KV"
     return f"{name}, skewed routing" if options.skewed else name
