@@ -26,7 +26,7 @@ from katydid_engine.scheduler import Scheduler, SchedulerConfig
 
 __all__ = ["Loop", "idle_between_steps", "measure_loop"]
 
-PROMPT = 512
+PROMPT = 256
 _KEY = ChainKey(b"\0" * 32)
 _MOST = 8192
 _SETTLING, _PROFILED = 8, 12
