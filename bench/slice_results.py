@@ -29,7 +29,8 @@ BARS: tuple[tuple[str, float | None, str | None, tuple[float, ...] | None], ...]
     (TP8 + r"prefill of 32768 tokens in chunks of \d+$", 0.55, VLLM, (0.94, 1.21)),
     (TP8 + r"prefill of 131072 tokens in chunks of \d+$", 5.0, VLLM, (6.8, 7.0)),
     (TP8 + r"prefill of 131072 tokens in chunks of \d+, 25% of its blocks$", 2.6, VLLM + " (dense)", (6.8, 7.0)),
-    (TP8 + r"prefill of 196608 tokens in chunks of \d+, 25% of its blocks$", 3.6, None, None),
+    (TP8 + r"prefill of 196608 tokens in chunks of \d+, \d+% of its blocks( by the \w+ rule)?$", 3.6, None, None),
+    (TP8 + r"all graphs of \d+ sequences", 20.0, None, None),
     (TP8 + r"decode of 1 at 8192$", 0.0030, VLLM, (0.0061, 0.0087)),
     (TP8 + r"decode of 16 at 4096$", 0.0072, SGLANG, (0.0112,)),
     (TP8 + r"decode of 64 at 4096$", 0.0125, SGLANG, (0.0137,)),
@@ -45,6 +46,8 @@ LAYER_PHASES = (
     "shared expert",
     "dense layers",
 )
+# Idle time between steps that is allowed; and the share of a step below which it is no bubble.
+IDLE_S, BUBBLE = 150e-6, 0.01
 # Of the floor that a step must reach at least.
 FLOORS = ((r"dp8,ep8 rank 0, fp8, fp8 KV: decode of (16 at 32768|32 at \d+)$", 0.70),)
 
@@ -88,14 +91,17 @@ def compared(rows: dict[str, Row]) -> list[Row]:
         plain = rows.get(f"tp8 rank 0, fp8, fp8 KV: decode of {batch} at {context}")
         if plain is None:
             continue
-        drafted = rows.get(f"tp8 rank 0, fp8, fp8 KV: decode of {batch} at {context}, 1 drafts")
-        if drafted is not None:
+        for drafts, told in ((1, "one draft"), (2, "two drafts"), (3, "three drafts")):
+            drafted = rows.get(f"tp8 rank 0, fp8, fp8 KV: decode of {batch} at {context}, {drafts} drafts")
+            if drafted is None:
+                continue
             gain = drafted["tokens_per_s"] / plain["tokens_per_s"]
-            bar = {1: 1.4, 32: 1.2}.get(batch)
-            name = f"one draft of which 70 % count as right, batch {batch} at {context}: tokens a second over none"
+            bar = {1: 1.4, 32: 1.2}.get(batch) if drafts == 1 else None
+            name = f"{told} of which 70 % count as right, batch {batch} at {context}: tokens a second over none"
             made.append(_row(name, gain, "x", bar, bar is None or gain >= bar))
         if "launches" in plain:
             made.append(_launches(plain, batch, context))
+    made += _loops(rows)
     for name, plain in rows.items():
         case = re.match(TP8 + r"decode of (\d+ at \d+)(, \d+ layers)?$", name)
         int4 = rows.get(name.replace("rank 0, fp8", "rank 0, w4a8"))
@@ -103,6 +109,26 @@ def compared(rows: dict[str, Row]) -> list[Row]:
             gain = 100 * (plain["value"] / int4["value"] - 1)
             figure = f"W4A8 over fp8, batch {case[1]}{case[2] or ''}: tokens a second"
             made.append(_row(figure, gain, "%", 28, gain >= 28))
+    return made
+
+
+def _loops(rows: dict[str, Row]) -> list[Row]:
+    """What planning a step ahead wins, where the scheduler plans; and how long the device idles then."""
+    made = []
+    for name, ahead in rows.items():
+        told = re.match(TP8 + r"(scheduler's loop, (batch \d+)(?:, (\d+) drafts)?), a step ahead$", name)
+        synchronous = rows.get(name.replace("a step ahead", "synchronous"))
+        if told is None or synchronous is None:
+            continue
+        gain = 100 * (ahead["tokens_per_s"] / synchronous["tokens_per_s"] - 1)
+        idle = ahead["idle_s"]
+        no_bubble = idle is not None and idle < BUBBLE * ahead["value"]
+        bar = ">= 10 %, or no bubble left" if told[2] == "batch 32" and told[3] else None
+        row = _row(f"{told[1]}: a step ahead over synchronous, tokens a second", gain, "%", None, True)
+        made.append(row | {"bar": bar, "met": None if bar is None else gain >= 10 or no_bubble, "idle_s": idle})
+        if idle is not None:
+            bar_s = IDLE_S if told[2] == "batch 64" and not told[3] else None
+            made.append(_row(f"{told[1]}, a step ahead: idle between steps", idle, "s", bar_s, idle < IDLE_S))
     return made
 
 
@@ -127,7 +153,7 @@ def _row_time(row: Row) -> float:
 def _row(figure: str, value: float, unit: str, bar: float | None, met: bool, **more: Any) -> Row:
     return {
         "figure": figure,
-        "value": round(value, 5),
+        "value": round(value, 7),
         "unit": unit,
         "floor": None,
         "peer": None,

@@ -21,6 +21,8 @@ def row(figure: str, value: float, **more: Any) -> dict[str, Any]:
         ("prefill of 32768 tokens in chunks of 16384", 0.54, 0.55, True),
         ("prefill of 131072 tokens in chunks of 32768", 5.1, 5.0, False),
         ("prefill of 131072 tokens in chunks of 32768, 25% of its blocks", 2.5, 2.6, True),
+        ("prefill of 196608 tokens in chunks of 32768, 17% of its blocks by the paper rule", 3.5, 3.6, True),
+        ("all graphs of 64 sequences with 0 or 1 drafts", 21.0, 20.0, False),
         ("decode of 16 at 4096", 0.0073, 0.0072, False),
         ("decode of 16 at 4096, 1 drafts", 0.1, None, None),
         ("prefill of 8192 tokens in chunks of 8192", 0.1, None, None),
@@ -55,7 +57,30 @@ def test_plans_are_compared_with_what_they_send() -> None:
         name + "computing is lower by": (20.0, None),
         name + "lower by, " + links: (25.0, True),
         name + links: (0.45, True),
-        name + "norms and router": (0.08333, True),
+        name + "norms and router": (0.0833333, True),
         "one draft of which 70 % count as right, batch 32 at 4096: tokens a second over none": (1.2, True),
         "W4A8 over fp8, batch 32 at 4096: tokens a second": (25.0, False),
     }
+
+
+@pytest.mark.parametrize(
+    ("ahead", "idle_s", "met"), [(3520.0, 2e-4, True), (3300.0, 5e-5, True), (3300.0, 2e-4, False)]
+)
+def test_a_step_ahead_wins_or_has_no_bubble_left(ahead: float, idle_s: float, met: bool) -> None:
+    loop = TP8 + "scheduler's loop, batch 32, 1 drafts, "
+    rows = [
+        row(loop + "synchronous", 0.011, tokens_per_s=3200.0, idle_s=1e-3),
+        row(loop + "a step ahead", 0.010, tokens_per_s=ahead, idle_s=idle_s),
+    ]
+    gain, idle = compared({r["figure"]: r for r in rows})
+    assert gain["figure"] == "scheduler's loop, batch 32, 1 drafts: a step ahead over synchronous, tokens a second"
+    assert gain["value"] == pytest.approx(100 * (ahead / 3200 - 1))
+    assert gain["met"] is met
+    assert (idle["value"], idle["bar"]) == (idle_s, None)
+
+
+def test_steps_of_64_may_idle_for_150_microseconds() -> None:
+    loop = TP8 + "scheduler's loop, batch 64, "
+    rows = [row(loop + how, 0.01, tokens_per_s=6400.0, idle_s=1e-4) for how in ("synchronous", "a step ahead")]
+    _, idle = compared({r["figure"]: r for r in rows})
+    assert (idle["bar"], idle["met"]) == (150e-6, True)

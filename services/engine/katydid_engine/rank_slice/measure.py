@@ -109,6 +109,8 @@ def measure_prompt(
         sampled=1,
     )
     how = f"prefill of {tokens} tokens in chunks of {min(chunk, tokens)}" + _told(tokens, sparse)
+    if options.mtp:
+        how += ", and by a draft layer"
     return _figure(steps.slice, how, seconds, work, traffic, _phases(once, 1) if phases else None)
 
 
