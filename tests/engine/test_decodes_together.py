@@ -29,8 +29,9 @@ STEPS = 6
 class Requests:
     """Some sequences of one rank, prompts first and then greedy tokens."""
 
-    def __init__(self, model: DecoderLM, numbers: list[int]) -> None:
-        self.runner = Runner(model, 24, collectives=SingleRank())
+    def __init__(self, model: DecoderLM, numbers: list[int], drafts: int = 0) -> None:
+        self.runner = Runner(model, 24, collectives=SingleRank(), drafts=drafts > 0)
+        self._drafts = drafts
         self._numbers = numbers
         self._length = {number: 5 + 9 * number for number in numbers}
         self.tokens: dict[int, list[int]] = {number: [] for number in numbers}
@@ -41,14 +42,24 @@ class Requests:
             ids = array("I", [(7 * place + number) % 250 for place in range(self._length[number])])
             starts.append(Start(number, Sampling(ignore_eos=True), len(ids), ids))
             runs.append(Run(number, 0, ids, 0, array("I", range(3 * row, 3 * row + 3))))
-        self._take(StepPlan(0, starts=tuple(starts), runs=tuple(runs), samples=self._samples))
+        self._width = 1 + self._drafts
+        self._take(StepPlan(0, starts=tuple(starts), runs=tuple(runs), samples=self._samples, drafts=self._drafts))
 
     def step(self) -> None:
         runs = tuple(
             Run(number, self._length[number] - 1, array("I", [self.tokens[number][-1]]), 3, array("I"))
             for number in self._numbers
         )
-        self._take(StepPlan(1, runs=runs, num_decodes=len(runs), samples=self._samples))
+        self._take(
+            StepPlan(
+                1,
+                runs=runs,
+                num_decodes=len(runs),
+                decode_q_len=self._width,
+                samples=self._samples,
+                drafts=self._drafts,
+            )
+        )
 
     @property
     def _samples(self) -> tuple[SampleRow, ...]:
@@ -104,6 +115,61 @@ def test_ranks_with_more_and_fewer_rows_and_none(folder: Path) -> None:
     assert [graphs for _, graphs in found] == [STEPS, STEPS, 0, STEPS]
 
 
+class Passes:
+    """Counts them, until no rank has anything left to compute."""
+
+    def __init__(self) -> None:
+        self.left = 1
+        self.over = False
+        self.count = 0
+
+    def progress(self) -> int:
+        return self.left
+
+    def agreed(self, progress: list[int], *, passing: bool) -> None:
+        self.over = not any(progress)
+        self.count += passing
+
+
+@pytest.mark.parametrize("drafts", [[2, 0, 2, 2], [1, 0, 2, 1]], ids=["as many", "not as many"])
+def test_ranks_draft_together(tmp_path: Path, drafts: list[int]) -> None:
+    """Three with requests and one without: what each says alone, and no round for drafts where all have as many."""
+    folder = write_tiny_model(tmp_path / "mtp", "hy_v3", num_nextn_predict_layers=1)
+    of_rank = [[0, 1, 2], [], [3], [4]]
+
+    def requests_of(model: DecoderLM, rank: int) -> Requests:
+        requests = Requests(model, of_rank[rank], drafts[rank])
+        requests.runner.use_decode_steps(Uncaptured(), rows=4, tokens=128, depths=(drafts[rank],)).prepare()
+        return requests
+
+    def say(requests: Requests) -> dict[int, list[int]]:
+        requests.prompt()
+        for _ in range(STEPS):
+            requests.step()
+        return requests.tokens
+
+    def work(group: ThreadGroup) -> tuple[dict[int, list[int]], int]:
+        model = load_model(folder, plan=ParallelPlan.parse("dp4,ep4"), experts=group)
+        passes = Passes()
+        requests = requests_of(model, group.rank)
+        lockstep = Lockstep(group, model.take_part, passes)
+        model.before_pass = lockstep.enter
+        if of_rank[group.rank]:
+            say(requests)
+        passes.left = 0
+        while not passes.over:
+            lockstep.idle()
+        return requests.tokens, passes.count
+
+    alone = [say(requests_of(load_model(folder), rank)) if of_rank[rank] else {} for rank in range(4)]
+    found = on_ranks(4, work)
+    assert [tokens for tokens, _ in found] == alone
+    counts = {count for _, count in found}
+    # The passes of a prompt are agreed on one by one.
+    assert len(counts) == 1
+    assert (counts.pop() == 3 + STEPS) == (drafts[0] == drafts[2])
+
+
 class Replayed(Uncaptured):
     """As a graph: what is done again is not the model's ``forward``, which hears nothing of it."""
 
@@ -121,9 +187,9 @@ def test_the_pass_behind_a_replayed_graph_is_agreed_on(folder: Path) -> None:
         work()
     asked: list[tuple[int, int]] = []
 
-    def agree(kind: int, rows: int) -> int:
+    def agree(kind: int, rows: int, behind: int) -> tuple[int, int]:
         asked.append((kind, rows))
-        return rows
+        return rows, behind
 
     model.before_pass = agree
     requests.prompt()

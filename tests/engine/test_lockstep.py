@@ -25,15 +25,25 @@ class Closing:
         self.passing.append(passing)
 
 
-def passes_of(group: ThreadGroup, wanted: list[int]) -> tuple[list[tuple[int, bool]], list[bool]]:
-    """(kind, own) of every pass, and whether a pass followed each round."""
+def passes_of(group: ThreadGroup, wanted: list[int], behind: int = 0) -> tuple[list[tuple[int, bool]], list[bool]]:
+    """(kind, own) of every pass, and whether a pass followed each round; each of kind 0 wants ``behind`` of kind 1."""
     seen: list[tuple[int, bool]] = []
     closing = Closing()
-    lockstep = Lockstep(group, lambda kind, most: seen.append((kind, False)), closing)
+
+    def take_part(kind: int, _most: int, together: int) -> None:
+        seen.extend([(kind, False)] + [(1, False)] * together)
+
+    lockstep = Lockstep(group, take_part, closing)
     for index, kind in enumerate(wanted):
         closing.left = len(wanted) - index
-        lockstep.enter(kind, 1)
+        drafts = 0 if kind else behind
+        _, together = lockstep.enter(kind, 1, drafts)
         seen.append((kind, True))
+        assert together in (0, drafts)
+        for _ in range(drafts):
+            if not together:
+                lockstep.enter(1, 1)
+            seen.append((1, True))
     closing.left = 0
     while not closing.closed:
         lockstep.idle()
@@ -58,9 +68,27 @@ def test_draft_passes_wait_for_the_target() -> None:
     assert [seen for seen, _ in found] == [[(0, True), (1, True)], [(0, False), (1, True)]]
 
 
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=4), st.integers(0, 2)), min_size=3, max_size=3))
+def test_every_rank_sees_the_same_passes_with_drafts_behind(wanted: list[tuple[list[int], int]]) -> None:
+    found = on_ranks(3, lambda group: passes_of(group, *wanted[group.rank]))
+    kinds = [[kind for kind, _ in seen] for seen, _ in found]
+    assert kinds[0] == kinds[1] == kinds[2]
+    assert found[0][1] == found[1][1] == found[2][1]
+
+
+def test_drafts_behind_a_pass_need_no_round_where_all_have_as_many() -> None:
+    seen, rounds = on_ranks(3, lambda group: passes_of(group, [[0, 0], [], [0]][group.rank], 2))[0]
+    assert [kind for kind, _ in seen] == [0, 1, 1, 0, 1, 1]
+    assert sum(rounds) == 2
+    seen, rounds = on_ranks(2, lambda group: passes_of(group, [0], 1 + group.rank))[0]
+    assert [kind for kind, _ in seen] == [0, 1, 1]
+    assert sum(rounds) == 3
+
+
 def test_patience() -> None:
     def work(group: ThreadGroup) -> list[float]:
-        lockstep = Lockstep(group, lambda kind, most: None)
+        lockstep = Lockstep(group, lambda kind, most, behind: None)
         before = lockstep.patience_s
         if group.rank:
             lockstep.enter(0, 1)
@@ -78,10 +106,10 @@ def test_patience() -> None:
 def test_all_learn_the_most_rows_of_a_pass() -> None:
     def work(group: ThreadGroup) -> list[int]:
         taken: list[int] = []
-        lockstep = Lockstep(group, lambda kind, most: taken.append(most))
+        lockstep = Lockstep(group, lambda kind, most, behind: taken.append(most))
         if group.rank == 2:
             lockstep.idle()
             return taken
-        return [lockstep.enter(0, 3 + 4 * group.rank)]
+        return [lockstep.enter(0, 3 + 4 * group.rank)[0]]
 
     assert on_ranks(3, work) == [[7]] * 3

@@ -203,16 +203,21 @@ class DecodeSteps:
 
     def forward(self, bucket: Bucket) -> Tensor:
         """Computes what the buffers hold: hidden states of the whole bucket, ``[rows * width, hidden]``."""
-        self._pieces.run(("forward", bucket))
-        self._model.passed()
+        self._run(("forward", bucket), 1)
         return self._hidden[bucket]
 
     def choose(self, bucket: Bucket, rows: int, asked: Asked) -> tuple[Left, Sampled]:
         """Samples, verifies and drafts after ``forward``; of the step's own rows. What they ask lies in ``terms``."""
-        self._pieces.run((_name(asked), bucket))
+        self._run((_name(asked), bucket), bucket.drafts)
         step = self.buffers.kept(rows, bucket.width, bucket.drafts)
         sound = self.buffers.sound[: rows * bucket.width].view(rows, bucket.width)
         return Left(step.tokens, step.accepted, step.first_positions, step.drafts, sound), step
+
+    def _run(self, key: tuple[str, Bucket], passes: int) -> None:
+        """With so many passes of the model in it, which hears nothing of those that a graph carries out."""
+        left = max(0, self._model.agreed_passes - passes)
+        self._pieces.run(key)
+        self._model.agreed_passes = left
 
     def _forward(self, bucket: Bucket) -> None:
         tensors = self.buffers.bucket(bucket)

@@ -5,6 +5,8 @@ takes part with nothing.
                 which somebody computed; what another rank has to compute waits for that at most
     a pass      of the target model, or of a draft layer. When ranks want different ones the lowest is first; the others
                 take part in it, and ask again for theirs
+    a step      a pass of the target with as many of the draft layer behind it, where all that want the target's mean
+                the same number: one round for all of them, which graphs then carry out without the host
 
 With its turn each rank learns how many rows the others have, so that all choose the same form of exchange.
 
@@ -48,13 +50,13 @@ class Lockstep:
 
     Args:
         group: all ranks that pass together, on the CPU.
-        take_part: what this rank owes the others in a pass for which it has no tokens: of its kind, and the most rows
-            that a rank has in it.
+        take_part: what this rank owes the others in a pass for which it has no tokens: of its kind, the most rows
+            that a rank has in it, and the passes of the draft layer behind it.
         between: None where nothing goes on between passes.
     """
 
     def __init__(
-        self, group: Collectives, take_part: Callable[[int, int], None], between: Between | None = None
+        self, group: Collectives, take_part: Callable[[int, int, int], None], between: Between | None = None
     ) -> None:
         self._group = group
         self._take_part = take_part
@@ -62,21 +64,21 @@ class Lockstep:
         self._passed_at = -_ACTIVE_S
         self._passed = False
 
-    def enter(self, kind: int, rows: int) -> int:
+    def enter(self, kind: int, rows: int, behind: int = 0) -> tuple[int, int]:
         """Returns when it is the turn of a pass of ``kind``, 0 for the target's, 1 + depth for a draft layer's: the
-        most rows that a rank has in it."""
+        most rows that a rank has in it, and ``behind``, or 0 where passes behind it are to be asked for one by one."""
         while True:
-            turn, most = self._round(kind, rows)
+            turn, most, together = self._round(kind, rows, behind)
             if turn == kind:
-                return most
-            self._take_part(turn, most)
+                return most, together
+            self._take_part(turn, most, together)
 
     def idle(self) -> None:
         """Joins a round with nothing to compute."""
-        turn, most = self._round(_NOTHING, 0)
+        turn, most, together = self._round(_NOTHING, 0, 0)
         self._passed = turn != _NOTHING
         if self._passed:
-            self._take_part(turn, most)
+            self._take_part(turn, most, together)
 
     @property
     def patience_s(self) -> float:
@@ -85,15 +87,18 @@ class Lockstep:
             return 0.0
         return _WARM_PATIENCE_S if time.monotonic() - self._passed_at < _ACTIVE_S else _IDLE_PATIENCE_S
 
-    def _round(self, wanted: int, rows: int) -> tuple[int, int]:
-        """The kind of the pass that comes now, -1 when nobody has anything to compute, and the most rows in it."""
+    def _round(self, wanted: int, rows: int, behind: int) -> tuple[int, int, int]:
+        """The kind of the pass that comes now, -1 when nobody has anything to compute, the most rows in it, and the
+        passes behind it."""
         progress = 0 if self._between is None else self._between.progress()
-        told = self._group.all_gather(torch.tensor([[wanted, progress, rows]]), 0).tolist()
-        kinds = [kind for kind, _, _ in told if kind != _NOTHING]
+        told = self._group.all_gather(torch.tensor([[wanted, progress, rows, behind]]), 0).tolist()
+        kinds = [kind for kind, *_ in told if kind != _NOTHING]
         if self._between is not None:
-            self._between.agreed([progress for _, progress, _ in told], passing=bool(kinds))
+            self._between.agreed([progress for _, progress, *_ in told], passing=bool(kinds))
         if not kinds:
-            return _NOTHING, 0
+            return _NOTHING, 0, 0
         self._passed_at = time.monotonic()
         turn = min(kinds)
-        return turn, max(rows for kind, _, rows in told if kind == turn)
+        of_turn = [(rows, behind) for kind, _, rows, behind in told if kind == turn]
+        wished = {behind for _, behind in of_turn}
+        return turn, max(rows for rows, _ in of_turn), wished.pop() if len(wished) == 1 else 0

@@ -275,7 +275,7 @@ class Runner:
         bucket = steps.bucket(rows, width)
         if bucket is None or self._model.before_pass is None:
             return bucket
-        return steps.bucket_in(rows, width, self._model.agree(0, rows * width))
+        return steps.bucket_in(rows, width, self._model.agree(0, rows * width, plan.drafts))
 
     @property
     def _left_fits(self) -> bool:
@@ -293,9 +293,9 @@ class Runner:
         rows = self._batches.decode_rows(plan.runs, plan.decode_q_len)
         own = steps.buffers.fill(bucket, rows, sampling, previous, num_drafts)
         hidden = steps.forward(bucket)[: len(plan.runs) * plan.decode_q_len]
-        # Ranks that compute together agree on the passes of a draft layer one by one.
-        passes = plan.drafts > 0 and self._model.before_pass is not None
-        if passes or plan.drafts != bucket.drafts or not steps.terms.fit(samplers, bucket.width):
+        # Where ranks that compute together draft as many tokens they have agreed on those passes too, else not yet.
+        one_by_one = plan.drafts > 0 and self._model.before_pass is not None and not self._model.agreed_passes
+        if one_by_one or plan.drafts != bucket.drafts or not steps.terms.fit(samplers, bucket.width):
             return self._choose(plan, own.built, hidden, self._model.logits(hidden), previous, num_drafts)
         leads, plain = self._collectives.rank == 0, all(sampler.plain for sampler in samplers)
         count, parted = len(plan.runs), plain and self._collectives.size > 1

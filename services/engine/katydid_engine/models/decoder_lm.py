@@ -115,7 +115,10 @@ class DecoderLM:
         dtype: of hidden states.
         head: on a pipeline's first stage.
         before_pass: None, or called at the beginning of every ``forward`` with 0, of every ``draft`` with 1 + depth,
-            and with the rows of this rank; returns the most that any rank has which computes with this one.
+            with the rows of this rank and the passes of the draft layer that it would have behind it; returns the most
+            rows of any rank that computes with this one, and the passes behind it that all have.
+        agreed_passes: for which it is not called any more. What carries passes out without ``forward`` and ``draft``,
+            a graph, takes them off.
     """
 
     def __init__(self, context: RankContext, weights: Weights, feed_forward: FeedForwardBuilder) -> None:
@@ -123,8 +126,8 @@ class DecoderLM:
         self.config = config
         self.device = weights.device
         self.dtype = weights.dtype
-        self.before_pass: Callable[[int, int], int] | None = None
-        self._agreed = False
+        self.before_pass: Callable[[int, int, int], tuple[int, int]] | None = None
+        self.agreed_passes = 0
         self._context = context
         self._stage = context.stage
         self._exchange = _exchange(context)
@@ -226,9 +229,9 @@ class DecoderLM:
         return torch.cat(interleave(works)) if len(works) > 1 else finish(works[0])
 
     @torch.inference_mode()
-    def take_part(self, kind: int = 0, most: int | None = None) -> None:  # noqa: ARG002 - this model has one kind
+    def take_part(self, kind: int = 0, most: int | None = None, behind: int = 0) -> None:  # noqa: ARG002 - one kind
         """What this rank owes the others in a pass for which it has no tokens itself, of the kind that ``before_pass``
-        names, in which no rank has more than ``most`` rows."""
+        names, in which no rank has more than ``most`` rows, and in ``behind`` passes of the draft layer after it."""
         if most is not None:
             self.exchange_rows(most)
         interleave([self._nothing() for _ in range(self._context.micro_batches)])
@@ -243,18 +246,15 @@ class DecoderLM:
         """The token of each row's largest logit, int32 ``[rows]``, of hidden rows ``[rows, hidden]``."""
         return likeliest(self.head, self._context.collectives, hidden)
 
-    def agree(self, kind: int, tokens: int) -> int | None:
+    def agree(self, kind: int, tokens: int, behind: int = 0) -> int | None:
         """Waits, before a pass of so many tokens, for its turn among the ranks that compute together, and settles the
-        form of their exchange; the pass that follows does not do so again. Returns as ``exchange_rows``."""
+        form of their exchange: also of ``behind`` passes of the draft layer after it, where all have as many. Returns
+        as ``exchange_rows``."""
         assert self.before_pass is not None
         plan = self._context.plan
-        self._agreed = True
-        return self.exchange_rows(self.before_pass(kind, -(-tokens // plan.tp) if plan.sp else tokens))
-
-    def passed(self) -> None:
-        """A pass that was agreed on has been carried out without ``forward`` or ``draft``, by a graph: the next one is
-        agreed on anew."""
-        self._agreed = False
+        most, together = self.before_pass(kind, -(-tokens // plan.tp) if plan.sp else tokens, behind)
+        self.agreed_passes = 1 + together
+        return self.exchange_rows(most)
 
     def exchange_rows(self, most: int) -> int | None:
         """From now on no rank sends more rows to experts than ``most``. Returns the room that each takes in the form
@@ -275,9 +275,11 @@ class DecoderLM:
                 block.exchange.capacity = room
 
     def _agree(self, kind: int, batch: ForwardBatch) -> None:
-        if self.before_pass is not None and not self._agreed:
+        if self.before_pass is None:
+            return
+        if not self.agreed_passes:
             self.agree(kind, batch.num_tokens)
-        self._agreed = False
+        self.agreed_passes -= 1
 
     def _every_layer(self) -> list[DecoderLayer]:
         return self._layers

@@ -89,13 +89,15 @@ class HyV3(DecoderLM):
         return self._mtp_layers[depth](embedded, hidden, self._table, batch, k_pages, v_pages)
 
     @torch.inference_mode()
-    def take_part(self, kind: int = 0, most: int | None = None) -> None:
+    def take_part(self, kind: int = 0, most: int | None = None, behind: int = 0) -> None:
         if kind == 0:
             super().take_part(0, most)
         else:
             if most is not None:
                 self.exchange_rows(most)
             finish(self._mtp_layers[kind - 1].take_part())
+        for _ in range(behind):
+            finish(self._mtp_layers[0].take_part())
 
     def _every_layer(self) -> list[DecoderLayer]:
         return [*self._layers, *(layer.block for layer in self._mtp_layers)]
