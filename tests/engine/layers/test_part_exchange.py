@@ -5,10 +5,16 @@ from __future__ import annotations
 import contextlib
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from katydid_engine.collectives import SingleRank
 from katydid_engine.forward_batch import ForwardBatch, TokenRun
+from katydid_engine.layers.exchange import Exchange
+from katydid_engine.layers.part_exchange import CopiedPartExchange
 from katydid_engine.loader import load_model
 from katydid_engine.parallel import ParallelPlan
 from katydid_kernels import quantize_fp8
@@ -107,3 +113,16 @@ def test_copies_take_turns_and_lose_what_fp8_loses(plan: str, tmp_path: Path) ->
         between = [("scatter", 0), ("sum", 0), ("gather", 0)], [("scatter", 1), ("sum", 1), ("gather", 1)]
         assert copies.order[:6] == [*between[0], *between[1]]
         assert copies.order[6:14] == [("gathered", 0), *between[0], ("gathered", 1), *between[1]]
+
+
+def test_a_long_kernel_waits_for_the_other_parts_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_event=waited.append))
+    summed: dict[int, Any] = {}
+    ways = [CopiedPartExchange(Exchange(SingleRank(), sequence_parallel=True), Mock(), part, summed) for part in (0, 1)]
+    ways[0].make_way()
+    assert waited == [], "nothing was sent yet"
+    summed |= {0: "sums of 0", 1: "sums of 1"}
+    for way in ways:
+        way.make_way()
+    assert waited == ["sums of 1", "sums of 0"]
