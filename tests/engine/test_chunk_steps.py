@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
+from pathlib import Path
 
 import pytest
 import torch
 from katydid_engine.chunk_steps import ChunkSteps
 from katydid_engine.collectives import SingleRank
-from katydid_engine.decode_steps import Uncaptured
+from katydid_engine.decode_steps import Captured, Pieces, Uncaptured
 from katydid_engine.forward_batch import ForwardBatch, TokenRun
 from katydid_engine.loader import load_model
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.plan import Run, SampleRow, Start, StepPlan
 from katydid_engine.request import Sampling
 from katydid_engine.runner import Runner
+from katydid_engine.sparse_prefill import SparsePrefill
+from torch import Tensor
 
 from tests.tiny_model import write_tiny_model
 
 CHUNK = 16
+TINY = Path(__file__).parents[2] / "models" / "hy3-tiny"
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +90,59 @@ def test_the_same_tokens_as_op_by_op(model: DecoderLM, decodes: int, drafts: int
     assert found == expected
     # The last chunk is of another size: it is the end of a whole one.
     assert (none, passes) == (0, 3)
+
+
+def sparse_pages(model: DecoderLM, pieces: Pieces | None = None, length: int = 2000) -> Tensor:
+    """What the layers behind the first left of a sparse prompt that came in chunks beside two decodes, K and V."""
+    used = length // 64 + 1
+    runner = Runner(model, used + 2, collectives=SingleRank())
+    if pieces is not None:
+        runner.use_chunk_steps(pieces, rows=4, tokens=length + 200, chunks=(128, 256), sparse=True).prepare()
+    prompt = array("I", [(37 * i + i // 50) % 250 for i in range(length)])
+    starts = [Start(row, Sampling(ignore_eos=True), 1, prompt[:1]) for row in range(2)]
+    starts.append(Start(2, Sampling(ignore_eos=True), len(prompt), prompt, sparse_prefill=True))
+    pages = [array("I", [used]), array("I", [used + 1]), array("I", range(used))]
+    # A chunk may begin within a block, where what is cached ends, or be shorter than any that is prepared.
+    borders = [0, 64, 320, 448, 576, *range(704, length - 256, 256), length - 80, length]
+    for at, (first, last) in enumerate(itertools.pairwise(borders)):
+        decodes = [Run(row, at, prompt[row : row + 1], 0, pages[row]) for row in range(2)]
+        plan = StepPlan(
+            1,
+            starts=tuple(starts) if at == 0 else (),
+            runs=(*decodes, Run(2, first, prompt[first:last], 0, pages[2])),
+            num_decodes=2,
+            samples=(SampleRow(0, 0), SampleRow(1, 0)),
+        )
+        runner.run(plan)
+    cache = runner.kv_cache
+    left = [part for layer in range(1, cache.num_layers) for part in (cache.layer(layer)[0], cache.layer(layer)[1])]
+    return torch.stack([part[: used - 1].flatten().float().cpu() for part in left])
+
+
+def test_sparse_chunks_leave_what_they_do_op_by_op(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    folder = write_tiny_model(tmp_path / "three", "hy_v3", num_hidden_layers=3)
+    dense, expected, found = load_model(folder), load_model(folder), load_model(folder)
+    for model in (expected, found):
+        model.use_sparse_prefill(SparsePrefill(budget=0.4, dense_layers=1, min_tokens=1000, tail_blocks=1))
+    pieces = Counting()
+    op_by_op, prepared = sparse_pages(expected), sparse_pages(found, pieces)
+    assert pieces.passes == 10, "all but the first, which stands before nothing"
+    torch.testing.assert_close(prepared, op_by_op, atol=1e-5, rtol=0)
+    assert float((op_by_op - sparse_pages(dense)).abs().max()) > 1e-3, "it matters what is selected"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pages", ["auto", "fp8"])
+def test_sparse_chunks_as_graphs(pages: str) -> None:
+    """Rounding differs with the number of rows, and turns a selection now and then."""
+    models = [load_model(TINY, device="cuda", dtype=torch.bfloat16, kv_cache_dtype=pages) for _ in range(2)]
+    models[1].use_sparse_prefill(SparsePrefill(budget=0.2, dense_layers=1, min_tokens=1000, tail_blocks=1))
+    dense, expected = (sparse_pages(model, length=8000) for model in models)
+    found = sparse_pages(models[1], Captured(), length=8000)
+    graphs, matters = ((other - expected).norm() / expected.norm() for other in (found, dense))
+    print(f"pages of {pages}: graphs differ by {graphs:.4f}, dense ones by {matters:.4f}")
+    assert float(graphs) < float(matters) / 3
 
 
 def test_a_chunk_without_as_much_before_it_runs_op_by_op(model: DecoderLM) -> None:

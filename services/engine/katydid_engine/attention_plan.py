@@ -20,6 +20,7 @@ from katydid_kernels import (
 from katydid_kernels.decode_plan import RECORD
 from torch import Tensor
 
+from katydid_engine.fixed_sparse_plan import FixedSparsePlan
 from katydid_engine.forward_batch import ForwardBatch
 from katydid_engine.sparse_prefill import SparsePrefill
 
@@ -67,7 +68,7 @@ class AttentionPlanner:
     def __init__(self, heads: int, kv_heads: int, head_dim: int, device: torch.device) -> None:
         self.sparse_prefill: SparsePrefill | None = None
         self.parts_row = True
-        self._heads, self._kv_heads = heads, kv_heads
+        self._heads, self._kv_heads, self._device = heads, kv_heads, device
         self._ctas = 0
         self._scratch: DecodeScratch | None = None
         if device.type == "cuda":
@@ -102,7 +103,7 @@ class AttentionPlanner:
             )
         if self._scratch is not None and cu_q_lens is not None:
             prefill = prefill_plan(batch.context_lens[decodes:], cu_q_lens, batch.num_tokens - tokens)
-        sparse = self._sparse_plan(batch)
+        sparse = batch.sparse or self._sparse_plan(batch)
         plan = AttentionPlan(cu_q_lens, lens, table, q_len, decode, prefill, self._scratch, sparse)
         return replace(batch, attention=plan)
 
@@ -118,6 +119,11 @@ class AttentionPlanner:
             return None
         new, ends = [chunk.new for chunk in chunks], [chunk.end for chunk in chunks]
         return sparse_plan(stem_rule(options), new, ends, prompts, batch.token_ids.device, heads=self._heads)
+
+    def fixed_sparse_plan(self, chunk: int, longest: int) -> FixedSparsePlan:
+        """For graphs of passes with ``chunk`` tokens of a sparse prompt, the last of at most ``longest``."""
+        assert self.sparse_prefill is not None
+        return FixedSparsePlan(stem_rule(self.sparse_prefill), chunk, longest, self._heads, self._device)
 
 
 def stem_rule(options: SparsePrefill) -> StemRule:

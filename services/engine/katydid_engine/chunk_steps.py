@@ -3,7 +3,8 @@
 Such passes set the pace of streams while a long prompt comes, and op by op the host takes longer to launch a deep model
 than the GPU to compute them. Chunks of a few sizes are prepared, decodes padded to a bucket of rows. A chunk of another
 size, such as a prompt's last, is computed as the end of the next larger one, whose beginning computes again what lies
-in the pages and writes nothing; without as much before it, and what comes after the pass, runs op by op.
+in the pages and writes nothing; without as much before it, and what comes after the pass, runs op by op. Chunks of
+prompts that are computed sparsely have passes of their own, which differ by what a plan in fixed memory says.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from torch import Tensor
 
 from katydid_engine.decode_buffers import Bucket
 from katydid_engine.decode_steps import Pieces
-from katydid_engine.forward_batch import ForwardBatch
+from katydid_engine.forward_batch import PAGE_SIZE, ForwardBatch
 from katydid_engine.kv_cache import KvCache
 from katydid_engine.models.decoder_lm import DecoderLM
 
-__all__ = ["CHUNKS", "ChunkSteps"]
+__all__ = ["CHUNKS", "SPARSE_CHUNKS", "ChunkSteps"]
 
 CHUNKS = (256, 512, 768, 1024, 1536, 2048)
+SPARSE_CHUNKS = (512, 1024, 1536, 2048)
 _FEWEST_ROWS = 8
 _NOWHERE = -1
 
@@ -36,6 +38,8 @@ class ChunkSteps:
         pages: most of a sequence.
         depths: numbers of drafts that decodes verify.
         chunks: prompt tokens beside them.
+        sparse: whether they are of prompts that are computed sparsely, instead of such that are not; only of a model
+            that does so.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class ChunkSteps:
         pages: int,
         depths: Iterable[int] = (0,),
         chunks: Sequence[int] = CHUNKS,
+        sparse: bool = False,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
@@ -64,6 +69,7 @@ class ChunkSteps:
         self._ends = {width: ends * width for width in self._widths}
         self._cu_q_lens: dict[tuple[Bucket, int], Tensor] = {}
         self._hidden = torch.zeros(tokens, model.config.hidden_size, dtype=model.dtype, device=device)
+        self._plans = {chunk: model.fixed_sparse_plan(chunk, pages * PAGE_SIZE) for chunk in chunks} if sparse else {}
 
     @property
     def buckets(self) -> list[tuple[Bucket, int]]:
@@ -86,13 +92,13 @@ class ChunkSteps:
         ends = self._ends[bucket.width][: bucket.rows + 1]
         self._cu_q_lens[bucket, chunk] = torch.cat((ends, ends[-1:] + chunk))
         self._clear(bucket, chunk)
-        self._pieces.prepare((f"chunk of {chunk}", bucket), lambda: self._forward(bucket, chunk))
+        self._pieces.prepare(self._key(bucket, chunk), lambda: self._forward(bucket, chunk))
 
     def bucket(self, batch: ForwardBatch, start: int) -> tuple[Bucket, int] | None:
         """The smallest that a batch fits, whose last run stands behind ``start`` tokens, and its chunk; None where it
         is of another kind."""
         new, decodes = batch.num_tokens - batch.num_decode_tokens, batch.num_decodes
-        if not 0 < decodes == batch.num_seqs - 1 or batch.prefills or batch.block_table.shape[1] > self._table.shape[1]:
+        if not 0 < decodes == batch.num_seqs - 1 or batch.block_table.shape[1] > self._table.shape[1]:
             return None
         chunk = next((chunk for chunk in self._chunks if 0 <= chunk - new <= start), None)
         if chunk is None or batch.decode_q_len not in self._widths or decodes > self._rows[-1]:
@@ -116,9 +122,16 @@ class ChunkSteps:
             kept[: batch.num_decodes].copy_(told[:-1])
             kept[bucket.rows : bucket.rows + 1].copy_(told[-1:])
         self._context_lens[batch.num_decodes : bucket.rows].fill_(0)
-        self._pieces.run((f"chunk of {chunk}", bucket))
+        if self._plans:
+            (prompt,) = batch.prefills
+            assert prompt.prompt is not None
+            self._plans[chunk].fill(prompt.new, prompt.end, prompt.prompt)
+        self._pieces.run(self._key(bucket, chunk))
         hidden = self._hidden[:end]
         return hidden if own == begin else torch.cat((hidden[:own], hidden[begin:]))
+
+    def _key(self, bucket: Bucket, chunk: int) -> tuple[str, Bucket]:
+        return f"chunk of {chunk}" + ", sparse" * bool(self._plans), bucket
 
     def _clear(self, bucket: Bucket, chunk: int) -> None:
         """A pass of no decodes and of a chunk that nothing stands before, which writes nowhere."""
@@ -127,6 +140,8 @@ class ChunkSteps:
         self._slots.fill_(_NOWHERE)
         self._positions.zero_()
         self._positions[bucket.tokens : bucket.tokens + chunk].copy_(torch.arange(chunk))
+        if self._plans:
+            self._plans[chunk].fill(chunk, chunk, chunk)
 
     def _forward(self, bucket: Bucket, chunk: int) -> None:
         tokens, rows = bucket.tokens + chunk, bucket.rows
@@ -140,7 +155,8 @@ class ChunkSteps:
             num_decodes=rows,
             decode_q_len=bucket.width,
             max_q_len=max(chunk, bucket.width),
-            max_context_len=self._table.shape[1] * 64,
+            max_context_len=self._table.shape[1] * PAGE_SIZE,
+            sparse=self._plans[chunk].plan if self._plans else None,
         )
         self._hidden[:tokens].copy_(self._model.forward(batch, self._kv_cache))
 

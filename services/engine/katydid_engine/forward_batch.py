@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from katydid_kernels import SparsePlan
+
     from katydid_engine.attention_plan import AttentionPlan
 
 __all__ = ["PAGE_SIZE", "ForwardBatch", "PrefillChunk", "TokenRun"]
@@ -66,6 +68,7 @@ class ForwardBatch:
         max_q_len: longest run.
         max_context_len: largest of ``context_lens``.
         prefills: the rows behind the decodes as the host knows them, where some may be computed sparsely; else empty.
+        sparse: the plan of ``prefills``, of one who keeps it where it was; else the model makes it.
         attention: made by the model from the rest, once for all its layers.
         q_lens: of the runs behind the decodes, on the host; empty where it does not know them.
     """
@@ -81,6 +84,7 @@ class ForwardBatch:
     max_q_len: int
     max_context_len: int
     prefills: tuple[PrefillChunk, ...] = ()
+    sparse: SparsePlan | None = None
     attention: AttentionPlan | None = None
     q_lens: tuple[int, ...] = ()
 

@@ -18,7 +18,6 @@ from katydid_runtime.errors import EngineLostError, SettingsError
 
 from katydid_engine.block_pool import BlockPool
 from katydid_engine.channel import BlockingChannel
-from katydid_engine.chunk_steps import CHUNKS
 from katydid_engine.collectives import TorchCollectives
 from katydid_engine.compiled_grammars import CompiledGrammars
 from katydid_engine.decode_options import captures, draft_depth, plans_ahead
@@ -153,6 +152,7 @@ def _warm_up(config: WorkerConfig, model: DecoderLM, drafts: DraftDepth | None) 
         depths=depths,
         capture=captures(config, model),
         chunks=not model.dispatched,
+        sparse=config.sparse_prefill is not None,
     )
 
 
@@ -185,7 +185,9 @@ def _lead(
         time.monotonic,
         config.staging.writing if config.staging is not None else range(0),
         drafts,
-        TokenBudget(config.tpot_target_s, BLOCK_TOKENS, CHUNKS if warm_up.capture else ()),
+        TokenBudget(
+            config.tpot_target_s, BLOCK_TOKENS, *(warm_up.chunk_sizes.get(sparse, ()) for sparse in (False, True))
+        ),
         config.ttft_target_s,
     )
     writer = PlanWriter(config.ring.memory, config.ring.bells) if config.ring is not None else None

@@ -34,6 +34,7 @@ from katydid_engine.logit_terms import Asked
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.page_mover import PageMover
 from katydid_engine.plan import Run, SampleRow, Start, StepOutput, StepPlan
+from katydid_engine.prompt_logprobs import prompt_logprobs
 from katydid_engine.request import Sampling, pages_for
 from katydid_engine.sampler import SamplingRows
 from katydid_engine.seen_tokens import SeenTokens
@@ -43,8 +44,6 @@ from katydid_engine.step_choice import SampledStep, Settled, StepChoice, row_lim
 from katydid_engine.step_outcome import Launched, Left, RowsLeft
 
 __all__ = ["Runner"]
-
-_PROMPT_LOGPROB_ROWS = 128
 
 
 class Runner:
@@ -87,6 +86,7 @@ class Runner:
         self._choice = StepChoice(model, self._kv_cache, collectives, self._seen, feeds_back=self._feeds_back)
         self._steps: DecodeSteps | None = None
         self._chunk_steps: ChunkSteps | None = None
+        self._sparse_chunk_steps: ChunkSteps | None = None
         # What the last step sampled, still on the device, and in which row each sequence.
         self._before: Sampled | None = None
         self._last_rows: dict[int, int] = {}
@@ -145,15 +145,26 @@ class Runner:
         return self._steps
 
     def use_chunk_steps(
-        self, pieces: Pieces, *, rows: int, tokens: int, depths: Iterable[int] = (0,), chunks: Sequence[int] = CHUNKS
+        self,
+        pieces: Pieces,
+        *,
+        rows: int,
+        tokens: int,
+        depths: Iterable[int] = (0,),
+        chunks: Sequence[int] = CHUNKS,
+        sparse: bool = False,
     ) -> ChunkSteps:
-        """From now on passes of decodes with a chunk of such a size beside them run over tensors that never move; the
-        caller prepares what is returned before the first of them. Arguments as of ``use_decode_steps``."""
+        """From now on passes of decodes with a chunk of such a size beside them, of a ``sparse`` prompt or of another,
+        run over tensors that never move; the rest is as of ``use_decode_steps``."""
         pages = pages_for(tokens + MAX_Q_LEN)
-        self._chunk_steps = ChunkSteps(
-            self._model, self._kv_cache, pieces, rows=rows, pages=pages, depths=depths, chunks=chunks
+        steps = ChunkSteps(
+            self._model, self._kv_cache, pieces, rows=rows, pages=pages, depths=depths, chunks=chunks, sparse=sparse
         )
-        return self._chunk_steps
+        if sparse:
+            self._sparse_chunk_steps = steps
+        else:
+            self._chunk_steps = steps
+        return steps
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Carries out one plan; the output is empty on all ranks but the first."""
@@ -245,7 +256,7 @@ class Runner:
         hidden = self._forward(plan, batch)
         if not self._model.has_head:
             return None, {}
-        prompts = self._prompt_logprobs(plan, hidden)
+        prompts = prompt_logprobs(plan, hidden, self._model)
         if not plan.samples:
             self._drafted(plan, built, hidden, None)
             self._leave(plan, None)
@@ -254,7 +265,7 @@ class Runner:
         return self._choose(plan, built, hidden, logits, previous, num_drafts), prompts
 
     def _forward(self, plan: StepPlan, batch: ForwardBatch) -> Tensor:
-        steps = self._chunk_steps
+        steps = self._sparse_chunk_steps if batch.prefills else self._chunk_steps
         prepared = None
         if steps is not None and not plan.waits and self._model.before_pass is None:
             prepared = steps.bucket(batch, plan.runs[-1].start)
@@ -387,15 +398,3 @@ class Runner:
         self._before = step.left
         if self._steps is not None and self._left_fits:
             self._before = self._steps.buffers.keep(step.left)
-
-    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> dict[int, list[DeviceLogprobs]]:
-        """For the runs that ask; in slices, because logits of a whole chunk would be large."""
-        results: dict[int, list[DeviceLogprobs]] = {}
-        for index, (run, border) in enumerate(zip(plan.runs, plan.borders, strict=False)):
-            for first in range(0, len(run.prompt_targets), _PROMPT_LOGPROB_ROWS):
-                targets = run.prompt_targets[first : first + _PROMPT_LOGPROB_ROWS]
-                start = border + run.prompt_row + first
-                logits = self._model.logits(hidden[start : start + len(targets)])
-                part = logprobs(logits, integers(targets, logits.device), run.prompt_top)
-                results.setdefault(index, []).append(part)
-        return results

@@ -19,29 +19,23 @@ __all__ = ["TokenBudget", "deal_chunks"]
 class TokenBudget:
     """``target_s`` is the time a row may wait for a token; None for no limit. ``least`` prompt tokens go into a step in
     any case, so that a prompt comes to its end on a machine that is too slow for the target. With ``sizes`` it is one
-    of these, for which steps are prepared, or at least twice the largest."""
+    of these, for which steps are prepared, or at least twice the largest; with ``sparse_sizes`` likewise of prompts
+    that are computed sparsely."""
 
-    def __init__(self, target_s: float | None, least: int, sizes: Sequence[int] = ()) -> None:
+    def __init__(
+        self, target_s: float | None, least: int, sizes: Sequence[int] = (), sparse_sizes: Sequence[int] = ()
+    ) -> None:
         self.target_s = target_s
         self._least = least
-        self._sizes = sorted(sizes)
-        # A host that launches op by op may take longer than the device, so steps of each kind have a cost of their own.
-        self._prepared, self._others, self._sparse = StepCost(), StepCost(), StepCost()
+        self._dense, self._sparse = _Steps(sizes), _Steps(sparse_sizes)
 
     def prompt_tokens(self, seconds: float, context: int = 0, sparse: bool = False) -> int:
-        """Prompt tokens behind ``context`` for a step beside decodes that may take so long. No steps are prepared for
-        ``sparse`` prompts, whose least step is long: they take as much again for their tokens."""
-        if sparse:
-            return max(self._least, self._sparse.tokens(max(seconds, 2 * self._sparse.least_s), context))
-        others = max(self._least, self._others.tokens(seconds, context))
-        if not self._sizes or others >= 2 * self._sizes[-1]:
-            return others
-        cost, prepared = self._prepared, self._prepared.tokens(seconds, context)
-        chosen = max((size for size in self._sizes if size <= prepared), default=self._sizes[0])
-        if chosen == cost.only_size and cost.seconds(chosen, context) <= seconds:
-            # A larger one is tried once: it may take no longer.
-            return min((size for size in self._sizes if size > chosen), default=chosen)
-        return chosen
+        """Prompt tokens behind ``context`` for a step beside decodes that may take so long."""
+        steps = self._sparse if sparse else self._dense
+        if sparse and not steps.sizes:
+            # Launched op by op, their least step is long: they take as much again for their tokens.
+            seconds = max(seconds, 2 * steps.others.least_s)
+        return steps.tokens(seconds, context, self._least)
 
     def step_s(self, tokens: int, context: int, sparse: bool = False, *, beside: bool = True) -> float:
         """Seconds of a step with so many tokens of one prompt, ``beside`` decodes or not."""
@@ -60,9 +54,30 @@ class TokenBudget:
         cost.took(tokens, plan.num_prefill_pairs, seconds)
 
     def _cost(self, tokens: int, sparse: bool, beside: bool) -> StepCost:
-        if sparse:
-            return self._sparse
-        return self._prepared if beside and self._sizes and tokens <= self._sizes[-1] else self._others
+        return (self._sparse if sparse else self._dense).cost(tokens, beside)
+
+
+class _Steps:
+    """Of one kind of prompt. A host that launches op by op may take longer than the device, so prepared steps have a
+    cost of their own."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = sorted(sizes)
+        self.prepared, self.others = StepCost(), StepCost()
+
+    def cost(self, tokens: int, beside: bool) -> StepCost:
+        return self.prepared if beside and self.sizes and tokens <= self.sizes[-1] else self.others
+
+    def tokens(self, seconds: float, context: int, least: int) -> int:
+        others = max(least, self.others.tokens(seconds, context))
+        if not self.sizes or others >= 2 * self.sizes[-1]:
+            return others
+        prepared = self.prepared.tokens(seconds, context)
+        chosen = max((size for size in self.sizes if size <= prepared), default=self.sizes[0])
+        if chosen == self.prepared.only_size and self.prepared.seconds(chosen, context) <= seconds:
+            # A larger one is tried once: it may take no longer.
+            return min((size for size in self.sizes if size > chosen), default=chosen)
+        return chosen
 
 
 def deal_chunks(wanted: Sequence[int], budget: int) -> list[int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from katydid_engine.chunk_steps import ChunkSteps
+from katydid_engine.chunk_steps import CHUNKS, SPARSE_CHUNKS, ChunkSteps
 from katydid_engine.collectives import Collectives
 from katydid_engine.decode_steps import Captured, DecodeSteps
 from katydid_engine.models.decoder_lm import DecoderLM
@@ -32,6 +32,7 @@ class WarmUp:
         depths: numbers of drafts that steps verify and make; the largest is 0 without a draft layer.
         capture: whether decodes become CUDA graphs.
         chunks: whether chunks of prompts beside them do.
+        sparse: whether there are prompts that are computed sparsely.
     """
 
     batch_tokens: int
@@ -40,6 +41,14 @@ class WarmUp:
     depths: Sequence[int]
     capture: bool
     chunks: bool = True
+    sparse: bool = False
+
+    @property
+    def chunk_sizes(self) -> dict[bool, Sequence[int]]:
+        """Of chunks beside decodes that become graphs, by whether their prompts are sparse."""
+        if not (self.capture and self.chunks):
+            return {}
+        return {False: CHUNKS, True: SPARSE_CHUNKS} if self.sparse else {False: CHUNKS}
 
     def run(self, runner: Runner) -> None:
         """So that no request pays for first use, nor finds too little memory."""
@@ -47,8 +56,8 @@ class WarmUp:
         if self.capture:
             pieces = Captured()
             self._steps(runner, pieces).prepare()
-            if self.chunks:
-                self._chunk_steps(runner, pieces).prepare()
+            for steps in self._chunk_steps(runner, pieces):
+                steps.prepare()
 
     def measure(self, model: DecoderLM, collectives: Collectives) -> int:
         """Bytes of the GPU that steps and graphs will take beside what is taken when this returns."""
@@ -58,13 +67,13 @@ class WarmUp:
         if self.capture:
             pieces = Captured()
             steps = self._steps(runner, pieces)
-            chunk_steps = self._chunk_steps(runner, pieces) if self.chunks else None
+            chunk_steps = self._chunk_steps(runner, pieces)
             first, *others = steps.buckets
             steps.prepare([first])
             count = len(others) - 1
-            if chunk_steps is not None:
-                chunk_steps.prepare(chunk_steps.buckets[:1])
-                count += len(chunk_steps.buckets) - 1
+            for kind in chunk_steps:
+                kind.prepare(kind.buckets[:1])
+                count += len(kind.buckets) - 1
             taken = _used(model.device)
             steps.prepare(others[:1])
             # They share what they compute in; each has its own list of launches.
@@ -82,8 +91,12 @@ class WarmUp:
     def _steps(self, runner: Runner, pieces: Captured) -> DecodeSteps:
         return runner.use_decode_steps(pieces, rows=self.sequences, tokens=self.tokens, depths=self.depths)
 
-    def _chunk_steps(self, runner: Runner, pieces: Captured) -> ChunkSteps:
-        return runner.use_chunk_steps(pieces, rows=self.sequences, tokens=self.tokens, depths=self.depths)
+    def _chunk_steps(self, runner: Runner, pieces: Captured) -> list[ChunkSteps]:
+        rows, tokens, depths = self.sequences, self.tokens, self.depths
+        return [
+            runner.use_chunk_steps(pieces, rows=rows, tokens=tokens, depths=depths, chunks=chunks, sparse=sparse)
+            for sparse, chunks in self.chunk_sizes.items()
+        ]
 
 
 def _used(device: torch.device) -> int:

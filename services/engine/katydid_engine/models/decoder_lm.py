@@ -12,6 +12,7 @@ from torch import Tensor
 
 from katydid_engine.attention_plan import MAX_Q_LEN, AttentionPlanner
 from katydid_engine.collectives import Collectives
+from katydid_engine.fixed_sparse_plan import FixedSparsePlan
 from katydid_engine.forward_batch import ForwardBatch
 from katydid_engine.kv_cache import KvCache
 from katydid_engine.layers.by_rows_exchange import ByRowsExchange
@@ -184,10 +185,19 @@ class DecoderLM:
             if index >= options.dense_layers:
                 layer.attend_sparsely()
 
+    @property
+    def sparse_prefill(self) -> SparsePrefill | None:
+        """How long prompts are computed that may be sparse."""
+        return self._planner.sparse_prefill
+
     def computes_sparsely(self, prompt: int) -> bool:
         """Whether a prompt of so many tokens is, if it may be."""
-        options = self._planner.sparse_prefill
+        options = self.sparse_prefill
         return options is not None and prompt >= options.min_tokens
+
+    def fixed_sparse_plan(self, chunk: int, longest: int) -> FixedSparsePlan:
+        """As `AttentionPlanner.fixed_sparse_plan`."""
+        return self._planner.fixed_sparse_plan(chunk, longest)
 
     def new_kv_cache(self, num_pages: int) -> KvCache:
         """Zeroed pages for this rank's KV heads, every layer (an MTP layer's last)."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from katydid_engine.chunk_steps import SPARSE_CHUNKS
 from katydid_engine.decode_steps import Captured
 from katydid_engine.forward_batch import PAGE_SIZE
 from katydid_engine.plan import Run, SampleRow, Start, StepPlan
@@ -69,15 +70,20 @@ class SliceSteps:
         page = model.new_kv_cache(1).bytes_per_page
         return page * min(plan.tp, model.config.num_kv_heads)
 
-    def capture(self, rows: int, tokens: int, *, agreement: float | None = None, chunks: bool = False) -> None:
+    def capture(self, rows: int, tokens: int, *, agreement: float | None = None, chunks: bool = False) -> int:
         """Decode steps of up to ``rows`` sequences of up to ``tokens`` tokens are graphs from now on; ``agreement`` is
         the share of drafts that count as right, for these weights predict nothing; with ``chunks`` also passes with a
-        chunk of a prompt beside the decodes."""
+        chunk of a prompt beside the decodes. How many graphs."""
         pieces, depths = Captured(), {0, self.drafts}
         steps = self.runner.use_decode_steps(pieces, rows=rows, tokens=tokens, depths=depths, agreement=agreement)
         steps.prepare()
         if chunks:
             self.runner.use_chunk_steps(pieces, rows=rows, tokens=tokens, depths=depths).prepare()
+        if chunks and self.slice.model.sparse_prefill is not None:
+            self.runner.use_chunk_steps(
+                pieces, rows=rows, tokens=tokens, depths=depths, chunks=SPARSE_CHUNKS, sparse=True
+            ).prepare()
+        return len(pieces)
 
     def capture_batches(
         self, batches: Sequence[int], tokens: int, depths: Sequence[int], agreement: float | None = None

@@ -20,7 +20,7 @@ from katydid_runtime.block_hash import BLOCK_TOKENS
 from katydid_runtime.errors import SettingsError
 
 from katydid_engine.block_pool import BlockPool
-from katydid_engine.chunk_steps import CHUNKS
+from katydid_engine.chunk_steps import CHUNKS, SPARSE_CHUNKS
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.planning.known_models import KNOWN_MODELS
 from katydid_engine.planning.measured import measured
@@ -300,7 +300,10 @@ def _traffic(rate: float) -> AgentTraffic:
 
 
 def _budget(arguments: argparse.Namespace) -> TokenBudget:
-    return TokenBudget(arguments.step_s, BLOCK_TOKENS, [size for size in CHUNKS if size <= arguments.max_batch_tokens])
+    dense, sparse = (
+        [size for size in sizes if size <= arguments.max_batch_tokens] for sizes in (CHUNKS, SPARSE_CHUNKS)
+    )
+    return TokenBudget(arguments.step_s, BLOCK_TOKENS, dense, sparse)
 
 
 def _scheduler(

@@ -1,0 +1,99 @@
+"""The plan of one sparse chunk in memory that never moves, as a captured graph reads it.
+
+A graph holds numbers of tiles, pieces and blocks as they were when it was captured. So there is room for the most that
+a chunk of its size can have; what is over repeats work whose result nobody reads, and the selection counts blocks up to
+the longest context, of which a tile never takes those behind its own.
+
+Tokens before a chunk that is shorter than its graph have tiles of their own, which keep one block: what the chunk's own
+tiles select is what they would select without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+from katydid_kernels import SparsePlan, StemRule, sparse_plan
+from katydid_kernels.stem_select.budget import BLOCK
+from katydid_kernels.stem_select.plan import PIECE_FIELDS, SparseRow
+
+from katydid_engine.host_copies import to_device
+
+__all__ = ["FixedSparsePlan"]
+
+_RECORD, _CUT = 8, 4
+_Rows = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+# Pieces beyond one a tile are at most half a device's SMs times a head's share, with what rounding adds.
+_MORE_PIECES = 288
+
+
+class FixedSparsePlan:
+    """Of chunks that take ``chunk`` tokens of a graph, with contexts of at most ``longest`` tokens.
+
+    Attributes:
+        plan: what attention is given; the same object always.
+    """
+
+    def __init__(self, rule: StemRule, chunk: int, longest: int, heads: int, device: torch.device) -> None:
+        self._rule, self._chunk, self._heads = rule, chunk, heads
+        # What stands before a chunk may begin within a block, and the chunk as well.
+        self._tiles = chunk // BLOCK + 2
+        # Each table begins on a border of 16 bytes, as kernels are compiled for.
+        self._pieces = -(-(self._tiles + _MORE_PIECES // heads) // 4) * 4
+        sizes = (self._tiles * _RECORD, self._pieces * PIECE_FIELDS, self._tiles * _CUT)
+        self._memory = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        in_order, pieces, cuts = (
+            self._memory[:end][-size:] for size, end in zip(sizes, accumulate(sizes), strict=True)
+        )
+        blocks = -(-longest // BLOCK)
+        self.plan = SparsePlan(
+            in_order=in_order.view(-1, _RECORD),
+            pieces=pieces.view(-1, PIECE_FIELDS),
+            cuts=cuts.view(-1, _CUT),
+            partials=self._pieces + 1,
+            most=blocks,
+            sparse_rows=(SparseRow(0, 0, self._tiles, longest, blocks),),
+            rule=rule,
+        )
+
+    def fill(self, new: int, end: int, prompt: int) -> None:
+        """Plans a chunk of ``new`` tokens, the last of ``end``, of a prompt of ``prompt`` tokens. Raises ValueError for
+        more than there is room for."""
+        before = self._chunk - new
+        own = sparse_plan(self._rule, [new], [end], [prompt], heads=self._heads)
+        tiles = _one_block_each(before, end - self._chunk, end)
+        in_order, pieces, cuts = (table.numpy().copy() for table in (own.in_order, own.pieces, own.cuts))
+        for table in (in_order, pieces):
+            table[:, 1:3] += before
+            table[:, 6] += len(tiles)
+        cuts[:, 2:] += before
+        in_order = np.concatenate((tiles, in_order))
+        in_order[:, 7] = 0
+        pieces = np.concatenate((pieces, np.insert(tiles[:, :7], 7, [[0], [-1]], axis=1)))
+        # One block of the first tile, whose result goes where nobody looks.
+        spare = [*in_order[0, :5], 1, 0, 0, self._pieces]
+        tables = (
+            _filled(in_order, self._tiles, in_order[0]),
+            _filled(pieces, self._pieces, spare),
+            _filled(cuts, self._tiles, [0] * _CUT),
+        )
+        packed = torch.from_numpy(np.concatenate([table.ravel() for table in tables]))
+        self._memory.copy_(to_device(packed, self._memory.device))
+
+
+def _one_block_each(count: int, position: int, length: int) -> _Rows:
+    """Records of the first ``count`` tokens, which stand from ``position`` on."""
+    borders = [0, *range(BLOCK - position % BLOCK, count, BLOCK), count] if count else []
+    records = [
+        [0, first, last, position + first, length, 1, tile, 0] for tile, (first, last) in enumerate(pairwise(borders))
+    ]
+    return np.array(records, dtype=np.int32).reshape(-1, _RECORD)
+
+
+def _filled(table: _Rows, rows: int, spare: Sequence[int] | _Rows) -> _Rows:
+    """With copies of a row behind it, ``rows`` in all."""
+    if len(table) > rows:
+        raise ValueError(f"{len(table)} rows of a sparse plan: there is room for {rows}")
+    return np.concatenate((table, np.tile(np.asarray(spare, dtype=np.int32), (rows - len(table), 1))))
