@@ -14,19 +14,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from katydid_engine.model_config import ModelConfig
+from katydid_engine.quantize.fused import fused
 from katydid_engine.quantize.pages import PageRounding
 from katydid_engine.quantize.precision import causal_attention
 from katydid_engine.quantize.rows import Rows, plain_rows
 
-__all__ = ["Block", "rms_norm", "rotary_angles"]
+__all__ = ["Block", "gated", "rms_norm", "rotary_angles"]
 
 _ROUTERS = ("mlp.router.gate.weight", "mlp.gate.weight")
 _BIASES = ("mlp.expert_bias", "mlp.router.gate.e_score_correction_bias", "mlp.gate.e_score_correction_bias")
 _SHARED = ("mlp.shared_mlp", "mlp.shared_experts")
 
 
+@fused
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain
+
+
+@fused
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
 
 
 def rotary_angles(table: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -93,7 +100,7 @@ class Block:
         if config.qk_norm:
             q = rms_norm(q, self.tensors["self_attn.q_norm.weight"], config.rms_norm_eps)
             k = rms_norm(k, self.tensors["self_attn.k_norm.weight"], config.rms_norm_eps)
-        return _rotated(q, angles), _rotated(k, angles), v
+        return _rotated(q, *angles), _rotated(k, *angles), v
 
     def attend(self, rows: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Rows of the output projection, ``[S, T, heads * head_dim]``."""
@@ -126,7 +133,7 @@ class Block:
 
     def hidden(self, block: str, rows: Tensor) -> Tensor:
         """Rows of a block's down projection out of its (quantised) rows."""
-        return self.rows(F.silu(self.product(f"{block}.gate_proj", rows)) * self.product(f"{block}.up_proj", rows))
+        return self.rows(gated(self.product(f"{block}.gate_proj", rows), self.product(f"{block}.up_proj", rows)))
 
     def leave_feed_forward(self, x: Tensor, rows: Tensor) -> Tensor:
         """x ``[T, hidden]`` and the rows of ``enter_feed_forward``."""
@@ -145,7 +152,7 @@ class Block:
         return out
 
 
-def _rotated(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    cos, sin = angles
+@fused
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)

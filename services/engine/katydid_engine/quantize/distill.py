@@ -19,6 +19,7 @@ from torch import Tensor
 
 from katydid_engine.matrices import Fp8Matrix, Int4Matrix
 from katydid_engine.quantize.block import Block
+from katydid_engine.quantize.fused import fused, fusion
 from katydid_engine.quantize.learned import LearnedFp8, LearnedInt4
 from katydid_engine.quantize.precision import tf32_products
 from katydid_engine.quantize.recipe import Distillation
@@ -89,7 +90,7 @@ def distill(
         part = min(1.0, (step + 1) / _WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / options.steps))
         for group, rate in zip(optimizer.param_groups, by_rate, strict=True):
             group["lr"].fill_(rate * part)
-        with tf32_products(device):
+        with tf32_products(device), fusion(device):
             losses.append(float(run(ids[chosen].to(device))))
         report(step + 1, losses[-1])
     return [layer.matrices() for layer in learned], losses
@@ -106,6 +107,7 @@ def drawn(count: int, each: int, seed: int) -> Iterator[Tensor]:
         order = order[each:]
 
 
+@fused
 def _divergence(found: Tensor, wanted: Tensor) -> Tensor:
     """KL(wanted || found) of logits ``[S, T, vocab]``, a position."""
     whole = F.kl_div(found.log_softmax(-1), wanted.log_softmax(-1), reduction="sum", log_target=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from katydid_engine.matrices import Fp8Matrix, Int4Matrix
 from katydid_engine.quantization import GROUP
+from katydid_engine.quantize.fused import fused
 from katydid_engine.quantize.recipe import Distillation
 
 __all__ = ["LearnedFp8", "LearnedInt4"]
@@ -43,18 +44,14 @@ class LearnedInt4:
     def weight(self) -> Tensor:
         """fp32 ``[rows, K]``."""
         scales = self._scales * self.stretch.exp()
-        wide = scales.repeat_interleave(GROUP, 1)[:, : self.position.shape[1]]
-        return (self._codes() + (self.position - self.position.detach())) * wide
+        return _int4(self.position, scales.repeat_interleave(GROUP, 1)[:, : self.position.shape[1]])
 
     @torch.no_grad()
     def matrices(self) -> list[Int4Matrix]:
         """As they are stored, in the order in which they were given."""
         scales = (self._scales * self.stretch.exp()).to(torch.bfloat16)
-        parts = (torch.split(x, self._heights) for x in (self._codes().to(torch.int8), scales))
+        parts = (torch.split(x, self._heights) for x in (_codes(self.position).to(torch.int8), scales))
         return [Int4Matrix(codes, some) for codes, some in zip(*parts, strict=True)]
-
-    def _codes(self) -> Tensor:
-        return self.position.detach().round().clamp(_LOWEST, _HIGHEST)
 
 
 class LearnedFp8:
@@ -62,7 +59,7 @@ class LearnedFp8:
 
     def __init__(self, matrices: list[Fp8Matrix]) -> None:
         values = torch.cat([matrix.weight.float() for matrix in matrices])
-        self._step = float(values.square().mean().sqrt()) / _STEPS_OF_A_WEIGHT or 1.0
+        self._step = values.new_tensor(float(values.square().mean().sqrt()) / _STEPS_OF_A_WEIGHT or 1.0)
         self.position = (values / self._step).requires_grad_()
         self._given = matrices
         self._heights = [len(matrix.weight) for matrix in matrices]
@@ -72,14 +69,28 @@ class LearnedFp8:
         return [(self.position, options.rounding_rate)] if options.rounding_rate else []
 
     def weight(self) -> Tensor:
-        passing = self._step * (self.position - self.position.detach())
-        return (self._values().float() + passing) * self._scales
+        return _e4m3(self.position, self._step, self._scales)
 
     @torch.no_grad()
     def matrices(self) -> list[Fp8Matrix]:
-        parts = torch.split(self._values(), self._heights)
+        parts = torch.split(_values(self.position, self._step), self._heights)
         return [Fp8Matrix(values, given.scale) for values, given in zip(parts, self._given, strict=True)]
 
-    def _values(self) -> Tensor:
-        values = self.position.detach() * self._step
-        return values.clamp(-_E4M3_LARGEST, _E4M3_LARGEST).to(torch.float8_e4m3fn)
+
+@fused
+def _int4(position: Tensor, scales: Tensor) -> Tensor:
+    return (_codes(position) + (position - position.detach())) * scales
+
+
+@fused
+def _e4m3(position: Tensor, step: Tensor, scales: Tensor) -> Tensor:
+    return (_values(position, step).float() + step * (position - position.detach())) * scales
+
+
+def _codes(position: Tensor) -> Tensor:
+    return position.detach().round().clamp(_LOWEST, _HIGHEST)
+
+
+def _values(position: Tensor, step: Tensor) -> Tensor:
+    values = position.detach() * step
+    return values.clamp(-_E4M3_LARGEST, _E4M3_LARGEST).to(torch.float8_e4m3fn)

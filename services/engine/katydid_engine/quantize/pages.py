@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from katydid_engine.quantize.fused import fused
 from katydid_engine.quantize.rotation import hadamard
 from katydid_engine.quantize.rows import e4m3_rows
 
@@ -49,13 +50,13 @@ class PageRounding:
         if self.rotate:
             matrix = hadamard(q.shape[-1], q.device)
             q, k = q @ matrix, k @ matrix
-        return _passing(q, e4m3_rows(q)), _stored(k, self.scales.key), _stored(v, self.scales.value)
+        device = q.device
+        return e4m3_rows(q), _stored(k, self.scales.key.to(device)), _stored(v, self.scales.value.to(device))
 
 
+@fused
 def _stored(x: Tensor, scale: Tensor) -> Tensor:
-    wide = scale.to(x.device)[:, None]
-    return _passing(x, (x / wide).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).float() * wide)
-
-
-def _passing(x: Tensor, rounded: Tensor) -> Tensor:
-    return x + (rounded - x).detach() if x.requires_grad else rounded
+    wide = scale[:, None]
+    with torch.no_grad():
+        rounded = (x / wide).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).float() * wide
+    return x + (rounded - x.detach()) if x.requires_grad else rounded

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from katydid_engine.quantize.block import Block, rms_norm
+from katydid_engine.quantize.block import Block, gated, rms_norm
 
 __all__ = ["Draft", "ExpertStack", "Layer", "WholeModel", "stacked"]
 
@@ -49,7 +49,7 @@ class Layer:
         weights, ids = block.route(entered)
         assert block.config.moe is not None
         shares = torch.zeros(len(rows), block.config.moe.num_experts, device=rows.device).scatter(1, ids, weights)
-        hidden = F.silu(F.linear(rows, self.experts.gate)) * F.linear(rows, self.experts.up)
+        hidden = gated(F.linear(rows, self.experts.gate), F.linear(rows, self.experts.up))
         hidden = block.rows(hidden.view(*shares.shape, -1)) * shares[..., None]
         out = F.linear(hidden.flatten(1), self.experts.down)
         if block.shared:
