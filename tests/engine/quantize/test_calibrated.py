@@ -107,12 +107,12 @@ def test_an_interrupted_run_ends_in_the_same_bytes(source: Path, text: Path, tmp
 
 
 def test_some_parts_in_e4m3(source: Path, text: Path, tmp_path: Path) -> None:
-    made = recipe(text, fp8=("attention", "draft"), gptq=False, distill={"steps": 2})
+    made = recipe(text, fp8=("attention", "draft"), fp8_layers=(0,), gptq=False, distill={"steps": 2})
     quantize_folder(source, tmp_path / "out", Options("w4a8", recipe=made))
     tensors = {name: t for path in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(path).items()}
-    for name in ("0.self_attn.q_proj", "2.self_attn.o_proj", "2.mlp.experts.0.up_proj"):
+    for name in ("1.self_attn.q_proj", "2.self_attn.o_proj", "2.mlp.experts.0.up_proj", "0.mlp.up_proj"):
         assert tensors[f"model.layers.{name}.weight"].dtype == torch.float8_e4m3fn
-    for name in ("0.mlp.up_proj", "1.mlp.experts.0.up_proj", "1.mlp.shared_mlp.down_proj"):
+    for name in ("1.mlp.experts.0.up_proj", "1.mlp.shared_mlp.down_proj"):
         assert f"model.layers.{name}.weight_packed" in tensors
     assert logits_of(tmp_path / "out").isfinite().all()
 
@@ -151,6 +151,7 @@ def test_rotated_residual(text: Path, tmp_path: Path) -> None:
         ({"calibration": {"sources": ["python:no_such_package"]}}, "no package 'no_such_package' is installed"),
         ({"calibration": {"sources": ["{text}"], "sequences": 1000}}, r"has 1\d+ tokens, 1000 sequences of 2048"),
         ({"calibration": {"sources": ["{text}"], "tokens": 5000}}, "the model has 4096 positions"),
+        ({"fp8_layers": [0, 3]}, "fp8_layers: 3, the model's last layer is 2"),
         ({"rotate_residual": True}, "draft layers read hidden states"),
         ({"distill": {"calibration": {"sources": ["{text}"], "tokens": 5000}}}, "the model has 4096 positions"),
         (
@@ -184,6 +185,7 @@ def test_calibration_that_cannot_be_had(
         ("distill: {learning_rate: .nan}", "distill.learning_rate"),
         ("distill: {rounding_rate: -1}", "distill.rounding_rate"),
         ("fp8: [experts]", "fp8.0"),
+        ("fp8_layers: [-1]", "fp8_layers.0"),
         ("- clip", "recipe"),
         ("gptq: [", "recipe"),
     ],

@@ -44,6 +44,14 @@ def test_every_matrix_is_told_by_one_target(kept: tuple[Part, ...]) -> None:
         assert (fp8, int4) == (expected, not expected)
 
 
+def test_layers_as_a_whole() -> None:
+    parts = Parts(("draft",), draft_layers=(80,), layers=(1, 8))
+    for name in [*NAMES, "model.layers.18.self_attn.q_proj", "model.layers.8.mlp.up_proj"]:
+        expected = int(name.split(".")[2]) in (1, 8, 80)
+        assert parts.is_fp8(name) is expected
+        assert any(re.match(target, name) for target in parts.int4_targets) is not expected
+
+
 def _kind(name: str) -> str:
     return "attention" if "self_attn" in name else "shared" if "shared" in name else ""
 

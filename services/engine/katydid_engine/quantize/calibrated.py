@@ -98,9 +98,18 @@ class CalibratedRun:
                     value=calibration.tokens,
                     allowed=f"<= {config.max_positions}",
                 )
+        layers = config.num_layers + config.num_mtp_layers
+        for layer in recipe.fp8_layers:
+            if layer >= layers:
+                raise SettingsError(
+                    f"fp8_layers: {layer}, the model's last layer is {layers - 1}",
+                    field="fp8_layers",
+                    value=layer,
+                    allowed=f"<= {layers - 1}",
+                )
         self._rotation = Rotation.make(config.hidden_size, seed=0, device=device) if recipe.rotate_residual else None
         self._angles = self._rotary(recipe.calibration.tokens)
-        self.parts = Parts.of(recipe.fp8, config)
+        self.parts = Parts.of(recipe.fp8, config, layers=recipe.fp8_layers)
         heads = {"none": 0, "tensor": 1, "head": config.num_kv_heads}
         self.files = layer_files(
             checkpoint,

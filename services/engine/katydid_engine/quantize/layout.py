@@ -136,7 +136,7 @@ def quantization_config(
         groups = [_int4_group(["Linear"])]
     else:
         fp8 = [f"re:{target}" for target in parts.fp8_targets]
-        experts = "draft" in parts.kept and "experts" in parts.places
+        experts = "experts" in parts.places and ("draft" in parts.kept or bool(parts.layers))
         groups = [_int4_group([f"re:{target}" for target in parts.int4_targets]), _fp8_group(fp8, experts=experts)]
     config: dict[str, Any] = {
         "quant_method": "compressed-tensors",

@@ -32,23 +32,25 @@ class Parts:
     Attributes:
         kept: by name.
         draft_layers: numbers of the model's draft layers.
+        layers: numbers of layers that stay as a whole.
         places: which of attention, dense, shared and experts the model has.
     """
 
     kept: tuple[Part, ...] = ()
     draft_layers: tuple[int, ...] = ()
     places: tuple[str, ...] = tuple(_PLACES)
+    layers: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, kept: tuple[Part, ...], config: ModelConfig) -> Parts:
+    def of(cls, kept: tuple[Part, ...], config: ModelConfig, *, layers: tuple[int, ...] = ()) -> Parts:
         """In a model."""
-        layers = config.num_layers + config.num_mtp_layers
+        end = config.num_layers + config.num_mtp_layers
         places = ["attention"]
         if config.moe is None or not all(config.sparse_layers):
             places.append("dense")
         if config.moe is not None:
             places += ["experts", *(["shared"] if config.moe.shared_intermediate_size else [])]
-        return cls(kept, tuple(range(config.num_layers, layers)), tuple(places))
+        return cls(kept, tuple(range(config.num_layers, end)), tuple(places), layers)
 
     def is_fp8(self, name: str) -> bool:
         """Of a matrix's full name, with or without ".weight"."""
@@ -59,12 +61,12 @@ class Parts:
     def fp8_targets(self) -> list[str]:
         """Patterns of the names of matrices in e4m3, for ``re.match``."""
         targets = [f".*{place}" for kind, place in self._places if kind in self.kept]
-        return [*targets, f".*{self._drafts}.*_proj$"] if self._drafts else targets
+        return [*targets, f".*{self._whole}.*_proj$"] if self._whole else targets
 
     @cached_property
     def int4_targets(self) -> list[str]:
         """Patterns of all others."""
-        before = f"(?!.*{self._drafts})" if self._drafts else ""
+        before = f"(?!.*{self._whole})" if self._whole else ""
         return [f"{before}.*{place}" for kind, place in self._places if kind not in self.kept]
 
     @property
@@ -72,7 +74,7 @@ class Parts:
         return [(kind, place) for kind, place in _PLACES.items() if kind in self.places]
 
     @property
-    def _drafts(self) -> str:
-        if "draft" not in self.kept or not self.draft_layers:
-            return ""
-        return rf"layers\.({'|'.join(str(layer) for layer in self.draft_layers)})\."
+    def _whole(self) -> str:
+        """Pattern of the layers of which nothing is int4; empty for none."""
+        layers = [*self.layers, *(self.draft_layers if "draft" in self.kept else ())]
+        return rf"layers\.({'|'.join(map(str, layers))})\." if layers else ""

@@ -3,6 +3,7 @@
     calibration: {sources: [generated, "python:click", notes.txt], sequences: 128, tokens: 2048, seed: 0}
     smooth: [attention_input, value_output, feed_forward_input, down]
     fp8: [attention, draft]
+    fp8_layers: [0, 29]
     clip: mse
     gptq: {damping: 0.01, act_order: true, refit_scales: true, follow_drift: true, starved_tokens: 256}
     kv_scales: tensor
@@ -94,6 +95,7 @@ class Recipe(_Strict):
     Attributes:
         smooth: seams at which scales are moved.
         fp8: parts of the model that w4a8 leaves in e4m3: attention, dense blocks, shared experts, draft layers.
+        fp8_layers: numbers of layers that w4a8 leaves in e4m3 as a whole.
         clip: of int4's scales: "mse", or "none" for the largest weight of a group.
         gptq: None rounds to nearest.
         kv_scales: calibrated scales of K and V: one a layer, or one a head.
@@ -107,6 +109,7 @@ class Recipe(_Strict):
         default=("attention_input", "value_output", "feed_forward_input", "down"), strict=False
     )
     fp8: tuple[Part, ...] = Field(default=(), strict=False)
+    fp8_layers: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(), strict=False)
     clip: Literal["mse", "none"] = "mse"
     gptq: Annotated[Gptq | None, BeforeValidator(_false_is_none)] = Gptq()
     kv_scales: Literal["none", "tensor", "head"] = "none"
