@@ -13,6 +13,7 @@ from collections.abc import Sequence as Several
 
 from katydid_engine.prompt_order import Due, in_time, in_turn, next_prompt
 from katydid_engine.request import Sequence
+from katydid_engine.sparse_prefill import SparsePrefill, before_tail, whole_blocks
 from katydid_engine.token_budget import TokenBudget, deal_chunks
 
 __all__ = ["Prefills"]
@@ -25,13 +26,13 @@ _TURNS = 8
 
 
 class Prefills:
-    """``ttft_s`` is the target of the time from a request's receipt to its first token; None for none. Prompts of
-    ``sparse_from`` tokens and more that may be computed sparsely are."""
+    """``ttft_s`` is the target of the time from a request's receipt to its first token; None for none. Prompts that may
+    be computed sparsely are as ``sparse`` says."""
 
-    def __init__(self, budget: TokenBudget, ttft_s: float | None, sparse_from: int = 0) -> None:
+    def __init__(self, budget: TokenBudget, ttft_s: float | None, sparse: SparsePrefill | None = None) -> None:
         self._budget = budget
         self._ttft_s = ttft_s
-        self._sparse_from = sparse_from
+        self._sparse = sparse
 
     @property
     def by_time(self) -> bool:
@@ -43,6 +44,21 @@ class Prefills:
     ) -> list[int]:
         """How many tokens of each prompt, ``most`` in all, in the step number ``turn``; decodes yield so many tokens
         a row and step."""
+        chunks = self._deal(prompts, decodes, most, yields, now, turn)
+        return [self._cut(prompt, chunk, bool(decodes)) for prompt, chunk in zip(prompts, chunks, strict=True)]
+
+    def _cut(self, prompt: Sequence, chunk: int, beside: bool) -> int:
+        """Of a sparse prompt, a chunk that is not its last ends where a block of the selection does; ``beside`` decodes
+        its last blocks have a step of their own."""
+        if self._sparse is None or not self.sparse(prompt):
+            return chunk
+        if beside and prompt.num_scheduled < prompt.num_prompt:
+            chunk = before_tail(prompt.num_scheduled, chunk, prompt.num_prompt, self._sparse)
+        return whole_blocks(prompt.num_scheduled, chunk) if chunk < prompt.num_unscheduled else chunk
+
+    def _deal(
+        self, prompts: Several[Sequence], decodes: Several[Sequence], most: int, yields: float, now: float, turn: int
+    ) -> list[int]:
         wanted = [sequence.num_unscheduled for sequence in prompts]
         target_s = self._budget.target_s if decodes else None
         if not prompts or (target_s is None and self._ttft_s is None):
@@ -85,7 +101,8 @@ class Prefills:
 
     def sparse(self, sequence: Sequence) -> bool:
         """Whether its prompt is computed so."""
-        return sequence.request.sparse_prefill and sequence.num_prompt >= self._sparse_from
+        options = self._sparse
+        return options is not None and sequence.request.sparse_prefill and sequence.num_prompt >= options.min_tokens
 
     def _dues(self, prompts: Several[Sequence], step_s: float, now: float) -> list[Due]:
         assert self._ttft_s is not None

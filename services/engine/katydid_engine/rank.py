@@ -178,7 +178,7 @@ def _lead(
             max_sequences=config.max_sequences,
             eos_token_ids=frozenset(model.config.eos_token_ids),
             watermark_pages=ready.num_pages // 100,
-            sparse_from=_sparse_from(config),
+            sparse=SparsePrefill.parse(config.sparse_prefill) if config.sparse_prefill else None,
             queue_delay_s=config.faults.queue,
         ),
         pool,
@@ -348,10 +348,6 @@ def _halves(config: WorkerConfig, model: ModelConfig) -> bool:
             allowed=f"1, or 2 with max_batch_tokens of at least {HALVED_FROM}",
         )
     return True
-
-
-def _sparse_from(config: WorkerConfig) -> int:
-    return SparsePrefill.parse(config.sparse_prefill).min_tokens if config.sparse_prefill else 0
 
 
 def _meet(config: WorkerConfig, device: torch.device) -> None:

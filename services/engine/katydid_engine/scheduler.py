@@ -35,7 +35,6 @@ from katydid_engine.prefills import Prefills
 from katydid_engine.request import CachedTokens, FinishReason, LiveRequest, Phase, Request, Sequence, State
 from katydid_engine.residency import Residency
 from katydid_engine.scheduler_config import SchedulerConfig
-from katydid_engine.sparse_prefill import whole_blocks
 from katydid_engine.step_flight import StepFlight, decode_run, prefill_run, start_of
 from katydid_engine.token_budget import TokenBudget
 
@@ -82,7 +81,7 @@ class Scheduler:
         self._drafts = 0
         self._depth = drafts or DraftDepth(0)
         self._budget = budget or TokenBudget(None, 1)
-        self._prefills = Prefills(self._budget, ttft_target_s, config.sparse_from)
+        self._prefills = Prefills(self._budget, ttft_target_s, config.sparse)
         self._fetched = Fetched(self._queues, compute=self._compute, preempt=self._preempt)
         self._admission = Admission(config, pool, self._queues, preempt=self._preempt, load=self._load)
 
@@ -272,8 +271,7 @@ class Scheduler:
         most = self._config.max_batch_tokens - len(decodes) * q_len
         yields = self._depth.tokens(q_len - 1)
         chunks = self._prefills.choose(prefills, decodes, most, yields, self._clock(), self._step)
-        chosen = zip(prefills, chunks, strict=True)
-        return [(sequence, _between_blocks(sequence, chunk)) for sequence, chunk in chosen if chunk]
+        return [(sequence, chunk) for sequence, chunk in zip(prefills, chunks, strict=True) if chunk]
 
     def _load(self, sequence: Sequence, now: float) -> None:
         """Sends an admitted sequence to the cache service for more of its blocks, or straight to computing."""
@@ -369,9 +367,3 @@ class Scheduler:
     def _publish(self, sequence: Sequence) -> None:
         if not sequence.request.bypass_cache:
             self._queues.publish(sequence, sequence.num_computed, computed=True)
-
-
-def _between_blocks(sequence: Sequence, chunk: int) -> int:
-    """Of a prompt that may be sparse, a chunk that is not its last ends where a block of the selection does."""
-    sparse = sequence.request.sparse_prefill and chunk < sequence.num_unscheduled
-    return whole_blocks(sequence.num_scheduled, chunk) if sparse else chunk

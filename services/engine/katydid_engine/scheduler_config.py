@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from katydid_engine.sparse_prefill import SparsePrefill
+
 __all__ = ["SchedulerConfig"]
 
 
@@ -18,7 +20,7 @@ class SchedulerConfig:
         eos_token_ids: tokens that end every output but those with ``ignore_eos``.
         watermark_pages: pages that an admission leaves free for running sequences to grow into.
         max_bypass: how often a sequence that does not fit is passed by ones behind it.
-        sparse_from: prompts of so many tokens that may be computed sparsely are.
+        sparse: how prompts that may be computed sparsely are, if they are long enough; None where none is.
         queue_delay_s: a fault for tests: nobody is admitted before this time after arrival.
 
     Raises:
@@ -31,7 +33,7 @@ class SchedulerConfig:
     eos_token_ids: frozenset[int] = frozenset()
     watermark_pages: int = 0
     max_bypass: int = 64
-    sparse_from: int = 0
+    sparse: SparsePrefill | None = None
     queue_delay_s: float = 0.0
 
     def __post_init__(self) -> None:

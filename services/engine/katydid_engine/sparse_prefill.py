@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-__all__ = ["SparsePrefill", "whole_blocks"]
+__all__ = ["SparsePrefill", "before_tail", "whole_blocks"]
 
 _METHOD = "stem"
 # Of the selection, as in ``katydid_kernels.stem_select``.
@@ -97,3 +97,10 @@ def whole_blocks(start: int, chunk: int) -> int:
     that begin there select what the whole prompt would."""
     rest = (start + chunk) % _BLOCK_TOKENS
     return chunk - rest if chunk > rest else chunk
+
+
+def before_tail(start: int, chunk: int, prompt: int, options: SparsePrefill) -> int:
+    """The chunk of a prompt of so many tokens from token ``start`` on, cut to end before the blocks that attend to
+    everything if that leaves any of it: these take as long as several times as many others."""
+    tail = (-(-prompt // _BLOCK_TOKENS) - options.tail_blocks) * _BLOCK_TOKENS
+    return min(chunk, tail - start) if tail > start else chunk

@@ -315,7 +315,7 @@ def _scheduler(
         max_batch_tokens=arguments.max_batch_tokens,
         max_sequences=64,
         watermark_pages=pages // 100,
-        sparse_from=sparse.min_tokens if (sparse := _sparse(arguments)) else 0,
+        sparse=_sparse(arguments),
     )
     ttft_s = None if arguments.in_order else arguments.ttft_s
     return Scheduler(config, pool, clock, budget=budget or _budget(arguments), ttft_target_s=ttft_s)
