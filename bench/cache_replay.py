@@ -97,9 +97,12 @@ def main() -> int:
                 held = bar if policy == DEFAULT else None
                 rows.append(
                     {
-                        "name": f"replay.{eviction}.{admission}.{share:.0%}",
+                        "figure": f"replay.{eviction}.{admission}.{share:.0%}",
                         "value": rate,
                         "unit": "share of input tokens",
+                        "floor": None,
+                        "peer": None,
+                        "peer_value": None,
                         "bar": held,
                         "met": None if held is None else rate >= held,
                     }

@@ -93,28 +93,33 @@ def memory_rows(
     copy = "copy_in" if way == "put" else "copy_out"
     peers = {name: medians[name][way] for name in ("redis", "mooncake", "lmcache") if name in medians}
     best = max(peers, key=lambda name: peers[name], default=None)
-    known = {"peers": {name: round(value, 3) for name, value in peers.items()} or "absent"}
+
+    def beside(name: str | None) -> Row:
+        all_peers = {peer: round(value, 3) for peer, value in peers.items()}
+        return {"peer": name if name in peers else None, "peer_value": all_peers.get(name or ""), "peers": all_peers}
+
     rows = []
     for name, switch, least in (("place off", "off", 90), ("place", "on", 80)):
         value = medians[name][way]
         share = 100 * ratio(figures[name][way], figures[name][copy])
         rows += [
-            row(f"{SHARED_MEMORY}, {way}, checksums {switch}", value, "GB/s", 6, **known),
+            row(f"{SHARED_MEMORY}, {way}, checksums {switch}", value, "GB/s", 6, **beside(best)),
             row(f"{SHARED_MEMORY}, {way}, checksums {switch}: share of memcpy", share, "%", least)
             | {"memcpy": round(medians[name][copy], 3)},
         ]
     if best is not None:
         times = medians["place"][way] / peers[best]
-        rows.append(row(f"{SHARED_MEMORY}, {way}: times the fastest peer", times, "x", 1, peer=best))
-    rows.append(row(f"{STREAM}, {way}", medians["stream"][way], "GB/s", 1.5, **known))
+        rows.append(row(f"{SHARED_MEMORY}, {way}: times the fastest peer", times, "x", 1, **beside(best)))
+    rows.append(row(f"{STREAM}, {way}", medians["stream"][way], "GB/s", 1.5, **beside("redis")))
     if "redis" in peers:
         times = medians["stream"][way] / peers["redis"]
-        rows.append(row(f"{STREAM}, {way}: times Redis", times, "x", 2 if way == "get" else 1, peer="redis"))
+        rows.append(row(f"{STREAM}, {way}: times Redis", times, "x", 2 if way == "get" else 1, **beside("redis")))
     if way == "get":
         lane = medians["lane"][way]
-        rows.append(row(f"{LANE}, {way}", lane, "GB/s", 2.5, **known))
+        rows.append(row(f"{LANE}, {way}", lane, "GB/s", 2.5, **beside("redis")))
         if "redis" in peers:
-            rows.append(row(f"{LANE}, {way}: times the fastest peer over a socket", lane / peers["redis"], "x", 1))
+            times = lane / peers["redis"]
+            rows.append(row(f"{LANE}, {way}: times the fastest peer over a socket", times, "x", 1, **beside("redis")))
     for name, figure, most in (("place", SHARED_MEMORY, 15), ("stream", STREAM, 5)):
         cost = 100 * (1 - ratio(figures[name][way], figures[f"{name} off"][way]))
         rows.append(row(f"{figure}, {way}: cost of checksums", cost, "%", most, lower=True))
@@ -175,11 +180,12 @@ def write(path: Path, parts: dict[str, list[Row]], rounds: int, load: tuple[floa
     """Replaces the rows of `parts` in the file; a note that someone wrote into it stays."""
     head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     about = {"commit": head.stdout.strip(), "rounds": rounds, "load": [round(value, 1) for value in load]}
+    none = {"floor": None, "peer": None, "peer_value": None}
     before = json.loads(path.read_text()) if path.exists() else {"rows": []}
     rows = [row for row in before["rows"] if row.get("part") not in parts]
     # What was measured elsewhere has its commit and load there.
     rows += [
-        {"part": part} | row | ({} if part == "elsewhere" else about)
+        {"part": part} | none | row | ({} if part == "elsewhere" else about)
         for part, measured in parts.items()
         for row in measured
     ]

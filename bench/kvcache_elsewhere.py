@@ -18,7 +18,7 @@ Row = dict[str, Any]
 def elsewhere() -> list[Row]:
     """The trace's hit rates (cache_replay.json), and blocks between the arena and a GPU's pages: by the kernels alone
     (fused.json), and by the engine's way (kvcache_gpu.json), whose other rows come along."""
-    replayed = {row["name"]: row for row in _rows("cache_replay.json")}
+    replayed = {row["figure"]: row for row in _rows("cache_replay.json")}
     traces = [
         (f"replay.lru.adaptive.{share}", f"trace replay, memory {share} of unique blocks") for share in TRACE_SHARES
     ]

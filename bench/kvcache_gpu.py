@@ -145,7 +145,8 @@ def rows(blocks: int, rounds: int) -> list[Row]:
 
     def add(figure: str, value: float, unit: str, bar: float | None = None, **more: object) -> None:
         met = None if bar is None else value >= bar
-        result.append({"figure": figure, "value": round(value, 2), "unit": unit, "bar": bar, "met": met} | more)
+        none = {"floor": None, "peer": None, "peer_value": None}
+        result.append({"figure": figure, "value": round(value, 2), "unit": unit, **none, "bar": bar, "met": met} | more)
         print(json.dumps(result[-1]), flush=True)
 
     into = speed(rank, size, rounds, unpacks=rank.transfers())

@@ -89,7 +89,9 @@ def rows(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             estimate(f"{setting}: bits per byte at 8K to 16K", bits, "bit/byte", "lower"),
             estimate(f"{setting}: bits per byte more than dense", more, "bit/byte", "lower"),
         ]
-    return [asdict(figure) for figure in figures]
+    told = [asdict(figure) for figure in figures]
+    none = {"floor": None, "peer": None, "peer_value": None, "bar": None, "met": None}
+    return [{"figure": figure.pop("name"), **figure, **none} for figure in told]
 
 
 def main() -> None:
