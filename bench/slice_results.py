@@ -1,6 +1,6 @@
 """Puts figures of `katydid bench slice` beside their bars: bench/results/slice.json.
 
-    python bench/slice_results.py FILE...        files of --json; of equal figures the last one's stays
+    PYTHONPATH=. python bench/slice_results.py FILE...        files of --json; of equal figures the last one's stays
 
 Figures that compare two others (a plan with another, drafts with none, int4 with fp8) or count launches are made here.
 The results themselves may be the first FILE: what no other file has stays, with the commit that it is of.
@@ -8,20 +8,14 @@ The results themselves may be the first FILE: what no other file has stays, with
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
-import subprocess
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "bench" / "results" / "slice.json"
+from bench.beside_bars import NOTHING, Row, put_beside_bars
+
 VLLM = "vLLM 0.26, fp8 weights and KV, the same slice"
 SGLANG = "SGLang 0.5.16, the same slice"
 TP8 = r"tp8 rank 0, fp8, fp8 KV: "
-
-Row = dict[str, Any]
 
 # Figures by their beginning: largest seconds, peer and what it takes (least and most, seconds).
 BARS: tuple[tuple[str, float | None, str | None, tuple[float, ...] | None], ...] = (
@@ -54,7 +48,7 @@ FLOORS = ((r"dp8,ep8 rank 0, fp8, fp8 KV: decode of (16 at 32768|32 at \d+)$", 0
 
 def barred(row: Row) -> Row:
     """The row with its bar and peer, if it has any."""
-    out: Row = {"floor": None, "peer": None, "peer_value": None, "bar": None, "met": None} | row
+    out = NOTHING | row
     for pattern, bar, peer, took in BARS:
         if re.match(pattern, row["figure"]):
             out |= {"bar": bar, "peer": peer, "peer_value": took, "met": None if bar is None else row["value"] <= bar}
@@ -155,9 +149,7 @@ def _row(figure: str, value: float, unit: str, bar: float | None, met: bool, **m
         "figure": figure,
         "value": round(value, 7),
         "unit": unit,
-        "floor": None,
-        "peer": None,
-        "peer_value": None,
+        **NOTHING,
         "bar": bar,
         "met": None if bar is None else met,
         "derived": True,
@@ -166,26 +158,12 @@ def _row(figure: str, value: float, unit: str, bar: float | None, met: bool, **m
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", type=Path, nargs="+")
-    parser.add_argument("--commit", default="")
-    options = parser.parse_args()
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, cwd=ROOT)
-    record: dict[str, Any] = {
-        "commit": options.commit or head.stdout.strip(),
-        "command": "python bench/slice_results.py",
-    }
-    rows: dict[str, Row] = {}
-    for path in options.files:
-        told = json.loads(path.read_text())
-        record |= {key: told[key] for key in ("gpu", "versions") if key in told}
-        old = {"commit": told["commit"]} if path.resolve() == RESULTS and "commit" in told else {}
-        rows |= {row["figure"]: old | row for row in told["rows"] if not row.get("derived")}
-    record["rows"] = [barred(row) for row in rows.values()] + compared(rows)
-    RESULTS.write_text(json.dumps(record, indent=1) + "\n")
-    for row in record["rows"]:
-        if row["bar"] is not None:
-            print(f"{row['figure']}: {row['value']:.5g} {row['unit']} (bar {row['bar']}, met {row['met']})")
+    put_beside_bars(
+        __doc__ or "",
+        "slice.json",
+        "slice_results.py",
+        lambda rows: [barred(row) for row in rows.values()] + compared(rows),
+    )
 
 
 if __name__ == "__main__":
