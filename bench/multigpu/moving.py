@@ -25,7 +25,8 @@ def rebalance(own: Rank, plan: ParallelPlan, groups: RankGroups, batch: int, con
         runs.capture(rows, context + steps + 64)
     balancer = Rebalancer(share.model.dispatched, groups.movers, interval=steps // 4)
     balancer.connect()
-    share.model.before_pass = Lockstep(groups.step, share.model.take_part, balancer).enter
+    lockstep = Lockstep(groups.step, share.model.take_part, balancer)
+    share.model.before_pass = lockstep.enter
     decoding = Decoding(runs, rows, context)
     kinds: list[str] = []
     seconds: list[float] = []
@@ -33,6 +34,7 @@ def rebalance(own: Rank, plan: ParallelPlan, groups: RankGroups, batch: int, con
         before = balancer.state
         started = time.perf_counter()
         decoding.step()
+        lockstep.meanwhile()
         runs.synchronize()
         seconds.append(time.perf_counter() - started)
         begun = before.layers_moved == before.layers and balancer.state.layers_moved < balancer.state.layers

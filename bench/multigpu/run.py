@@ -17,7 +17,8 @@ Parts (``--parts`` for some of them):
     hand-off   prompts that an engine on one GPU computes and one on another continues, through the cache service
     lost       engines whose rank is killed or stopped while requests are open, and their next start
 
-A job that fails or makes no progress is told in a row of its own, and the ranks start anew with the next.
+A job that fails or makes no progress is told in a row of its own, and the ranks start anew with the next. Where
+``vllm_peer.py`` has been run before, its times stand beside those of ``serve``.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from beside import beside_vllm, complete
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("reduce", "correct", "serve", "halves", "exchange", "overlap", "rebalance", "agree", "hand-off", "lost")
@@ -169,7 +172,8 @@ def write(path: Path, rows: Rows, origin: dict[str, Any]) -> None:
     parts = {row["figure"].split()[0].rstrip(",") for row in rows}
     others = json.loads(path.read_text())["rows"] if path.exists() else []
     kept = [row for row in others if row["figure"].split()[0].rstrip(",") not in parts]
-    path.write_text(json.dumps({**origin, "rows": kept + rows}, indent=1) + "\n")
+    rows = beside_vllm(rows, path.with_name(f"{path.stem}_vllm.json"))
+    path.write_text(json.dumps({**origin, "rows": kept + [complete(row) for row in rows]}, indent=1) + "\n")
 
 
 @functools.cache

@@ -160,7 +160,10 @@ def main() -> None:
         found = measure(llm, options.lengths, options.batches)
     import vllm
 
-    found |= {"version": vllm.__version__, "layers": options.layers, "tuned": options.tuned is not None}
+    how = f"tensor_parallel_size={options.gpus}, FP8, torch.compile and CUDA graphs, experts "
+    how += "tuned" if options.tuned is not None else "not tuned"
+    how += ", chosen evenly, no all-reduce fusion (NVLink multicast)"
+    found |= {"version": vllm.__version__, "layers": options.layers, "how": how}
     (options.out / f"multigpu_{options.gpus}_vllm.json").write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -78,3 +78,23 @@ def test_the_rate_lies_between_measured_batches(load: Any) -> None:
     assert rate(took, 0.010) == pytest.approx(24 / 0.010)
     assert rate(took, 0.1) == pytest.approx(32 / 0.012)
     assert rate(took, 0.001) == 0.0
+
+
+def test_vllms_times_stand_beside_ours(load: Any, tmp_path: Path) -> None:
+    beside = load("beside")
+    told = {"version": "0.26.0", "how": "so", "layers": 16, "ttft_ms": {"8192": 90.0}, "step_ms": {"8": 4.0}}
+    (tmp_path / "vllm.json").write_text(json.dumps(told))
+    rows = [
+        {"figure": "serve 8192, tp2: TTFT, 16 layers", "value": 60.0, "unit": "ms"},
+        {"figure": "serve 8 x 4096, dp2,ep2: a step, 16 layers", "value": 3.2, "unit": "ms"},
+        {"figure": "serve 8 x 4096, tp2, 2 drafts: a step, 16 layers", "value": 3.2, "unit": "ms"},
+        {"figure": "serve 8192, tp2: TTFT, 64 layers", "value": 240.0, "unit": "ms"},
+    ]
+    found = beside.beside_vllm(rows, tmp_path / "vllm.json")
+    assert [row.get("peer_value") for row in found] == [90.0, 4.0, None, None, 90.0, 4.0]
+    assert [(row["figure"], row["value"], row["met"]) for row in found[4:]] == [
+        ("serve 8192, tp2: TTFT: times faster than vLLM, 16 layers", 1.5, True),
+        ("serve 8 x 4096, dp2,ep2: a step: times faster than vLLM, 16 layers", 1.25, False),
+    ]
+    assert beside.beside_vllm(rows, tmp_path / "none.json") == rows
+    assert list(beside.complete(rows[0])) == ["figure", "value", "unit", "floor", "peer", "peer_value", "bar", "met"]
