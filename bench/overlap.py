@@ -140,17 +140,19 @@ class Bench:
         made.experts.link = made.tensor.link = None
         batch, cache = decodes(made, 64)
         step = captured(partial(made.model.forward, batch, cache))
-        skew(made)
         balancer = Rebalancer(made.model.dispatched, Movers(made.link), interval=40)
         still: list[float] = []
         moving: list[float] = []
-        # Every round as ranks in lockstep have it: what is due between two passes, then a pass.
+        balancer.connect()
+        skew(made)
+        # Every round as ranks in lockstep have it: what is due between two passes, a pass, and what is due beside it.
         for _ in range(60 + 5 * layers):
             torch.cuda.synchronize()
             started = time.perf_counter()
             under_way = balancer.state.layers_moved < balancer.state.layers
             balancer.agreed([balancer.progress()], passing=True)
             step()
+            balancer.meanwhile()
             torch.cuda.synchronize()
             under_way = under_way or balancer.state.layers_moved < balancer.state.layers
             (moving if under_way else still).append(1e3 * (time.perf_counter() - started))
@@ -188,9 +190,8 @@ class Movers:
         send: Sequence[int] | None = None,  # noqa: ARG002
         receive: Sequence[int] | None = None,  # noqa: ARG002
         out: Tensor | None = None,
-    ) -> Coming:
-        assert out is not None
-        return Coming(self._link, x, out)
+    ) -> Coming | Settled:
+        return Settled(x) if out is None else Coming(self._link, x, out)
 
 
 class Coming:

@@ -180,9 +180,9 @@ def predictions() -> Rows:
                         source=PREDICTED + (OP_BY_OP if "tp" in plan else ""),
                     )
                 )
-    found = Phases(HY3, ParallelPlan.parse("dp32,ep32"), H200).decode(11, 32768)
+    step = Phases(HY3, ParallelPlan.parse("dp32,ep32"), H200).decode(11, 32768)
     base = predict(HY3, ParallelPlan.parse("tp8"), Pool(max_gpus=32, memory_bytes=96 * 10**9), H200, target)
-    hidden = 11 / (found.computing + 0.15 * found.sending)
+    hidden = 11 / (step.computing + 0.15 * step.sending)
     name = "tokens a GPU-second at 50 ms, 96 GB, 32768 tokens: dp32,ep32 over tp8"
     rows.append(row(f"{name}, were 85 % of what is sent hidden", hidden / base.tokens_per_gpu_s, "x", source=PREDICTED))
     times = {
@@ -190,19 +190,19 @@ def predictions() -> Rows:
     }
     whole = times["tp8"].prefill(32768)
     for plan, bar in (("tp8,sp", None), ("tp8,sp,fp8", 0.45), ("tp8,sp,ep8,fp8", 0.40)):
-        found = times[plan].prefill(32768)
+        prompt = times[plan].prefill(32768)
         rows.append(
             row(
                 f"TTFT of 32768 tokens, {plan}, with transfers",
-                found.total,
+                prompt.total,
                 "s",
                 bar=bar,
-                computing=found.computing,
-                sending=found.sending,
+                computing=prompt.computing,
+                sending=prompt.sending,
                 source=PREDICTED,
             )
         )
-        lower = 100 * (1 - found.total / whole.total)
+        lower = 100 * (1 - prompt.total / whole.total)
         bar = None if plan == "tp8,sp" else 24.5
         rows.append(
             row(

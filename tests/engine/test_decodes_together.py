@@ -130,6 +130,9 @@ class Passes:
         self.over = not any(progress)
         self.count += passing
 
+    def meanwhile(self) -> None:
+        pass
+
 
 @pytest.mark.parametrize("drafts", [[2, 0, 2, 2], [1, 0, 2, 1]], ids=["as many", "not as many"])
 def test_ranks_draft_together(tmp_path: Path, drafts: list[int]) -> None:

@@ -16,6 +16,7 @@ class Closing:
         self.left = 0
         self.closed = False
         self.passing: list[bool] = []
+        self.meanwhiles = [0]
 
     def progress(self) -> int:
         return self.left
@@ -23,6 +24,10 @@ class Closing:
     def agreed(self, progress: list[int], *, passing: bool) -> None:
         self.closed = not any(progress)
         self.passing.append(passing)
+        self.meanwhiles.append(0)
+
+    def meanwhile(self) -> None:
+        self.meanwhiles[-1] += 1
 
 
 def passes_of(group: ThreadGroup, wanted: list[int], behind: int = 0) -> tuple[list[tuple[int, bool]], list[bool]]:
@@ -47,6 +52,7 @@ def passes_of(group: ThreadGroup, wanted: list[int], behind: int = 0) -> tuple[l
     closing.left = 0
     while not closing.closed:
         lockstep.idle()
+    assert all(closing.meanwhiles), "between any two rounds, at the latest before the second"
     return seen, closing.passing
 
 

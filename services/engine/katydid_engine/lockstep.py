@@ -44,6 +44,10 @@ class Between(Protocol):
         """How far each rank is, and whether a pass follows; called on all ranks alike, with no pass running."""
         ...
 
+    def meanwhile(self) -> None:
+        """Whatever need not stand between two passes; called after ``agreed``, again and again, and before the next."""
+        ...
+
 
 class Lockstep:
     """One rank's end.
@@ -72,6 +76,7 @@ class Lockstep:
             if turn == kind:
                 return most, together
             self._take_part(turn, most, together)
+            self.meanwhile()
 
     def idle(self) -> None:
         """Joins a round with nothing to compute."""
@@ -79,6 +84,12 @@ class Lockstep:
         self._passed = turn != _NOTHING
         if self._passed:
             self._take_part(turn, most, together)
+        self.meanwhile()
+
+    def meanwhile(self) -> None:
+        """For a host that has launched a pass, and would wait for it."""
+        if self._between is not None:
+            self._between.meanwhile()
 
     @property
     def patience_s(self) -> float:
@@ -90,6 +101,7 @@ class Lockstep:
     def _round(self, wanted: int, rows: int, behind: int) -> tuple[int, int, int]:
         """The kind of the pass that comes now, -1 when nobody has anything to compute, the most rows in it, and the
         passes behind it."""
+        self.meanwhile()
         progress = 0 if self._between is None else self._between.progress()
         told = self._group.all_gather(torch.tensor([[wanted, progress, rows, behind]]), 0).tolist()
         kinds = [kind for kind, *_ in told if kind != _NOTHING]

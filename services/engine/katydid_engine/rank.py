@@ -29,6 +29,7 @@ from katydid_engine.messages import ExpertBalance, Ready, Stop
 from katydid_engine.model_config import ModelConfig, read_model_config
 from katydid_engine.models.decoder_lm import HALVED_FROM, DecoderLM, dispatches
 from katydid_engine.page_budget import count_pages
+from katydid_engine.plan import StepOutput, StepPlan
 from katydid_engine.plan_ring import PlanReader, PlanWriter
 from katydid_engine.planning.memory import check_memory
 from katydid_engine.profiling import StepProfiler
@@ -196,7 +197,7 @@ def _lead(
         channel,
         scheduler,
         pool,
-        run=runner.run,
+        run=runner.run if lockstep is None else functools.partial(_run, runner, lockstep),
         publish=lambda plan: publish(pickle.dumps(plan)),
         peers=None if lockstep is None else _Peers(lockstep, publish),
         prepare=grammars.prepare,
@@ -220,6 +221,13 @@ def _rebalancer(
     rebalancer = Rebalancer(model.dispatched, groups.movers, interval=config.rebalance_passes, tell=tell)
     rebalancer.connect()
     return rebalancer
+
+
+def _run(runner: Runner, lockstep: Lockstep, plan: StepPlan) -> StepOutput:
+    """``runner.run``; while the device computes, this rank does what is due between passes."""
+    launched = runner.launch(plan)
+    lockstep.meanwhile()
+    return launched.output()
 
 
 class _Peers:

@@ -105,6 +105,8 @@ class Ranks:
         ]
 
     def round(self, *, passing: bool = True) -> None:
+        for rank in self.ranks:
+            rank.meanwhile()
         told = [rank.progress() for rank in self.ranks]
         for rank in self.ranks:
             rank.agreed(told, passing=passing)

@@ -1,45 +1,35 @@
 """Moves experts to where the load asks for them, between passes and without holding one up.
 
-Every ``interval`` passes the ranks add up how often each expert was chosen. Then layer by layer, a little between two
-passes: the placement of one layer is worked out, and what leaves a rank is gathered beside the next pass; when every
-rank has done so, the weights that have to move are sent into buffers while passes go on; and when every rank has its
-own, the next round swaps them in and changes the table, on all ranks before the same pass. A layer is moved whole or
-not at all: whatever fails, each layer's table and weights agree, and where one rank has no room for a layer all leave
-it as it is and try again an interval later.
+Every ``interval`` passes the ranks add up how often each expert was chosen. Then layer by layer, while passes go on:
+the placement of one layer is worked out, and what leaves a rank is gathered; when every rank has done so, it is sent
+into buffers; and when every rank has its own, the next round swaps them in and changes the table, on all ranks before
+the same pass. Between two passes nothing is done but that swap: the host does its part when it has launched a pass. A
+layer is moved whole or not at all: whatever fails, each layer's table and weights agree, and where one rank has no room
+for a layer all leave it as it is and try again an interval later.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
-from katydid_engine.collectives import Collectives, Pending
+from katydid_engine.collectives import Collectives
 from katydid_engine.eplb.balance import imbalance, place_experts
-from katydid_engine.eplb.moves import Move, keep_in_place, moves_between
-from katydid_engine.layers.expert_table import ExpertTable
+from katydid_engine.eplb.moves import keep_in_place, moves_between
+from katydid_engine.eplb.staged_layer import MovableExperts, StagedLayer
 
-__all__ = ["BalanceState", "MovableExperts", "Rebalancer"]
+__all__ = ["BalanceState", "Rebalancer"]
 
 _KEPT = 0.5
 _WORTH = 1.02
 _FAILED, _PREPARED, _ARRIVED = -1, 1, 2
-
-
-class MovableExperts(Protocol):
-    """A layer whose experts can move."""
-
-    table: ExpertTable
-
-    @property
-    def slots(self) -> tuple[Tensor, ...]:
-        """Tensors with a row for each of this rank's slots."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,21 +78,22 @@ class Rebalancer:
         self._window = np.zeros((len(layers), len(layers[0].table.chosen)))
         self._passes = 0
         self._next = len(layers)
-        self._staged: _Staged | None = None
+        self._staged: StagedLayer | None = None
         self._failed = self._moved = False
         self._finished = self._abandoned = 0
         self._placed_at: float | None = None
         self._ratios: list[float] = []
         self._imbalance = 1.0
+        self._due = False
         device = layers[0].table.device
-        # What is gathered takes turns with a pass instead of standing before it.
-        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def connect(self) -> None:
         """For all ranks together before there are requests: the first sum and the first message between two ranks
-        connect them, which takes longer than a pass may wait."""
+        connect them, and what is launched for the first time is loaded; both take longer than a pass may wait."""
+        self._counted()
         nothing = self._layers[0].table.chosen.new_zeros(self._group.size, 1)
-        self._group.all_to_all(self._group.all_reduce(nothing)).wait()
+        self._group.all_to_all(nothing).wait()
 
     @property
     def state(self) -> BalanceState:
@@ -122,16 +113,16 @@ class Rebalancer:
         return _ARRIVED if self._staged.complete else 0
 
     def agreed(self, progress: list[int], *, passing: bool) -> None:
-        """Sends or swaps in the layer that all ranks are ready for, gives up where one has no room, or begins."""
+        """Swaps in the layer that all ranks have, gives up where one has no room, or begins; what it leaves to do is
+        done ``meanwhile``."""
         if self._next < len(self._layers):
+            self._due = True
             if _FAILED in progress:
                 self._abandon()
-            elif self._staged is None:
-                self._stage()
-            elif set(progress) == {_PREPARED}:
-                self._staged.start()
+            elif self._staged is not None and set(progress) == {_PREPARED}:
+                self._staged.wanted = True
                 return
-            elif set(progress) == {_ARRIVED}:
+            elif self._staged is not None and set(progress) == {_ARRIVED}:
                 self._swap()
             else:
                 return
@@ -143,14 +134,34 @@ class Rebalancer:
             self._begin()
             self._tell(self.state)
 
+    def meanwhile(self) -> None:
+        """Works out the next layer's placement and gathers what leaves this rank, or sends it: once a round."""
+        if not self._due or self._next == len(self._layers) or self._failed:
+            return
+        self._due = False
+        if self._staged is None:
+            self._stage()
+            self._tell(self.state)
+        elif self._staged.wanted and not self._staged.started:
+            with self._beside():
+                self._staged.start()
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """What is launched within neither waits for a pass nor is waited for by one."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
     def _begin(self) -> None:
-        counts = torch.stack([layer.table.chosen for layer in self._layers])
-        torch._foreach_zero_([layer.table.chosen for layer in self._layers])
-        recent = self._group.all_reduce(counts).cpu().numpy().astype(np.float64)
-        self._window = _KEPT * self._window + recent
+        self._window = _KEPT * self._window + self._counted()
         self._ratios = []
         self._moved = False
-        self._next = 0
+        self._next, self._due = 0, True
+
+    def _counted(self) -> NDArray[np.float64]:
+        """How often each expert was chosen by all ranks' tokens since it was counted last, ``[layers, experts]``."""
+        chosen = [layer.table.chosen for layer in self._layers]
+        counts = self._group.all_reduce(torch.stack(chosen))
+        torch._foreach_zero_(chosen)
+        return counts.cpu().numpy().astype(np.float64)
 
     def _stage(self) -> None:
         """Prepares the next layer, or passes over it where it is well as it is."""
@@ -165,7 +176,8 @@ class Rebalancer:
         placed = keep_in_place(held, wanted.tolist(), ranks)
         moves = moves_between(held, placed, ranks)
         try:
-            self._staged = _Staged(layer, placed, moves, self._group, self._beside)
+            with self._beside():
+                self._staged = StagedLayer(layer, placed, moves, self._group)
         except RuntimeError:
             # No memory for the buffers; the others learn it in the next round.
             self._failed = True
@@ -189,95 +201,3 @@ class Rebalancer:
         self._failed = False
         self._abandoned += 1
         self._next = len(self._layers)
-
-
-class _Staged:
-    """One layer's weights on their way into buffers.
-
-    Args:
-        beside: the stream that gathers what is sent; None on a CPU.
-    """
-
-    def __init__(
-        self,
-        layer: MovableExperts,
-        placed: list[int],
-        moves: Sequence[Move],
-        group: Collectives,
-        beside: torch.cuda.Stream | None,
-    ) -> None:
-        self._layer = layer
-        self._placed = placed
-        self._group = group
-        each = len(placed) // group.size
-        first = group.rank * each
-        outgoing = sorted(
-            (move for move in moves if move.source // each == group.rank),
-            key=lambda move: (move.target // each, move.target),
-        )
-        incoming = sorted(
-            (move for move in moves if move.target // each == group.rank),
-            key=lambda move: (move.source // each, move.target),
-        )
-        targets = [move.target - first for move in incoming]
-        sources = [move.source - first for move in outgoing]
-        send = _per_rank([move.target // each for move in outgoing], group.size)
-        receive = _per_rank([move.source // each for move in incoming], group.size)
-        self._counts = send, receive
-        slots = [_rows(tensor) for tensor in layer.slots]
-        self._outgoing = [rows.new_empty((len(sources), rows.shape[1])) for rows in slots]
-        self._incoming = [rows.new_empty((len(targets), rows.shape[1])) for rows in slots]
-        self._gathered: torch.cuda.Event | None = None
-        # One launch each: a copy, or an index, of its own for every slot would keep the host longer.
-        own = [rows.unbind() for rows in slots]
-        self._changing = [rows[target] for rows in own for target in targets]
-        leaving = [rows[source] for rows in own for source in sources]
-        if beside is None:
-            _copy(self._outgoing, leaving)
-        else:
-            beside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(beside):
-                _copy(self._outgoing, leaving)
-                self._gathered = beside.record_event()
-            for rows in self._outgoing:
-                rows.record_stream(beside)
-        self._under_way: list[Pending] = []
-
-    @property
-    def gathered(self) -> bool:
-        return self._gathered is None or bool(self._gathered.query())  # type: ignore[no-untyped-call]
-
-    @property
-    def started(self) -> bool:
-        return bool(self._under_way)
-
-    @property
-    def complete(self) -> bool:
-        return all(rows.done() for rows in self._under_way)
-
-    def start(self) -> None:
-        self._under_way = [
-            self._group.all_to_all(rows, *self._counts, out=buffer)
-            for rows, buffer in zip(self._outgoing, self._incoming, strict=True)
-        ]
-
-    def swap(self) -> None:
-        arrived = [rows.wait() for rows in self._under_way]
-        if self._changing:
-            torch._foreach_copy_(self._changing, [row for rows in arrived for row in rows.unbind()])
-        self._layer.table.place(self._placed)
-
-
-def _copy(to: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-    if rows:
-        torch._foreach_copy_([row for tensor in to for row in tensor.unbind()], list(rows))
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """Its bytes, a row for each slot, in elements of eight where they are as many: copied so a GPU is not held up."""
-    rows = tensor.view(len(tensor), -1).view(torch.uint8)
-    return rows.view(torch.int64) if rows.shape[1] % 8 == 0 else rows
-
-
-def _per_rank(ranks: Sequence[int], size: int) -> list[int]:
-    return [ranks.count(rank) for rank in range(size)]

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["ExpertTable"]
+from katydid_engine.host_copies import to_device
+
+__all__ = ["ExpertTable", "Placement"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which expert each slot of all ranks holds, and what of it lies on the device.
+
+    Attributes:
+        slots: int32 ``[experts, copies + 1]``, of each expert.
+        counts: int32 ``[experts]``, how many those are.
+    """
+
+    held: list[int]
+    slots: Tensor
+    counts: Tensor
 
 
 class ExpertTable:
@@ -27,17 +46,25 @@ class ExpertTable:
         self._counting = copies > 0
         self.place(self.held)
 
-    def place(self, held: list[int]) -> None:
+    def place(self, held: Sequence[int]) -> None:
         """From now on slot ``i`` holds expert ``held[i]``; every expert must be held by one at least."""
-        # Between two passes, so by columns: a loop over experts would keep all ranks waiting.
+        self.take(self.placement(held))
+
+    def take(self, placement: Placement) -> None:
+        """As ``place``, of what was worked out before."""
+        self._slots.copy_(placement.slots)
+        self._counts.copy_(placement.counts)
+        self.held = placement.held
+
+    def placement(self, held: Sequence[int]) -> Placement:
+        """For ``take``, which then keeps the host for no longer than two launches."""
         counts = np.bincount(held, minlength=len(self._counts))
         by_expert, first = np.argsort(held, kind="stable"), np.cumsum(counts) - counts
         column = np.arange(self._slots.shape[1])
         # Empty columns repeat the first slot: they are never picked.
         rows = by_expert[first[:, None] + np.where(column < counts[:, None], column, 0)]
-        self._slots.copy_(torch.from_numpy(rows.astype(np.int32)))
-        self._counts.copy_(torch.from_numpy(counts.astype(np.int32)))
-        self.held = list(held)
+        slots, own = (to_device(torch.from_numpy(values.astype(np.int32)), self.device) for values in (rows, counts))
+        return Placement(list(held), slots, own)
 
     def slots(self, ids: Tensor, num_rows: int, nowhere: int) -> Tensor:
         """int32 ``[T, top_k]`` of experts -> the same of slots; ``nowhere`` in rows from ``num_rows`` on.
