@@ -35,7 +35,7 @@ def test_slice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["slice", *BUILD, *words, "--routing", "skewed", "--json", str(path)]) == 0
     record = json.loads(path.read_text())
     assert [row["figure"].split(": ")[1] for row in record["rows"]] == [
-        "prefill of 128 tokens in chunks of 64",
+        "prefill of 128 tokens in chunks of 64, and by a draft layer",
         "decode of 1 at 64",
         "decode of 2 at 64",
         "decode of 1 at 64, 1 drafts",
