@@ -73,15 +73,15 @@ class ThreadGroup:
         return taken
 
 
-def on_ranks(size: int, work: Callable[[ThreadGroup], _T], kind: type[ThreadGroup] = ThreadGroup) -> list[_T]:
-    """Runs ``work`` on every rank, whose end is of a kind; raises what one of them raised."""
+def on_ranks(size: int, work: Callable[[ThreadGroup], _T]) -> list[_T]:
+    """Runs ``work`` on every rank; raises what one of them raised."""
     table = _Table(size)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
     def turn(rank: int) -> None:
         try:
-            results[rank] = work(kind(table, rank, size))
+            results[rank] = work(ThreadGroup(table, rank, size))
         except BaseException as error:
             errors.append(error)
             table.all_here.abort()
