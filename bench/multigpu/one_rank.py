@@ -35,11 +35,12 @@ class Rank:
         self.rows: Rows = []
 
     def note(
-        self, figure: str, value: float, unit: str, bar: float | None = None, *, most: bool = True, **more: float
+        self, figure: str, value: float, unit: str, bar: float | None = None, *, most: bool = True, **more: float | None
     ) -> None:
         """A row; ``most`` says whether the bar is the most or the least that meets it."""
         met = None if bar is None else bool(value <= bar if most else value >= bar)
-        self.rows.append({"figure": figure, "value": round(value, 5), "unit": unit, **more, "bar": bar, "met": met})
+        rounded = {name: None if number is None else round(number, 5) for name, number in more.items()}
+        self.rows.append({"figure": figure, "value": round(value, 5), "unit": unit, **rounded, "bar": bar, "met": met})
 
     def peers(self, plan: ParallelPlan, groups: RankGroups, hidden: int, tokens: int) -> PeerReducer | None:
         if self.dry or plan.tp == 1:

@@ -7,8 +7,10 @@ from functools import partial
 
 import numpy as np
 from katydid_engine.lockstep import Lockstep
+from katydid_engine.model_config import ModelConfig
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.rank_groups import RankGroups
+from katydid_engine.rank_slice.floor import floor_s, step_work
 from katydid_engine.rank_slice.steps import Decoding
 from one_rank import CHUNK, Rank
 from shares import build_share, cut_hy3, steps_of
@@ -45,7 +47,8 @@ def serve(
     for length in lengths if plan.dp == 1 else []:
         calls = 4 if length < LONG else 1
         took_s = sorted(own.together(partial(steps.prefill, length, CHUNK)) for _ in range(calls))[(calls - 1) // 2]
-        own.note(f"serve {length}, {name}: TTFT, {own.layers} layers", 1e3 * took_s, "ms")
+        floor_ms = 1e3 * _prompt_floor_s(config, plan, length)
+        own.note(f"serve {length}, {name}: TTFT, {own.layers} layers", 1e3 * took_s, "ms", floor=floor_ms)
         bar = LEAST_SHORTER if plan.sp and own.ranks == 8 and length == 32768 else None
         _against_tp(own, f"serve {length}, {name}: TTFT lower than with tp{plan.tp}", plan, "", length, took_s, bar)
     took: dict[int, float] = {}
@@ -57,20 +60,50 @@ def serve(
         if plan.dp > 1:
             share.model.before_pass = Lockstep(groups.step, share.model.take_part).enter
         took[batch] = own.slowest(float(np.median(Decoding(steps, rows, context).time(30, 6))))
-        own.note(f"serve {batch} x {context}, {name}: a step, {own.layers} layers", 1e3 * took[batch], "ms")
+        least = None if drafts else 1e3 * _step_floor_s(config, plan, rows, context)
+        own.note(
+            f"serve {batch} x {context}, {name}: a step, {own.layers} layers", 1e3 * took[batch], "ms", floor=least
+        )
         figure = f"serve {batch} x {context}, {name}: a step shorter than with tp{own.ranks}"
         _against_tp(own, figure, plan, f"{drafts} drafts", batch, took[batch])
     if took and not drafts:
         figure = f"serve, {name}: tokens a second at {1e3 * TPOT_S:.0f} ms a token with {HY3_LAYERS} layers"
         rate = _rate(took, TPOT_S * own.layers / HY3_LAYERS) * own.layers / HY3_LAYERS
         own.note(f"{figure}, up to {max(took)} requests", rate, "tokens/s")
-        if plan.dp > 1 and "rate" in {kind for kind, _ in own.of_tp}:
+        if plan.dp > 1 and own.of_tp.get(("rate", 0)):
             bar = 1.0 if own.ranks == 8 else None
             own.note(f"{figure}: times tp{own.ranks}'s", rate / own.of_tp["rate", 0], "x", bar, most=False)
         elif plan == ParallelPlan(tp=plan.tp):
             own.of_tp.setdefault(("rate", 0), rate)
     if memory is not None:
         memory.check()
+
+
+def _prompt_floor_s(config: ModelConfig, plan: ParallelPlan, tokens: int) -> float:
+    """Of what must be read and computed chunk by chunk, with nothing sent."""
+    total = 0.0
+    for first in range(0, tokens, CHUNK):
+        last = min(first + CHUNK, tokens)
+        work = step_work(
+            config,
+            plan,
+            dtype="fp8",
+            kv="fp8",
+            tokens=last - first,
+            pairs=(last * (last + 1) - first * (first + 1)) / 2,
+            context_tokens=last,
+            sampled=int(last == tokens),
+        )
+        total += floor_s(work)
+    return total
+
+
+def _step_floor_s(config: ModelConfig, plan: ParallelPlan, rows: int, context: int) -> float:
+    """Of a step of ``rows`` decodes on every DP group, with nothing sent."""
+    read = rows * context
+    return floor_s(
+        step_work(config, plan, dtype="fp8", kv="fp8", tokens=rows, pairs=read, context_tokens=read, sampled=rows)
+    )
 
 
 def _rate(took: dict[int, float], most_s: float) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from katydid_engine.layers.part_exchange import RowCopies
 from katydid_engine.loader import build_model
 from katydid_engine.model_config import ModelConfig
@@ -22,16 +23,21 @@ from katydid_engine.rank_slice.synthetic_weights import DEVIATION, SyntheticWeig
 
 __all__ = ["Share", "build_share", "cut_hy3", "steps_of"]
 
+# More than one DP group ever begins here.
+SEQUENCES = 1 << 16
+
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What ``SliceSteps`` needs of a model and its TP group."""
+    """What ``SliceSteps`` needs of a model and its TP group, the DP group's number ``group`` among others."""
 
     model: DecoderLM
     tensor: object
+    group: int
 
     def token_ids(self, count: int, seed: int = 0) -> list[int]:
-        generator = torch.Generator().manual_seed(seed)
+        """Other ones in every DP group: the same tokens would choose the same experts."""
+        generator = torch.Generator().manual_seed(seed + 1000 * self.group)
         ids: list[int] = torch.randint(3, self.model.config.vocab_size, (count,), generator=generator).tolist()
         return ids
 
@@ -87,8 +93,12 @@ def build_share(
         halved_from=halved_from,
         kv_cache_dtype="fp8" if on_gpu else "auto",
     )
-    return Share(model, groups.tensor)
+    return Share(model, groups.tensor, plan.place(dist.get_rank()).dp if dist.is_initialized() else 0)
 
 
 def steps_of(share: Share, tokens: int, drafts: int = 0, *, ahead: bool = True) -> SliceSteps:
-    return SliceSteps(share, tokens, drafts=drafts, ahead=ahead)  # type: ignore[arg-type]
+    steps = SliceSteps(share, tokens, drafts=drafts, ahead=ahead)  # type: ignore[arg-type]
+    # A sequence's number is the seed of its samples.
+    for _ in range(SEQUENCES * share.group):
+        steps.next_sequence()
+    return steps
