@@ -66,6 +66,10 @@ def serve(
         )
         figure = f"serve {batch} x {context}, {name}: a step shorter than with tp{own.ranks}"
         _against_tp(own, figure, plan, f"{drafts} drafts", batch, took[batch])
+        if drafts:
+            tokens_a_step = sum(AGREEMENT**draft for draft in range(1 + drafts))
+            figure = f"serve {batch} x {context}, {name}, {AGREEMENT:.0%} of them right: a token of a request"
+            own.note(f"{figure}, {own.layers} layers", 1e3 * took[batch] / tokens_a_step, "ms")
     if took and not drafts:
         figure = f"serve, {name}: tokens a second at {1e3 * TPOT_S:.0f} ms a token with {HY3_LAYERS} layers"
         rate = _rate(took, TPOT_S * own.layers / HY3_LAYERS) * own.layers / HY3_LAYERS
