@@ -127,7 +127,7 @@ def test_sparse_chunks_leave_what_they_do_op_by_op(tmp_path: Path) -> None:
         model.use_sparse_prefill(SparsePrefill(budget=0.4, dense_layers=1, min_tokens=1000, tail_blocks=1))
     pieces = Counting()
     op_by_op, prepared = sparse_pages(expected), sparse_pages(found, pieces)
-    assert pieces.passes == 10, "all but the first, which stands before nothing"
+    assert pieces.passes == 11
     torch.testing.assert_close(prepared, op_by_op, atol=1e-5, rtol=0)
     assert float((op_by_op - sparse_pages(dense)).abs().max()) > 1e-3, "it matters what is selected"
 
@@ -145,17 +145,50 @@ def test_sparse_chunks_as_graphs(pages: str) -> None:
     assert float(graphs) < float(matters) / 3
 
 
-def test_a_chunk_without_as_much_before_it_runs_op_by_op(model: DecoderLM) -> None:
-    steps = ChunkSteps(model, model.new_kv_cache(1), Uncaptured(), rows=8, pages=3, chunks=(16, 32))
+@pytest.mark.parametrize("pieces", [(40,), (11, 29), (16, 24), (5, 3, 32)])
+def test_a_prompt_alone_is_computed_by_the_same_passes(model: DecoderLM, pieces: tuple[int, ...]) -> None:
+    """Of any size, behind as much or as little: what is over before or behind it changes and writes nothing."""
+
+    def tokens(*, prepared: bool) -> tuple[list[int], int, Tensor]:
+        runner, counting = Runner(model, 6, collectives=SingleRank()), Counting()
+        if prepared:
+            runner.use_chunk_steps(counting, rows=8, tokens=200, chunks=(CHUNK, 32)).prepare()
+        prompt, pages = array("I", [place * 3 % 250 for place in range(sum(pieces))]), array("I", (3, 1, 4))
+        start = Start(0, Sampling(ignore_eos=True), len(prompt), prompt)
+        first, found = 0, []
+        for piece in pieces:
+            run = Run(0, first, prompt[first : first + piece], 0, pages)
+            first += piece
+            samples = (SampleRow(0, 0),) if first == len(prompt) else ()
+            found += runner.run(
+                StepPlan(1, starts=(start,) if first == piece else (), runs=(run,), samples=samples)
+            ).tokens
+        cache = runner.kv_cache
+        return found[0].tolist(), counting.passes, torch.stack([cache.layer(i)[0] for i in range(cache.num_layers)])
+
+    expected, none, written = tokens(prepared=False)
+    found, passes, same = tokens(prepared=True)
+    assert found == expected
+    torch.testing.assert_close(same, written, atol=1e-6, rtol=0)
+    assert not same[:, [0, 2, 5]].any(), "pages of nobody"
+    assert (none, passes) == (0, sum(piece <= 32 for piece in pieces))
+
+
+def test_which_chunks_are_graphs(model: DecoderLM) -> None:
+    steps = ChunkSteps(model, model.new_kv_cache(1), Uncaptured(), rows=8, pages=3, chunks=(16, 32, 256))
     run = TokenRun([5], 0, [0])
-    for new, start, expected in ((16, 0, 16), (10, 6, 16), (10, 5, None), (17, 15, 32), (17, 14, None), (33, 90, None)):
+    for new, start, expected in ((16, 0, 16), (10, 6, 16), (10, 5, 16), (17, 0, 32), (32, 60, 32), (33, 90, None)):
         prompt = TokenRun([7] * new, start, [1, 2])
-        found = steps.bucket(ForwardBatch.pack([run, prompt], num_decodes=1), start)
-        assert (None if found is None else found[1]) == expected
+        for decodes in ([run], []):
+            batch = ForwardBatch.pack([*decodes, prompt], num_decodes=len(decodes))
+            found = steps.bucket(batch)
+            assert (None if found is None else found[1]) == expected, "256 tokens are more than a sequence has"
+    assert steps.bucket(ForwardBatch.pack([run, run], num_decodes=0)) is None, "two prompts"
+    assert steps.bucket(ForwardBatch.pack([run, run], num_decodes=2)) is None, "no prompt"
 
 
 def test_the_largest_bucket_comes_first(model: DecoderLM) -> None:
-    steps = ChunkSteps(model, model.new_kv_cache(1), Uncaptured(), rows=20, pages=3, depths=(0, 2), chunks=(64, 256))
+    steps = ChunkSteps(model, model.new_kv_cache(1), Uncaptured(), rows=20, pages=5, depths=(0, 2), chunks=(64, 256))
     sizes = [bucket.tokens + chunk for bucket, chunk in steps.buckets]
     assert sizes[0] == max(sizes) == 32 * 3 + 256
     assert len(set(steps.buckets)) == 3 * 2 * 2

@@ -20,7 +20,7 @@ from katydid_kernels import (
 from katydid_kernels.decode_plan import RECORD
 from torch import Tensor
 
-from katydid_engine.fixed_sparse_plan import FixedSparsePlan
+from katydid_engine.fixed_prefill import FixedPrefill
 from katydid_engine.forward_batch import ForwardBatch
 from katydid_engine.sparse_prefill import SparsePrefill
 
@@ -39,6 +39,7 @@ class AttentionPlan:
         decode: of ``decode_plan``; None on a CPU and in a batch without decodes.
         decode_lens, decode_table, decode_q_len: rows, new tokens each, as the plan and attention take the decodes.
         prefill: of ``prefill_plan``; None on a CPU and in a batch without prefill chunks.
+        whole: instead, of a chunk that is planned in fixed memory: its tiles and pieces, and the blocks of each tile.
         sparse: of ``sparse_plan``, where a prefill chunk is of a prompt that is computed sparsely.
         scratch: what decode calls of this stream share; None on a CPU.
     """
@@ -49,6 +50,7 @@ class AttentionPlan:
     decode_q_len: int
     decode: Tensor | None = None
     prefill: Tensor | None = None
+    whole: tuple[SparsePlan, Tensor] | None = None
     scratch: DecodeScratch | None = None
     sparse: SparsePlan | None = None
 
@@ -101,11 +103,14 @@ class AttentionPlanner:
                 block_table=table,
                 out=out,
             )
+        plan = AttentionPlan(cu_q_lens, lens, table, q_len, decode, scratch=self._scratch)
+        if batch.fixed is not None:
+            whole, chosen = batch.fixed
+            sparse = None if chosen is None else chosen.plan
+            return replace(batch, attention=replace(plan, whole=(whole.plan, whole.all_blocks()), sparse=sparse))
         if self._scratch is not None and cu_q_lens is not None:
             prefill = prefill_plan(batch.context_lens[decodes:], cu_q_lens, batch.num_tokens - tokens)
-        sparse = batch.sparse or self._sparse_plan(batch)
-        plan = AttentionPlan(cu_q_lens, lens, table, q_len, decode, prefill, self._scratch, sparse)
-        return replace(batch, attention=plan)
+        return replace(batch, attention=replace(plan, prefill=prefill, sparse=self._sparse_plan(batch)))
 
     def _sparse_plan(self, batch: ForwardBatch) -> SparsePlan | None:
         options, chunks = self.sparse_prefill, batch.prefills
@@ -120,10 +125,10 @@ class AttentionPlanner:
         new, ends = [chunk.new for chunk in chunks], [chunk.end for chunk in chunks]
         return sparse_plan(stem_rule(options), new, ends, prompts, batch.token_ids.device, heads=self._heads)
 
-    def fixed_sparse_plan(self, chunk: int, longest: int) -> FixedSparsePlan:
-        """For graphs of passes with ``chunk`` tokens of a sparse prompt, the last of at most ``longest``."""
-        assert self.sparse_prefill is not None
-        return FixedSparsePlan(stem_rule(self.sparse_prefill), chunk, longest, self._heads, self._device)
+    def fixed_prefill(self, chunk: int, longest: int, *, sparse: bool) -> FixedPrefill:
+        """For graphs of passes with ``chunk`` tokens of a prompt, the last of at most ``longest``."""
+        rule = stem_rule(self.sparse_prefill) if sparse and self.sparse_prefill is not None else None
+        return FixedPrefill(rule, chunk, longest, self._heads, self._device)
 
 
 def stem_rule(options: SparsePrefill) -> StemRule:

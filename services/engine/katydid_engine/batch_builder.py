@@ -114,6 +114,7 @@ class BatchBuilder:
             max_q_len=int(counts.max()),
             max_context_len=max_context_len,
             q_lens=tuple(counts[num_decodes:].tolist()),
+            ends=tuple(context_lens[num_decodes:].tolist()),
         )
         inputs = StepInputs(
             token_ids=tensors[0][:num_rows],

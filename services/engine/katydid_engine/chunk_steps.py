@@ -1,10 +1,10 @@
-"""Passes of decodes with a chunk of one prompt beside them, over tensors that never move: CUDA graphs can hold them.
+"""Passes of a chunk of one prompt, alone or beside decodes, over tensors that never move: CUDA graphs can hold them.
 
-Such passes set the pace of streams while a long prompt comes, and op by op the host takes longer to launch a deep model
-than the GPU to compute them. Chunks of a few sizes are prepared, decodes padded to a bucket of rows. A chunk of another
-size, such as a prompt's last, is computed as the end of the next larger one, whose beginning computes again what lies
-in the pages and writes nothing; without as much before it, and what comes after the pass, runs op by op. Chunks of
-prompts that are computed sparsely have passes of their own, which differ by what a plan in fixed memory says.
+Such passes set the pace of streams while a long prompt comes, and a short prompt's time to its first token: op by op
+the host takes longer to launch a deep model than the GPU to compute them. Chunks of a few sizes are prepared, decodes
+padded to a bucket of rows. A chunk of another size, such as a prompt's last, is the beginning of the next larger one;
+what is over behind it is computed and written nowhere. Chunks of prompts that are computed sparsely have passes of
+their own. What comes after a pass runs op by op.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class ChunkSteps:
         self._kv_cache = kv_cache
         self._pieces = pieces
         self._widths = sorted({1 + depth for depth in depths})
-        self._chunks = sorted(chunks)
+        self._chunks = sorted(chunk for chunk in chunks if chunk <= pages * PAGE_SIZE)
         self._rows = _row_buckets(rows)
-        tokens = self._rows[-1] * self._widths[-1] + self._chunks[-1]
+        tokens = self._rows[-1] * self._widths[-1] + max(self._chunks, default=0)
         device = model.device
         self._token_ids, self._positions, self._slots = torch.zeros(3, tokens, dtype=torch.int32, device=device)
         self._context_lens = torch.zeros(self._rows[-1] + 1, dtype=torch.int32, device=device)
@@ -69,7 +69,15 @@ class ChunkSteps:
         self._ends = {width: ends * width for width in self._widths}
         self._cu_q_lens: dict[tuple[Bucket, int], Tensor] = {}
         self._hidden = torch.zeros(tokens, model.config.hidden_size, dtype=model.dtype, device=device)
-        self._plans = {chunk: model.fixed_sparse_plan(chunk, pages * PAGE_SIZE) for chunk in chunks} if sparse else {}
+        longest = pages * PAGE_SIZE
+        self._plans = {
+            chunk: (
+                model.fixed_prefill(chunk, longest, sparse=False),
+                model.fixed_prefill(chunk, longest, sparse=True) if sparse else None,
+            )
+            for chunk in chunks
+        }
+        self._sparse = sparse
 
     @property
     def buckets(self) -> list[tuple[Bucket, int]]:
@@ -94,21 +102,20 @@ class ChunkSteps:
         self._clear(bucket, chunk)
         self._pieces.prepare(self._key(bucket, chunk), lambda: self._forward(bucket, chunk))
 
-    def bucket(self, batch: ForwardBatch, start: int) -> tuple[Bucket, int] | None:
-        """The smallest that a batch fits, whose last run stands behind ``start`` tokens, and its chunk; None where it
-        is of another kind."""
+    def bucket(self, batch: ForwardBatch) -> tuple[Bucket, int] | None:
+        """The smallest that a batch fits, and its chunk; None where it is of another kind."""
         new, decodes = batch.num_tokens - batch.num_decode_tokens, batch.num_decodes
-        if not 0 < decodes == batch.num_seqs - 1 or batch.block_table.shape[1] > self._table.shape[1]:
+        if decodes != batch.num_seqs - 1 or batch.block_table.shape[1] > self._table.shape[1]:
             return None
-        chunk = next((chunk for chunk in self._chunks if 0 <= chunk - new <= start), None)
+        chunk = next((chunk for chunk in self._chunks if new <= chunk), None)
         if chunk is None or batch.decode_q_len not in self._widths or decodes > self._rows[-1]:
             return None
         return Bucket(next(rows for rows in self._rows if rows >= decodes), batch.decode_q_len, 0), chunk
 
     def forward(self, bucket: Bucket, chunk: int, batch: ForwardBatch) -> Tensor:
         """What the model's ``forward`` returns for a batch that fits, ``[T, hidden]``; until the next pass."""
-        own, end = batch.num_decode_tokens, bucket.tokens + chunk
-        begin = end - (batch.num_tokens - own)
+        own, begin = batch.num_decode_tokens, bucket.tokens
+        new = batch.num_tokens - own
         for kept, told, filler in (
             (self._token_ids, batch.token_ids, 0),
             (self._positions, batch.positions, 0),
@@ -116,22 +123,25 @@ class ChunkSteps:
         ):
             kept[:own].copy_(told[:own])
             kept[own:begin].fill_(filler)
-            kept[begin:end].copy_(told[own:])
+            kept[begin : begin + new].copy_(told[own:])
+            kept[begin + new : begin + chunk].fill_(filler)
         pages = batch.block_table.shape[1]
         for kept, told in ((self._context_lens, batch.context_lens), (self._table[:, :pages], batch.block_table)):
             kept[: batch.num_decodes].copy_(told[:-1])
             kept[bucket.rows : bucket.rows + 1].copy_(told[-1:])
         self._context_lens[batch.num_decodes : bucket.rows].fill_(0)
-        if self._plans:
-            (prompt,) = batch.prefills
-            assert prompt.prompt is not None
-            self._plans[chunk].fill(prompt.new, prompt.end, prompt.prompt)
+        self._plan(chunk, new, batch.ends[0], batch.prefills[0].prompt if self._sparse else None)
         self._pieces.run(self._key(bucket, chunk))
-        hidden = self._hidden[:end]
-        return hidden if own == begin else torch.cat((hidden[:own], hidden[begin:]))
+        hidden = self._hidden[: begin + new]
+        return hidden[begin:] if own == 0 else hidden if own == begin else torch.cat((hidden[:own], hidden[begin:]))
+
+    def _plan(self, chunk: int, new: int, end: int, prompt: int | None) -> None:
+        for fixed in self._plans[chunk]:
+            if fixed is not None:
+                fixed.fill(new, end, prompt)
 
     def _key(self, bucket: Bucket, chunk: int) -> tuple[str, Bucket]:
-        return f"chunk of {chunk}" + ", sparse" * bool(self._plans), bucket
+        return f"chunk of {chunk}" + ", sparse" * self._sparse, bucket
 
     def _clear(self, bucket: Bucket, chunk: int) -> None:
         """A pass of no decodes and of a chunk that nothing stands before, which writes nowhere."""
@@ -140,8 +150,7 @@ class ChunkSteps:
         self._slots.fill_(_NOWHERE)
         self._positions.zero_()
         self._positions[bucket.tokens : bucket.tokens + chunk].copy_(torch.arange(chunk))
-        if self._plans:
-            self._plans[chunk].fill(chunk, chunk, chunk)
+        self._plan(chunk, chunk, chunk, chunk)
 
     def _forward(self, bucket: Bucket, chunk: int) -> None:
         tokens, rows = bucket.tokens + chunk, bucket.rows
@@ -156,7 +165,7 @@ class ChunkSteps:
             decode_q_len=bucket.width,
             max_q_len=max(chunk, bucket.width),
             max_context_len=self._table.shape[1] * PAGE_SIZE,
-            sparse=self._plans[chunk].plan if self._plans else None,
+            fixed=self._plans[chunk],
         )
         self._hidden[:tokens].copy_(self._model.forward(batch, self._kv_cache))
 

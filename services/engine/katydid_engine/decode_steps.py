@@ -100,6 +100,8 @@ class Captured:
                     graph.capture_end()
                 raise
             graph.capture_end()
+        # The first time a graph is carried out it is brought to the device.
+        graph.replay()
         self._graphs[key] = graph
 
     def run(self, key: tuple[str, Bucket]) -> None:

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from katydid_kernels import SparsePlan
-
     from katydid_engine.attention_plan import AttentionPlan
+    from katydid_engine.fixed_prefill import FixedPrefill
 
 __all__ = ["PAGE_SIZE", "ForwardBatch", "PrefillChunk", "TokenRun"]
 
@@ -68,9 +67,11 @@ class ForwardBatch:
         max_q_len: longest run.
         max_context_len: largest of ``context_lens``.
         prefills: the rows behind the decodes as the host knows them, where some may be computed sparsely; else empty.
-        sparse: the plan of ``prefills``, of one who keeps it where it was; else the model makes it.
+        fixed: how its one prefill chunk attends, of one who keeps that in fixed memory: densely, and sparsely where it
+            does; else the model plans it.
         attention: made by the model from the rest, once for all its layers.
         q_lens: of the runs behind the decodes, on the host; empty where it does not know them.
+        ends: likewise their context lengths.
     """
 
     token_ids: Tensor
@@ -84,9 +85,10 @@ class ForwardBatch:
     max_q_len: int
     max_context_len: int
     prefills: tuple[PrefillChunk, ...] = ()
-    sparse: SparsePlan | None = None
+    fixed: tuple[FixedPrefill, FixedPrefill | None] | None = None
     attention: AttentionPlan | None = None
     q_lens: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -160,7 +162,7 @@ class ForwardBatch:
         if later:
             rest[:1] = 0
             behind[0] = later
-        dense = replace(self, prefills=(), attention=None)
+        dense = replace(self, prefills=(), attention=None, ends=())
         return (
             replace(
                 dense,
@@ -243,4 +245,5 @@ class ForwardBatch:
             max_q_len=max(len(run.token_ids) for run in runs),
             max_context_len=max(context_lens),
             q_lens=tuple(len(run.token_ids) for run in runs[num_decodes:]),
+            ends=tuple(context_lens[num_decodes:]),
         )

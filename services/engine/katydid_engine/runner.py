@@ -268,7 +268,7 @@ class Runner:
         steps = self._sparse_chunk_steps if batch.prefills else self._chunk_steps
         prepared = None
         if steps is not None and not plan.waits and self._model.before_pass is None:
-            prepared = steps.bucket(batch, plan.runs[-1].start)
+            prepared = steps.bucket(batch)
         if steps is None or prepared is None:
             return self._model.forward(batch, self._kv_cache)
         return steps.forward(*prepared, batch)

@@ -50,25 +50,29 @@ class TokenBudget:
     def took(self, plan: StepPlan, seconds: float) -> None:
         """A step with prompt tokens has taken so long."""
         tokens, prompts = plan.num_prefill_tokens, len(plan.runs) - plan.num_decodes
-        cost = self._cost(tokens, plan.sparse, bool(plan.num_decodes) and prompts == 1)
-        cost.took(tokens, plan.num_prefill_pairs, seconds)
+        steps = self._sparse if plan.sparse else self._dense
+        steps.cost(tokens, bool(plan.num_decodes), alone=prompts == 1).took(tokens, plan.num_prefill_pairs, seconds)
 
     def _cost(self, tokens: int, sparse: bool, beside: bool) -> StepCost:
         return (self._sparse if sparse else self._dense).cost(tokens, beside)
 
 
 class _Steps:
-    """Of one kind of prompt. A host that launches op by op may take longer than the device, so prepared steps have a
-    cost of their own."""
+    """Of one kind of prompt. A host that launches op by op may take longer than the device, so prepared steps have
+    costs of their own, beside decodes and without."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = sorted(sizes)
-        self.prepared, self.others = StepCost(), StepCost()
+        self.prepared, self.without, self.others = StepCost(), StepCost(), StepCost()
 
-    def cost(self, tokens: int, beside: bool) -> StepCost:
-        return self.prepared if beside and self.sizes and tokens <= self.sizes[-1] else self.others
+    def cost(self, tokens: int, beside: bool, alone: bool = True) -> StepCost:
+        """Of steps with so many tokens of prompts, ``beside`` decodes or not, of one prompt ``alone`` or several."""
+        if not (alone and self.sizes and tokens <= self.sizes[-1]):
+            return self.others
+        return self.prepared if beside else self.without
 
     def tokens(self, seconds: float, context: int, least: int) -> int:
+        """As many as a step beside decodes may compute in that time."""
         others = max(least, self.others.tokens(seconds, context))
         if not self.sizes or others >= 2 * self.sizes[-1]:
             return others

@@ -172,32 +172,21 @@ class Attention:
         out = torch.empty_like(q, dtype=self._dtype)
         if split:
             self._decode(q, q_scale, batch, k_pages, v_pages, out)
+        chunks = (q[split_tokens:], k_pages, v_pages, batch.block_table[split:], batch.context_lens[split:])
+        scales: _Scales = {
+            "scale": self._scale,
+            "q_scale": None if q_scale is None else q_scale[split_tokens:],
+            "k_scale": self._k_scale,
+            "v_scale": self._v_scale,
+        }
         if split < batch.num_seqs and plan.sparse is not None and self.sparse:
-            scales: _Scales = {
-                "scale": self._scale,
-                "q_scale": None if q_scale is None else q_scale[split_tokens:],
-                "k_scale": self._k_scale,
-                "v_scale": self._v_scale,
-            }
-            rows = (q[split_tokens:], k_pages, v_pages, batch.block_table[split:], batch.context_lens[split:])
-            blocks = stem_select(*rows, plan.sparse, **scales, overlap=True)
-            block_sparse_prefill(*rows, plan.sparse, blocks, **scales, out=out[split_tokens:])
+            blocks = stem_select(*chunks, plan.sparse, **scales, overlap=True)
+            block_sparse_prefill(*chunks, plan.sparse, blocks, **scales, out=out[split_tokens:])
+        elif plan.whole is not None:
+            block_sparse_prefill(*chunks, *plan.whole, **scales, out=out[split_tokens:])
         elif split < batch.num_seqs:
             assert plan.prefill_cu_q_lens is not None
-            prefill_attention(
-                q[split_tokens:],
-                k_pages,
-                v_pages,
-                batch.block_table[split:],
-                batch.context_lens[split:],
-                plan.prefill_cu_q_lens,
-                scale=self._scale,
-                q_scale=None if q_scale is None else q_scale[split_tokens:],
-                k_scale=self._k_scale,
-                v_scale=self._v_scale,
-                plan=plan.prefill,
-                out=out[split_tokens:],
-            )
+            prefill_attention(*chunks, plan.prefill_cu_q_lens, plan=plan.prefill, **scales, out=out[split_tokens:])
         return out
 
 

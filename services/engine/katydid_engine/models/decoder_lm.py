@@ -12,7 +12,7 @@ from torch import Tensor
 
 from katydid_engine.attention_plan import MAX_Q_LEN, AttentionPlanner
 from katydid_engine.collectives import Collectives
-from katydid_engine.fixed_sparse_plan import FixedSparsePlan
+from katydid_engine.fixed_prefill import FixedPrefill
 from katydid_engine.forward_batch import ForwardBatch
 from katydid_engine.kv_cache import KvCache
 from katydid_engine.layers.by_rows_exchange import ByRowsExchange
@@ -195,9 +195,9 @@ class DecoderLM:
         options = self.sparse_prefill
         return options is not None and prompt >= options.min_tokens
 
-    def fixed_sparse_plan(self, chunk: int, longest: int) -> FixedSparsePlan:
-        """As `AttentionPlanner.fixed_sparse_plan`."""
-        return self._planner.fixed_sparse_plan(chunk, longest)
+    def fixed_prefill(self, chunk: int, longest: int, *, sparse: bool) -> FixedPrefill:
+        """As `AttentionPlanner.fixed_prefill`."""
+        return self._planner.fixed_prefill(chunk, longest, sparse=sparse)
 
     def new_kv_cache(self, num_pages: int) -> KvCache:
         """Zeroed pages for this rank's KV heads, every layer (an MTP layer's last)."""

@@ -75,7 +75,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batch-tokens", type=int, default=8192, help="of a step")
     parser.add_argument("--ttft-s", type=float, default=4.0, help="target of the time to first token")
     parser.add_argument("--tpot-s", type=float, default=0.05, help="target of the time per output token")
-    parser.add_argument("--step-s", type=float, default=0.045, help="what a step with a prompt may take beside decodes")
+    parser.add_argument("--step-s", type=float, default=0.048, help="what a step with a prompt may take beside decodes")
     parser.add_argument("--sparse-prefill", help="compute long prompts so, as the engine's option has it: stem:...")
     parser.add_argument("--in-order", action="store_true", help="prompts come as they arrived, for no target of TTFT")
     parser.add_argument("--link-model", action="store_true", help="add transfers' modelled time to simulated steps")

@@ -1,11 +1,14 @@
-"""The plan of one sparse chunk in memory that never moves, as a captured graph reads it.
+"""The plan of a chunk's attention in memory that never moves, as a captured graph reads it.
 
 A graph holds numbers of tiles, pieces and blocks as they were when it was captured. So there is room for the most that
 a chunk of its size can have; what is over repeats work whose result nobody reads, and the selection counts blocks up to
 the longest context, of which a tile never takes those behind its own.
 
-Tokens before a chunk that is shorter than its graph have tiles of their own, which keep one block: what the chunk's own
+Tokens behind a chunk that is shorter than its graph have tiles of their own, which keep one block: what the chunk's own
 tiles select is what they would select without them.
+
+Chunks that attend to everything are planned so as well. They have few tiles, and behind a long context an SM each would
+be busy with these when the others are long done; here lists of blocks are cut into pieces.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ import torch
 from katydid_kernels import SparsePlan, StemRule, sparse_plan
 from katydid_kernels.stem_select.budget import BLOCK
 from katydid_kernels.stem_select.plan import PIECE_FIELDS, SparseRow
+from torch import Tensor
 
 from katydid_engine.host_copies import to_device
 
-__all__ = ["FixedSparsePlan"]
+__all__ = ["FixedPrefill"]
 
 _RECORD, _CUT = 8, 4
 _Rows = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
@@ -29,17 +33,18 @@ _Rows = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 _MORE_PIECES = 288
 
 
-class FixedSparsePlan:
-    """Of chunks that take ``chunk`` tokens of a graph, with contexts of at most ``longest`` tokens.
+class FixedPrefill:
+    """Of chunks that take ``chunk`` tokens of a graph, with contexts of at most ``longest`` tokens. They keep blocks by
+    ``rule``, or all without one.
 
     Attributes:
         plan: what attention is given; the same object always.
     """
 
-    def __init__(self, rule: StemRule, chunk: int, longest: int, heads: int, device: torch.device) -> None:
+    def __init__(self, rule: StemRule | None, chunk: int, longest: int, heads: int, device: torch.device) -> None:
         self._rule, self._chunk, self._heads = rule, chunk, heads
-        # What stands before a chunk may begin within a block, and the chunk as well.
-        self._tiles = chunk // BLOCK + 2
+        # A chunk may begin within a block, and so what is over behind it.
+        self._tiles = -(-chunk // BLOCK) + 2
         # Each table begins on a border of 16 bytes, as kernels are compiled for.
         self._pieces = -(-(self._tiles + _MORE_PIECES // heads) // 4) * 4
         sizes = (self._tiles * _RECORD, self._pieces * PIECE_FIELDS, self._tiles * _CUT)
@@ -54,24 +59,19 @@ class FixedSparsePlan:
             cuts=cuts.view(-1, _CUT),
             partials=self._pieces + 1,
             most=blocks,
-            sparse_rows=(SparseRow(0, 0, self._tiles, longest, blocks),),
-            rule=rule,
+            sparse_rows=() if rule is None else (SparseRow(0, 0, self._tiles, longest, blocks),),
+            rule=rule or StemRule(),
         )
 
-    def fill(self, new: int, end: int, prompt: int) -> None:
-        """Plans a chunk of ``new`` tokens, the last of ``end``, of a prompt of ``prompt`` tokens. Raises ValueError for
-        more than there is room for."""
-        before = self._chunk - new
-        own = sparse_plan(self._rule, [new], [end], [prompt], heads=self._heads)
-        tiles = _one_block_each(before, end - self._chunk, end)
-        in_order, pieces, cuts = (table.numpy().copy() for table in (own.in_order, own.pieces, own.cuts))
-        for table in (in_order, pieces):
-            table[:, 1:3] += before
-            table[:, 6] += len(tiles)
-        cuts[:, 2:] += before
-        in_order = np.concatenate((tiles, in_order))
-        in_order[:, 7] = 0
-        pieces = np.concatenate((pieces, np.insert(tiles[:, :7], 7, [[0], [-1]], axis=1)))
+    def fill(self, new: int, end: int, prompt: int | None) -> None:
+        """Plans a chunk of ``new`` tokens, the last of ``end``, of a prompt of ``prompt`` tokens, None without a rule.
+        Raises ValueError for more than there is room for."""
+        own = sparse_plan(self.plan.rule, [new], [end], [prompt if self._rule else None], heads=self._heads)
+        in_order, pieces, cuts = (table.numpy() for table in (own.in_order, own.pieces, own.cuts))
+        over = _one_block_each(new, self._chunk, end, len(in_order))
+        pieces = np.concatenate((pieces, np.insert(over[:, :7], 7, [[0], [-1]], axis=1)))
+        in_order = np.concatenate((in_order, over))
+        in_order[:, 7] = 0 if self._rule else -1
         # One block of the first tile, whose result goes where nobody looks.
         spare = [*in_order[0, :5], 1, 0, 0, self._pieces]
         tables = (
@@ -82,12 +82,20 @@ class FixedSparsePlan:
         packed = torch.from_numpy(np.concatenate([table.ravel() for table in tables]))
         self._memory.copy_(to_device(packed, self._memory.device))
 
+    def all_blocks(self) -> Tensor:
+        """Without a rule, the list of each tile: int32 ``[tiles, heads, blocks]``, as ``stem_select`` has it."""
+        newest = self.plan.in_order[:, 3] // BLOCK
+        back = torch.arange(self.plan.most, dtype=torch.int32, device=newest.device)
+        lists = (newest[:, None] - back).clamp_(min=0)
+        return lists[:, None].expand(-1, self._heads, -1).contiguous()
 
-def _one_block_each(count: int, position: int, length: int) -> _Rows:
-    """Records of the first ``count`` tokens, which stand from ``position`` on."""
-    borders = [0, *range(BLOCK - position % BLOCK, count, BLOCK), count] if count else []
+
+def _one_block_each(first: int, last: int, length: int, tile: int) -> _Rows:
+    """Records, from ``tile`` on, of tokens that are over: each attends to the context's last block."""
+    borders = [*range(first, last, BLOCK), last] if first < last else []
+    position = (length - 1) // BLOCK * BLOCK
     records = [
-        [0, first, last, position + first, length, 1, tile, 0] for tile, (first, last) in enumerate(pairwise(borders))
+        [0, begin, end, position, length, 1, tile + index, 0] for index, (begin, end) in enumerate(pairwise(borders))
     ]
     return np.array(records, dtype=np.int32).reshape(-1, _RECORD)
 
