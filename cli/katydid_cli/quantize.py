@@ -10,7 +10,7 @@ from typing import Any
 
 from katydid_runtime.errors import SettingsError
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from katydid_cli.writable import check_writable_folder
 
@@ -49,16 +49,17 @@ def quantize(options: QuantizeOptions) -> None:
         recipe=None if options.recipe is None else engine.read_recipe(options.recipe),
     )
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     start = time.monotonic()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("quantising", total=None)
-        summary = engine.quantize_folder(
-            options.model,
-            out,
-            chosen,
-            progress=lambda total, done, what: bar.update(task, total=total, completed=done, description=_layer(what)),
-        )
+
+        def show(total: int, done: int, what: str) -> None:
+            if bar.tasks[0].total not in (None, total):  # a distillation counts steps: their pace is another
+                bar.reset(task)
+            bar.update(task, total=total, completed=done, description=_layer(what))
+
+        summary = engine.quantize_folder(options.model, out, chosen, progress=show)
     before, after = summary.source_bytes / 2**20, summary.target_bytes / 2**20
     print(
         f"{out}: {summary.matrices} matrices in {options.scheme}, {before:,.1f} MiB -> {after:,.1f} MiB, "
@@ -68,4 +69,4 @@ def quantize(options: QuantizeOptions) -> None:
 
 def _layer(tensor: str) -> str:
     """The first words of a tensor's name, model.layers.12, or what a distillation says of itself."""
-    return ".".join(tensor.split(".")[:3]) or "quantising"
+    return tensor if " " in tensor else ".".join(tensor.split(".")[:3]) or "quantising"

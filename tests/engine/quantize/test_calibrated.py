@@ -108,7 +108,14 @@ def test_an_interrupted_run_ends_in_the_same_bytes(source: Path, text: Path, tmp
 
 def test_some_parts_in_e4m3(source: Path, text: Path, tmp_path: Path) -> None:
     made = recipe(text, fp8=("attention", "draft"), fp8_layers=(0,), gptq=False, distill={"steps": 2})
-    quantize_folder(source, tmp_path / "out", Options("w4a8", recipe=made))
+    told: list[tuple[int, int, str]] = []
+    quantize_folder(
+        source, tmp_path / "out", Options("w4a8", recipe=made), progress=lambda *progress: told.append(progress)
+    )
+    layers, learning = told[:-2], told[-2:]
+    assert layers[-1][0] == layers[-1][1] > 0  # bytes
+    assert [progress[:2] for progress in learning] == [(2, 1), (2, 2)]
+    assert all(progress[2].startswith("distilling, loss ") for progress in learning)
     tensors = {name: t for path in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(path).items()}
     for name in ("1.self_attn.q_proj", "2.self_attn.o_proj", "2.mlp.experts.0.up_proj", "0.mlp.up_proj"):
         assert tensors[f"model.layers.{name}.weight"].dtype == torch.float8_e4m3fn

@@ -49,6 +49,7 @@ class CalibratedRun:
 
     Args:
         progress: called with the bytes of a layer that were finished, and the name of what is next.
+        learning: called with a distillation's steps, those that are done, and its loss in words.
     """
 
     def __init__(
@@ -60,10 +61,11 @@ class CalibratedRun:
         recipe: Recipe,
         device: str,
         progress: Callable[[int, str], None],
+        learning: Callable[[int, int, str], None],
     ) -> None:
         self._source, self._checkpoint, self._config = source, checkpoint, config
         self._scheme, self._recipe, self._device = scheme, recipe, device
-        self._progress = progress
+        self._progress, self._learning = progress, learning
         self._batch_tokens = _CPU_BATCH if device == "cpu" else _GPU_BATCH
         if recipe.rotate_residual and config.num_mtp_layers:
             raise SettingsError(
@@ -289,7 +291,7 @@ class CalibratedRun:
                     self._rotary(rows.tokens),
                     options,
                     seed=rows.seed,
-                    report=lambda step, loss: self._progress(0, f"distilling.{step}.loss {loss:.4f}"),
+                    report=lambda step, loss: self._learning(options.steps, step, f"distilling, loss {loss:.4f}"),
                 )
             prefixes = [file.prefix for file in self.files if file.index is not None]
             made = {"losses": torch.tensor(losses)}

@@ -37,7 +37,8 @@ _CLIPS = ("mse", "none")
 _IGNORED = ("lm_head", "re:.*router\\.gate$", "re:.*mlp\\.gate$", "re:.*eh_proj$")
 
 Progress = Callable[[int, int, str], None]
-"""Called with all bytes, the bytes read so far, and the name of the tensor that is next."""
+"""Called with all bytes, the bytes read so far, and the name of the tensor that is next; in a distillation with its
+steps, those that are done, and its loss in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ def _by_data(
         progress(summary.source_bytes, done, what)
 
     scheme = SCHEMES[options.scheme]
-    run = CalibratedRun(source, checkpoint, config, scheme, recipe, options.device, report)
+    run = CalibratedRun(source, checkpoint, config, scheme, recipe, options.device, report, progress)
     shards = [file.shard for file in run.files]
     summary = _summary(shards)
     partial = PartialFolder(source, target, checkpoint, run.manifest())
