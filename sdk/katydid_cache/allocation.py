@@ -15,10 +15,10 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _MIB = 1024 * 1024
 
 
-def keep_buffers_mapped(kept_bytes: int = 256 * _MIB) -> bool:
-    """Serve allocations up to 32 MiB from the heap and keep up to `kept_bytes` of it; False where libc is not glibc."""
+def keep_buffers_mapped() -> bool:
+    """Serve allocations up to 32 MiB from the heap and keep up to 256 MiB of it; False where libc is not glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    wanted = ((_M_MMAP_THRESHOLD, 32 * _MIB), (_M_TRIM_THRESHOLD, kept_bytes), (_M_TOP_PAD, 64 * _MIB))
+    wanted = ((_M_MMAP_THRESHOLD, 32 * _MIB), (_M_TRIM_THRESHOLD, 256 * _MIB), (_M_TOP_PAD, 64 * _MIB))
     return all(bool(mallopt(option, value)) for option, value in wanted)

@@ -112,8 +112,8 @@ def config_of(shape: Shape) -> dict[str, Any]:
     }
 
 
-def save_checkpoint(net: Hy3Tiny, folder: Path, second: Path | None = None) -> None:
-    """Two safetensors shards, their index and config.json; the second shard goes to `second` when it is given."""
+def save_checkpoint(net: Hy3Tiny, folder: Path) -> None:
+    """Safetensors shards, their index and config.json."""
     tensors = hub_tensors(net)
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, Tensor]] = [{}]
@@ -125,8 +125,8 @@ def save_checkpoint(net: Hy3Tiny, folder: Path, second: Path | None = None) -> N
         shards[-1][name] = t
         size += t.nbytes
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    for i, (name, shard) in enumerate(zip(names, shards, strict=True)):
-        path = (second if second is not None and i else folder) / name
+    for name, shard in zip(names, shards, strict=True):
+        path = folder / name
         save_file(shard, path, metadata={"format": "pt"})
         path.chmod(0o644)
     index = {

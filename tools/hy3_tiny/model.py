@@ -12,8 +12,7 @@ Tokens are a flat axis of T = batch * length, so that everything outside attenti
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -38,9 +37,6 @@ class Shape:
     rope_theta: float = 11_158_840.0
     eps: float = 1e-5
     positions: int = 32_768
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -127,11 +127,6 @@ class Scheduler:
     def kv_arrived(self, message: KvArrived) -> None:
         self.kv.arrive(message.ticket, message.slots, message.last, message.checksums)
 
-    @property
-    def num_in_flight(self) -> int:
-        """Steps that were planned and not committed."""
-        return len(self._flights)
-
     def schedule(self) -> StepPlan | None:
         """The next step; None when there is nothing to compute or move now. Plans are committed in their order; a plan
         made while others are in flight continues what these will have sampled."""

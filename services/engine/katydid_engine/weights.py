@@ -68,10 +68,6 @@ class Weights:
         """The same source one level down."""
         return replace(self, prefix=f"{self.prefix}{name}.")
 
-    def replicated(self) -> Weights:
-        """The same source, for a linear that every rank holds whole and that stays as it is stored."""
-        return replace(self, rank=0, size=1, scheme=Scheme.NONE)
-
     def has(self, name: str) -> bool:
         return self.source.has(self.prefix + name)
 

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import NoReturn, TypeVar
 
 from katydid_runtime import log
@@ -33,11 +33,10 @@ def run_service(
     service: str,
     settings_class: type[S],
     serve: Callable[[S, Telemetry], Awaitable[None]],
-    argv: Sequence[str] | None = None,
 ) -> None:
     """Load the settings, set up logs and tracing, and run `serve(settings, telemetry)` on uvloop until it returns."""
     try:
-        settings = settings_class.load(sys.argv[1:] if argv is None else argv)
+        settings = settings_class.load(sys.argv[1:])
         log.configure(service, settings.log_level)
         telemetry = Telemetry(
             service,

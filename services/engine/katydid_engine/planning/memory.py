@@ -11,8 +11,10 @@ from katydid_engine.parallel import ParallelPlan
 
 __all__ = ["RankMemory", "check_memory", "rank_memory"]
 
+# Bytes of a weight that is never quantised; memory beside weights and pages; and what all of it may fill of a GPU.
 _PLAIN = 2
 _GRAPHS_AND_SCRATCH = 6 << 30
+_FILLED = 0.92
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +62,11 @@ def check_memory(config: ModelConfig, plan: ParallelPlan, *, free_bytes: int, we
         )
 
 
-def rank_memory(
-    config: ModelConfig, plan: ParallelPlan, *, memory_bytes: int, share: float = 0.92, weight_bytes: float = 1.0
-) -> RankMemory:
+def rank_memory(config: ModelConfig, plan: ParallelPlan, *, memory_bytes: int, weight_bytes: float = 1.0) -> RankMemory:
     """Of the fullest rank.
 
     Args:
         memory_bytes: of a GPU.
-        share: of it that weights, pages and scratch may fill together.
         weight_bytes: a weight of a linear or an expert; by default fp8's.
     """
     hidden, layers = config.hidden_size, -(-config.num_layers // plan.pp)
@@ -89,5 +88,5 @@ def rank_memory(
     shared, experts = int(shared * weight_bytes), int(experts * weight_bytes)
     shared += (1 if config.tie_embeddings else 2) * config.vocab_size * hidden * _PLAIN // plan.tp
     page = 2 * kv * layers
-    left = int(memory_bytes * share) - shared - experts - _GRAPHS_AND_SCRATCH
+    left = int(memory_bytes * _FILLED) - shared - experts - _GRAPHS_AND_SCRATCH
     return RankMemory(shared, experts, page, left // page)
