@@ -37,6 +37,14 @@ SETTINGS: dict[str, SparsePrefill | None] = {"dense": None} | {
         *((f"25%, {layers} dense layers", {"budget": 0.25, "dense_layers": layers}) for layers in (3, 4)),
         *((f"60%, {layers} dense layers", {"budget": 0.6, "dense_layers": layers}) for layers in (3, 4)),
         ("the paper's rule", {"rule": "paper"}),
+        ("the paper's rule, 4 blocks of tail", {"rule": "paper", "tail_blocks": 4}),
+        *(
+            (
+                f"{budget:.0%}, {layers} dense layers, 4 blocks of tail",
+                {"budget": budget, "dense_layers": layers, "tail_blocks": 4},
+            )
+            for budget, layers in ((0.2, 2), (0.25, 1), (0.25, 0), (0.2, 0))
+        ),
     )
 }
 
