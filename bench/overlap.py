@@ -59,7 +59,8 @@ class Bench:
 
     def note(self, figure: str, value: float, unit: str, bar: float | None = None, *, most: bool = True) -> None:
         met = None if bar is None else bool(value <= bar if most else value >= bar)
-        row = {"figure": figure, "value": round(value, 5), "unit": unit, "bar": bar, "met": met}
+        none = {"floor": None, "peer": None, "peer_value": None}
+        row = {"figure": figure, "value": round(value, 5), "unit": unit, **none, "bar": bar, "met": met}
         self.rows.append(row)
         print(json.dumps(row), flush=True)
 
