@@ -198,19 +198,21 @@ def _streams(arguments: argparse.Namespace, steps: SliceSteps) -> dict[str, Any]
     executor, length = OnSlice(steps), 1 << 20
     replay = Replay(scheduler, executor, wall, sparse=bool(arguments.sparse_prefill))
 
-    def once(turn: int, tokens: int) -> tuple[list[Answer], Answer, float]:
-        first = turn * (arguments.streams + 1)
-        budget.target_s = None  # until they all decode
-        others = [replay.ask(session(first + 1 + index, context, length)) for index in range(arguments.streams)]
-        replay.until(lambda: all(len(answer.times) > _STEADY for answer in others))
-        budget.target_s, began = arguments.step_s, wall()
-        answer = replay.ask(session(first, tokens, 2))
-        replay.until(lambda: answer.done)
-        replay.abort()
-        return others, answer, began
+    budget.target_s = None  # until they all decode
+    others = [replay.ask(session(1 + index, context, length)) for index in range(arguments.streams)]
+    replay.until(lambda: all(len(answer.times) > _STEADY for answer in others))
+    budget.target_s = arguments.step_s
 
-    once(0, prompt // 4)  # whatever is compiled on its way is now; every session's tokens are its own
-    others, answer, began = once(1, prompt)
+    def beside(number: int, tokens: int) -> tuple[Answer, float]:
+        began = wall()
+        answer = replay.ask(session(number, tokens, 2))
+        replay.until(lambda: answer.done)
+        return answer, began
+
+    # Steps' times are known then, as to an engine that has been at work.
+    beside(arguments.streams + 1, prompt // 4)
+    answer, began = beside(arguments.streams + 2, prompt)
+    replay.abort()
     executor.close()
     gaps = sorted(
         later - earlier for other in others for earlier, later in itertools.pairwise(other.times) if earlier >= began
