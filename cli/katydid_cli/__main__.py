@@ -47,10 +47,18 @@ def run(argv: Sequence[str]) -> int:
         hint = f"; {_where_to_look(argv)}" if str(error).startswith("the connection to ") else ""
         return _fail(f"{error}{hint}", 1)
     except KatydidError as error:
-        return _fail(str(error), 2 if isinstance(error, _ASKED_WRONGLY) else 1)
+        return _fail(_with_allowed(error), 2 if isinstance(error, _ASKED_WRONGLY) else 1)
     except (Abort, KeyboardInterrupt):
         return 130
     return code if isinstance(code, int) else 0
+
+
+def _with_allowed(error: KatydidError) -> str:
+    """What is wrong, and what would have been right, where the sentence does not say it already."""
+    message = str(error)
+    if not error.allowed or error.allowed in message:
+        return message
+    return f"{message}; allowed: {error.allowed}"
 
 
 def _how_to_show_a_key(argv: Sequence[str]) -> str:

@@ -257,7 +257,7 @@ def quantize(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Option(help="hy3, or a model folder.")] = "hy3",
+    model: Annotated[str, typer.Option(help="hy3, hy3-tiny, or a model folder.")] = "hy3",
     pool: Annotated[
         Path | None, typer.Option(help="YAML: gpu, gpus {min, max}, memory, network, gpus_per_host.")
     ] = None,
@@ -282,7 +282,7 @@ def simulate(
     engines: Annotated[int, typer.Option(min=1, help="Number of engines.")] = 8,
     prefill_speed: Annotated[float, typer.Option(help="Prompt tokens a second of one engine.")] = 60_000.0,
     step_ms: Annotated[float, typer.Option(help="Time of a decode step of one request.")] = 8.0,
-    step_ms_per_request: Annotated[float, typer.Option(help="What each further request adds to it.")] = 0.1,
+    step_ms_per_request: Annotated[float, typer.Option(min=0, help="What each further request adds to it.")] = 0.1,
     budget_tokens: Annotated[int, typer.Option(min=64, help="Prompt tokens a step takes at most.")] = 8192,
     cache_tokens: Annotated[int, typer.Option(min=64, help="Tokens one engine's prefix cache holds.")] = 2_000_000,
     policy: Annotated[list[str] | None, typer.Option(help="Policies to compare; by default all.")] = None,

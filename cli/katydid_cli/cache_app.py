@@ -26,6 +26,7 @@ CaFile = Annotated[Path | None, typer.Option(help="PEM authority of the service:
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Namespace = Annotated[str, typer.Argument(help="First digits of a namespace that `katydid cache ls` shows.")]
 DEFAULT = "127.0.0.1:7301"
+_YEAR_S = 365 * 86_400.0
 
 
 @cache_app.command()
@@ -73,7 +74,7 @@ def evict(
 def pin(
     namespace: Namespace,
     hashes: Annotated[list[str], typer.Argument(help="Blocks, in hex.")],
-    hold_s: Annotated[float, typer.Option(min=0, help="How long, in seconds; 0 ends it.")] = 3600.0,
+    hold_s: Annotated[float, typer.Option(min=0, max=_YEAR_S, help="How long, in seconds; 0 ends it.")] = 3600.0,
     source: Source = DEFAULT,
     token: Token = None,
     tls_ca_file: CaFile = None,
@@ -87,7 +88,7 @@ def pin(
 
 @cache_app.command()
 def flush(
-    timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest wait, in seconds.")] = 300.0,
+    timeout_s: Annotated[float, typer.Option(min=0.1, max=_YEAR_S, help="Longest wait, in seconds.")] = 300.0,
     source: Source = DEFAULT,
     token: Token = None,
     tls_ca_file: CaFile = None,
@@ -101,7 +102,7 @@ def flush(
 
 @cache_app.command()
 def verify(
-    timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest wait, in seconds.")] = 3600.0,
+    timeout_s: Annotated[float, typer.Option(min=0.1, max=_YEAR_S, help="Longest wait, in seconds.")] = 3600.0,
     source: Source = DEFAULT,
     token: Token = None,
     tls_ca_file: CaFile = None,

@@ -13,6 +13,8 @@ from katydid_runtime.errors import SettingsError
 from rich.console import Console
 from rich.table import Table
 
+from katydid_cli.model_folder import EMBEDDED, embedded_folder
+
 __all__ = ["PlanOptions", "parse_slo", "parse_tokens", "plan"]
 
 _WIDTH = 100
@@ -76,7 +78,8 @@ def _config(model: str) -> Any:
     known: Any = importlib.import_module("katydid_engine.planning.known_models")
     if model in known.KNOWN_MODELS:
         return known.KNOWN_MODELS[model]
-    return importlib.import_module("katydid_engine.model_config").read_model_config(Path(model))
+    folder = embedded_folder() if model == EMBEDDED else None
+    return importlib.import_module("katydid_engine.model_config").read_model_config(folder or Path(model))
 
 
 def _record(predictions: list[Any], choice: Any, known: Any) -> dict[str, Any]:

@@ -32,3 +32,8 @@ def test_a_record_and_a_table_say_the_same(tmp_path: Path, capsys: pytest.Captur
     assert all(reason in printed for reason in record["why"])
     with pytest.raises(SettingsError, match="memory_cap='96'"):
         plan(PlanOptions("hy3", None, "32K", "ttft=4,tpot=0.05", "96", as_json=False))
+
+
+def test_the_embedded_model_is_planned_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    plan(PlanOptions("hy3-tiny", None, "1K", "ttft=4,tpot=0.05", None, as_json=False))
+    assert "one plan for both" in capsys.readouterr().out

@@ -12,9 +12,20 @@ from pathlib import Path
 
 from katydid_runtime.errors import AddressInUseError
 
-__all__ = ["HOST", "FleetOptions", "ServicePlan", "check_free", "find_device", "free_ports", "free_run", "plan_fleet"]
+__all__ = [
+    "HOST",
+    "LAST_PORT",
+    "FleetOptions",
+    "ServicePlan",
+    "check_free",
+    "find_device",
+    "free_ports",
+    "free_run",
+    "plan_fleet",
+]
 
 HOST = "127.0.0.1"
+LAST_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)

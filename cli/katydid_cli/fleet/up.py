@@ -14,8 +14,9 @@ from rich.console import Console
 
 from katydid_cli.fleet.child import ChildExitError
 from katydid_cli.fleet.display import TerminalDisplay
-from katydid_cli.fleet.plan import HOST, FleetOptions, check_free, free_ports, plan_fleet
+from katydid_cli.fleet.plan import HOST, LAST_PORT, FleetOptions, check_free, free_ports, plan_fleet
 from katydid_cli.fleet.supervisor import Supervisor
+from katydid_cli.more_than_zero import check_more_than_0
 from katydid_cli.writable import check_writable_file, check_writable_folder
 
 __all__ = ["check_options", "connected_engines", "up"]
@@ -29,11 +30,18 @@ def check_options(options: FleetOptions) -> None:
         raise SettingsError(f"--engines={options.engines}: at least 1", field="engines", value=options.engines)
     if options.port == options.grpc_port:
         raise SettingsError(f"--port and --grpc-port are both {options.port}", field="grpc_port", value=options.port)
+    first = options.metrics_port
+    metrics_ports = range(0) if first is None else range(first, first + options.engines + 1)
+    if metrics_ports and metrics_ports[-1] > LAST_PORT:
+        raise SettingsError(
+            f"--metrics-port={first}: the last engine's would be {metrics_ports[-1]}, allowed is {LAST_PORT}",
+            field="metrics_port",
+            value=first,
+        )
     check_free("--port", options.port)
     check_free("--grpc-port", options.grpc_port)
-    if options.metrics_port is not None:
-        for number in range(options.engines + 1):
-            check_free("--metrics-port", options.metrics_port + number)
+    for port in metrics_ports:
+        check_free("--metrics-port", port)
     if options.kv_disk_dir is not None:
         check_writable_folder("--kv-disk-dir", options.kv_disk_dir)
     if options.trace_file is not None:
@@ -56,6 +64,7 @@ def up(options: FleetOptions, *, log_level: str = "warning", start_timeout_s: fl
 
     0 after a clean stop, 2 when a child refused its settings, 1 when one was lost. A second signal kills.
     """
+    check_more_than_0("--start-timeout-s", start_timeout_s)
     check_options(options)
     return asyncio.run(_up(options, log_level, start_timeout_s))
 

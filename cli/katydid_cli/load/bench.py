@@ -26,9 +26,15 @@ from katydid_cli.load.workload import (
     random_prompts,
     shared_prefix,
 )
+from katydid_cli.more_than_zero import check_more_than_0
 from katydid_cli.writable import check_writable_file
 
 __all__ = ["BenchOptions", "bench", "make_sessions"]
+
+_MORE_THAN_0 = (
+    *("rate", "requests", "input_tokens", "output_tokens", "groups", "turns", "speed", "scale"),
+    *("timeout_s", "ttft_target_s", "tpot_target_s"),
+)
 
 _POOL_TEXT = (
     "the quick brown fox jumps over a lazy dog while seven small engines answer many long questions about code and "
@@ -68,10 +74,8 @@ class BenchOptions:
 
 def make_sessions(options: BenchOptions) -> list[Session]:
     """The workload asked for. Raises SettingsError for numbers that make none."""
-    for name in ("rate", "requests", "input_tokens", "output_tokens", "groups", "turns", "speed", "scale"):
-        if getattr(options, name) <= 0:
-            option = "--" + name.replace("_", "-")
-            raise SettingsError(f"{option}={getattr(options, name)}: must be more than 0", field=name)
+    for name in _MORE_THAN_0:
+        check_more_than_0("--" + name.replace("_", "-"), getattr(options, name))
     lengths = (options.requests, options.input_tokens, options.output_tokens)
     arrivals = (
         poisson_arrivals(options.rate, options.seed)

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import typer
 
+from katydid_cli.more_than_zero import check_more_than_0
 from katydid_cli.simulation.engine_model import EngineSpeeds
 from katydid_cli.simulation.policies import POLICIES
 from katydid_cli.simulation.replay import Outcome, replay
 from katydid_cli.simulation.trace import Arrival, TraceError, agent_traffic, read_trace
+from katydid_cli.writable import check_writable_file
 
 __all__ = ["SimulateOptions", "simulate"]
 
@@ -34,11 +36,17 @@ class SimulateOptions:
 
 
 def simulate(options: SimulateOptions) -> int:
-    """Prints a row a policy; returns the exit code."""
+    """Prints a row a policy; returns the exit code.
+
+    Raises SettingsError for numbers that nothing can be replayed with, and for an output that cannot be written.
+    """
     unknown = [policy for policy in options.policies if policy not in POLICIES]
     if unknown:
         typer.echo(f"katydid: there is no policy {unknown[0]!r}; allowed: {', '.join(POLICIES)}", err=True)
         return 2
+    _check_numbers(options)
+    if options.output is not None:
+        check_writable_file("--output", options.output)
     try:
         arrivals = _arrivals(options)
     except (OSError, TraceError) as error:
@@ -64,6 +72,18 @@ def simulate(options: SimulateOptions) -> int:
     if options.output is not None:
         options.output.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
     return 0
+
+
+def _check_numbers(options: SimulateOptions) -> None:
+    numbers = {
+        "--rate": options.rate,
+        "--rate-scale": options.rate_scale,
+        "--prefill-speed": options.speeds.prefill_tokens_per_s,
+        "--step-ms": options.speeds.step_s * 1e3,
+        "--ttft-slo-s": options.ttft_slo_s,
+    }
+    for option, value in numbers.items():
+        check_more_than_0(option, value)
 
 
 def _arrivals(options: SimulateOptions) -> Sequence[Arrival]:

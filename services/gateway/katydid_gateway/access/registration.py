@@ -43,7 +43,10 @@ class EngineAllowList:
         """The address to connect to. Raises PermissionDeniedError for one that is not allowed, InvalidRequestError."""
         if not self._networks:
             raise PermissionDeniedError(
-                "engines cannot be added: no network is allowed", field="address", value=address, allowed="none"
+                "engines cannot be added: engine_networks names no network",
+                field="address",
+                value=address,
+                allowed="none",
             )
         try:
             host, port = split_address(address)
