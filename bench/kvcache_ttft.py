@@ -1,6 +1,6 @@
 """Time to the first token of a prompt that is computed, and of one that the cache service has: real processes.
 
-    python bench/kvcache_ttft.py --device cuda             # 32K tokens of a model with 112 KiB of KV a token
+    PYTHONPATH=. python bench/kvcache_ttft.py --device cuda       # 32K tokens of a model with 112 KiB of KV a token
 
 The model has random weights and a decoder of 0.4 B parameters (28 layers, 8 KV heads of 128). A prompt is computed, and
 written to the service; then the engine's own blocks are dropped and the same prompt is asked again, which finds all but
@@ -25,7 +25,7 @@ from tests.engine.engine_process import Answer, Service, SessionClient, engine, 
 from tests.engine.test_engine_kvcache import attached, blocks_held, flush
 from tests.tiny_model import write_tiny_model
 
-SHAPE: dict[str, Any] = {
+DENSE: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 3072,
     "num_hidden_layers": 28,
@@ -35,6 +35,7 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 65536,
     "torch_dtype": "bfloat16",
 }
+"""A decoder with 112 KiB of KV a token in bf16."""
 SMALL = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
 BLOCK_TOKENS = 64
 
@@ -73,7 +74,7 @@ async def rounds(address: str, cache: str, tokens: int, count: int) -> list[tupl
 
 def rows(device: str, tokens: int, count: int, options: list[str], model: Path | None) -> list[Row]:
     engine_process.START_TIMEOUT_S = 300.0
-    shape = SHAPE if device == "cuda" else SHAPE | SMALL
+    shape = DENSE if device == "cuda" else DENSE | SMALL
     token_bytes = shape["num_hidden_layers"] * shape["num_key_value_heads"] * 2 * shape["head_dim"] * 2
     pages = tokens // BLOCK_TOKENS + 40
     memory = (count + 1) * tokens * token_bytes * 11 // 10 + (256 << 20)

@@ -235,7 +235,7 @@ def main() -> None:
     rows = balance() + sent_bytes() + measured_slice() + predictions() + loss()
     head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, cwd=ROOT)
     record = {
-        "command": "python bench/parallelism.py",
+        "command": "PYTHONPATH=. python bench/parallelism.py",
         "commit": head.stdout.strip(),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "assumed": list(H200.assumed),

@@ -1,6 +1,6 @@
 """An OpenAI-compatible engine that computes nothing, for gateways that speak HTTP to theirs.
 
-    python bench/gateway_peers/openai_mock.py --step-ms 1 --tokens-per-step 1
+    PYTHONPATH=. python bench/gateway_peers/openai_mock.py --step-ms 1 --tokens-per-step 1
 
 Prints READY and its address. It reads a body whole and looks for `max_tokens` alone, so that what is measured is the
 gateway; streams get an event a step.

@@ -25,23 +25,13 @@ from katydid.kvcache.v1.kvcache_pb2_grpc import KvCacheServiceStub
 from katydid_engine.parallel import ParallelPlan
 from katydid_runtime.duration import to_duration
 
+from bench.kvcache_ttft import DENSE
 from tests.engine import engine_process
 from tests.engine.engine_process import Answer, Service, SessionClient, engine, service, session
 from tests.engine.test_engine_kvcache import attached, blocks_held
 from tests.tiny_model import write_tiny_model
 
 HY3_TINY = Path(__file__).parents[2] / "models" / "hy3-tiny"
-# 112 KiB of pages a token.
-DENSE: dict[str, Any] = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 65536,
-    "torch_dtype": "bfloat16",
-}
 TYPED = {"ENGINE_LOST", "UNAVAILABLE"}
 Rows = list[dict[str, Any]]
 
