@@ -36,9 +36,8 @@ def test_a_figure_stands_once(name: str) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_a_measured_value_with_a_bar_is_met_or_missed(name: str) -> None:
     def told(row: dict[str, Any]) -> bool:
-        if row["bar"] is None:
-            return row["met"] is None
-        return row["met"] is not True if row["value"] is None else row["met"] is not None
+        held = row["bar"] is not None and row["value"] is not None
+        return row["met"] is not None if held else row["met"] is not True
 
     assert [row["figure"] for row in ROWS[name] if not told(row)] == []
 
