@@ -76,7 +76,7 @@ BAD: list[tuple[str, bytes, int, str | None]] = [
     (CHAT, chat(response_format={"type": "json_schema"}), 400, "response_format.json_schema"),
     (CHAT, chat(chat_template_kwargs={"messages": []}), 400, "chat_template_kwargs.messages"),
     (CHAT, chat(priority=5000), 400, "priority"),
-    (CHAT, message(role="user", content="word " * 9000), 400, "prompt"),
+    (CHAT, message(role="user", content="word " * 9000), 400, "messages"),
     (COMPLETIONS, complete(""), 400, "prompt"),
     (COMPLETIONS, complete([]), 400, "prompt"),
     (COMPLETIONS, complete([1, "x"]), 400, "prompt"),
@@ -89,6 +89,11 @@ BAD: list[tuple[str, bytes, int, str | None]] = [
     (COMPLETIONS, complete("x", suffix="y"), 400, "suffix"),
     (RESPONSES, b'{"input": [{"role": "user", "content": "x"}, 5]}', 400, "input[1]"),
     (RESPONSES, b'{"input": [{"type": "item_reference"}]}', 400, "input[0].type"),
+    (RESPONSES, b'{"input": []}', 400, "input"),
+    (RESPONSES, b'{"input": "x", "max_output_tokens": 0}', 400, "max_output_tokens"),
+    (CHAT, chat(max_completion_tokens=0), 400, "max_completion_tokens"),
+    (CHAT, chat(max_completion_tokens=10**9), 400, "max_completion_tokens"),
+    ("/detokenize", b'{"tokens": [100000]}', 400, "tokens"),
 ]
 
 
@@ -99,7 +104,11 @@ def test_bad_input_gets_an_error_that_names_the_field_and_harms_nobody(chatml: P
             error = response.json()["error"]
             assert (response.status_code, error["param"]) == (status, field), (body[:100], response.text)
             assert error["message"]
+            assert field not in {"max_output_tokens", "max_completion_tokens"} or field in error["message"]
             assert error["type"] == "invalid_request_error"
+        body = json.loads(chat(max_tokens=1, stop_sequences=[""]))
+        refused = (await built.http.post("/v1/messages", json=body)).json()["error"]
+        assert refused["message"].startswith("stop_sequences[0] is 0 characters long")
         codes = {
             "model_not_found": await built.chat(model="gpt-9"),
             "context_length_exceeded": await built.chat("word " * 9000),

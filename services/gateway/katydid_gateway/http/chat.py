@@ -22,6 +22,8 @@ __all__ = ["ChatCompletions"]
 
 _decoder = msgspec.json.Decoder(ChatCompletionBody)
 _encode = msgspec.json.Encoder().encode
+_SPELLED = {"prompt": "messages"}
+_SPELLED_NEWLY = {"prompt": "messages", "max_tokens": "max_completion_tokens"}
 # No caller's id and no model's name has it.
 _ANY_TEXT = "\0text"
 
@@ -37,6 +39,7 @@ class ChatCompletions:
 
     async def handle(self, exchange: Exchange, raw: bytes, caller: Caller) -> None:
         body = decode_body(_decoder, raw)
+        exchange.spelled = _SPELLED if body.max_completion_tokens is None else _SPELLED_NEWLY
         request = chat_request(body, exchange.request_id)
         async with self._generator.answer(request, caller, self.api) as answer:
             shape = _Shape(answer, body)

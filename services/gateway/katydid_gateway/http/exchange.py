@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 
 from katydid_runtime.errors import InvalidRequestError, KatydidError, PayloadTooLargeError, RequestAbortedError
 from starlette.types import Receive, Scope, Send
 
 from katydid_gateway.answer import SLOW_CLIENT_GRACE_S, Answer
-from katydid_gateway.http.failures import OPENAI_ERRORS, error_response
+from katydid_gateway.http.failures import OPENAI_ERRORS, as_spelled, error_response
 
 __all__ = ["Exchange"]
 
@@ -24,7 +24,7 @@ _WATCH_AFTER_S = 0.05
 
 
 class Exchange:
-    """Reads one request, writes one response; `errors` are spelled as the endpoint's API does."""
+    """Reads one request, writes one response; `errors` are spelled as the endpoint's API does, fields by `spelled`."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
@@ -35,6 +35,7 @@ class Exchange:
         self.request_id = self.header(b"x-request-id") or f"req-{uuid.uuid4().hex}"
         self.started = False
         self.errors = OPENAI_ERRORS
+        self.spelled: Mapping[str, str] = {}
 
     def header(self, name: bytes) -> str:
         """A header by its name in lower case; "" where it is not there."""
@@ -97,6 +98,7 @@ class Exchange:
 
         A client that does not read is not waited for long: the connection is closed then.
         """
+        error = as_spelled(error, self.spelled)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SLOW_CLIENT_GRACE_S):
                 if not self.started:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,7 +18,9 @@ from katydid_runtime.errors import (
 )
 from starlette.responses import Response
 
-__all__ = ["OPENAI_ERRORS", "ErrorWords", "decode_body", "error_detail", "error_response"]
+from katydid_gateway.http.allowed_words import allowed_words
+
+__all__ = ["OPENAI_ERRORS", "ErrorWords", "as_spelled", "decode_body", "error_detail", "error_response"]
 
 T = TypeVar("T")
 
@@ -59,6 +62,16 @@ def error_detail(error: KatydidError) -> dict[str, object]:
     return detail
 
 
+def as_spelled(error: KatydidError, names: Mapping[str, str]) -> KatydidError:
+    """`error` with its field named as its caller did: `names` has the pipeline's names that an API spells otherwise."""
+    head, bracket, rest = (error.field or "").partition("[")
+    name = names.get(head)
+    if name is not None:
+        error.field = f"{name}{bracket}{rest}"
+        error.message = re.sub(rf"\b{head}(?=(\[\d+\])? is |=)", name, error.message)
+    return error
+
+
 def _body(error: KatydidError) -> bytes:
     return msgspec.json.encode({"error": error_detail(error)})
 
@@ -84,12 +97,12 @@ def decode_body(decoder: msgspec.json.Decoder[T], raw: bytes, at: str = "") -> T
     try:
         return decoder.decode(raw)
     except msgspec.DecodeError as error:
-        raise _decode_error(error, at) from error
+        raise _decode_error(error, at, decoder.type) from error
     except RecursionError:
         raise InvalidRequestError("the body is nested too deeply", field="body") from None
 
 
-def _decode_error(error: msgspec.DecodeError, at: str) -> InvalidRequestError:
+def _decode_error(error: msgspec.DecodeError, at: str, body: object) -> InvalidRequestError:
     """What msgspec found wrong, with the field where it names one: "… - at `$.messages[0].role`"."""
     text = str(error)
     message, separator, where = text.partition(" - at `$")
@@ -98,7 +111,8 @@ def _decode_error(error: msgspec.DecodeError, at: str) -> InvalidRequestError:
         quoted = message.partition("`")[2].partition("`")[0] if message.startswith("Object ") else ""
         field = ".".join(part for part in (at, path, quoted) if part)
         spelled = f"{field}: {message}" if field else message
-        return InvalidRequestError(spelled[0].lower() + spelled[1:], field=field or None, allowed=_allowed(message))
+        allowed = allowed_words(body, path) if message.startswith("Invalid") else _allowed(message)
+        return InvalidRequestError(spelled[0].lower() + spelled[1:], field=field or None, allowed=allowed)
     return InvalidRequestError(f"the body is no JSON: {text}", field="body")
 
 

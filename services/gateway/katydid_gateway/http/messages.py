@@ -36,6 +36,7 @@ _decoder = msgspec.json.Decoder(MessagesBody)
 _count_decoder = msgspec.json.Decoder(CountTokensBody)
 _arguments_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _encode = msgspec.json.Encoder().encode
+_SPELLED = {"prompt": "messages", "stop": "stop_sequences"}
 
 _STOP_REASONS = {
     FinishReason.STOP: "end_turn",
@@ -75,6 +76,7 @@ class Messages:
 
     async def handle(self, exchange: Exchange, raw: bytes, caller: Caller) -> None:
         body = decode_body(_decoder, raw)
+        exchange.spelled = _SPELLED
         request = messages_request(body, exchange.request_id)
         async with self._generator.answer(request, caller, self.api) as answer:
             form = _Form(answer)

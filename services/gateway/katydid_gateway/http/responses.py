@@ -23,6 +23,7 @@ __all__ = ["RESPONSES_ERRORS", "Responses"]
 
 _decoder = msgspec.json.Decoder(ResponsesBody)
 _encode = msgspec.json.Encoder().encode
+_SPELLED = {"prompt": "input", "max_tokens": "max_output_tokens"}
 
 
 def _error_event(error: KatydidError) -> bytes:
@@ -46,6 +47,7 @@ class Responses:
 
     async def handle(self, exchange: Exchange, raw: bytes, caller: Caller) -> None:
         body = decode_body(_decoder, raw)
+        exchange.spelled = _SPELLED
         request = responses_request(body, exchange.request_id)
         async with self._generator.answer(request, caller, self.api) as answer:
             form = _Form(answer, body)

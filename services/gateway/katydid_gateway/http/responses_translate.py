@@ -87,6 +87,8 @@ def _messages(body: ResponsesBody) -> list[Message]:
     messages: list[Message] = []
     if body.instructions:
         messages.append(Message(Role.SYSTEM, body.instructions))
+    if body.input == []:
+        raise InvalidRequestError("input has no items", field="input", allowed="text, or at least one item")
     if isinstance(body.input, str):
         return [*messages, Message(Role.USER, body.input)]
     for place, raw in enumerate(body.input):

@@ -66,6 +66,7 @@ class Detokenize:
 
     async def handle(self, exchange: Exchange, raw: bytes, _caller: Caller) -> None:
         body = decode_body(_detokenize_decoder, raw)
+        exchange.spelled = {"prompt": "tokens"}
         text = self._generator.decode(body.model, packed_ids(body.tokens, "tokens"))
         await exchange.send_json(_encode({"prompt": text}))
 
