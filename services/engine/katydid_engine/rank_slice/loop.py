@@ -16,6 +16,7 @@ from katydid_runtime.block_hash import BLOCK_TOKENS, ChainKey
 from katydid_engine.block_pool import BlockPool
 from katydid_engine.draft_depth import DraftDepth
 from katydid_engine.plan import StepOutput, StepPlan
+from katydid_engine.rank_slice.build import fill_pages
 from katydid_engine.rank_slice.measure import prefix
 from katydid_engine.rank_slice.on_slice import OnSlice
 from katydid_engine.rank_slice.phases import KernelSpan
@@ -85,6 +86,7 @@ class _Running:
     """Requests that decode until they are aborted."""
 
     def __init__(self, steps: SliceSteps, batch: int, ahead: int) -> None:
+        self._steps = steps
         self._executor = OnSlice(steps)
         self._ahead = ahead
         self._batch = batch
@@ -101,6 +103,8 @@ class _Running:
     def measure(self, count: int) -> Loop:
         while self._step().num_decodes < self._batch:
             pass
+        # What their prompts left is alike, and makes them choose the same experts.
+        fill_pages(self._steps.runner.kv_cache)
         for _ in range(_SETTLING):
             self._step()
         before, began = self._tokens, time.perf_counter()

@@ -141,6 +141,8 @@ class Decoding:
         if each * PAGE_SIZE <= context:
             raise ValueError(f"{batch} sequences of {context} tokens: there are {steps.pages} pages of {PAGE_SIZE}")
         self._steps = steps
+        # Of contexts that prompts of random tokens left, all rows would come to choose the same experts.
+        fill_pages(steps.runner.kv_cache)
         self._sequences = [steps.next_sequence() for _ in range(batch)]
         self._ids = steps.slice.token_ids(batch, seed=1)
         self._known = [context] * batch
