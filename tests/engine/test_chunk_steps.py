@@ -41,15 +41,15 @@ class Counting(Uncaptured):
 
 
 def generated(model: DecoderLM, decodes: int, drafts: int, *, prepared: bool) -> tuple[list[list[int]], int]:
-    """Tokens of sequences that decode while a prompt of two and a half chunks comes, and of that prompt."""
+    """Tokens of sequences that decode while a prompt of eight and a half chunks comes, and of that prompt."""
     runner = Runner(model, 24, collectives=SingleRank(), drafts=drafts > 0)
     pieces = Counting()
     if prepared:
         runner.use_chunk_steps(pieces, rows=12, tokens=200, depths=(0, drafts), chunks=(CHUNK, 32)).prepare()
     prompts = [array("I", [(7 * place + row) % 250 for place in range(20 + row)]) for row in range(decodes + 1)]
-    prompts[-1] = array("I", [place % 240 for place in range(2 * CHUNK + 8)])
+    prompts[-1] = array("I", [place % 240 for place in range(8 * CHUNK + 8)])
     starts = [Start(row, Sampling(ignore_eos=True), len(prompt), prompt) for row, prompt in enumerate(prompts)]
-    pages = [array("I", range(2 * row, 2 * row + 2)) for row in range(decodes + 1)]
+    pages = [array("I", range(2 * row, 2 * row + 2 + (row == decodes))) for row in range(decodes + 1)]
     tokens: list[list[int]] = [[] for _ in prompts]
     plan = StepPlan(
         0,
@@ -88,8 +88,8 @@ def test_the_same_tokens_as_op_by_op(model: DecoderLM, decodes: int, drafts: int
     expected, none = generated(model, decodes, drafts, prepared=False)
     found, passes = generated(model, decodes, drafts, prepared=True)
     assert found == expected
-    # The last chunk is of another size: it is the end of a whole one.
-    assert (none, passes) == (0, 3)
+    # The last chunk is of another size: it is the beginning of a whole one.
+    assert (none, passes) == (0, 9)
 
 
 def sparse_pages(model: DecoderLM, pieces: Pieces | None = None, length: int = 2000) -> Tensor:
@@ -127,7 +127,7 @@ def test_sparse_chunks_leave_what_they_do_op_by_op(tmp_path: Path) -> None:
         model.use_sparse_prefill(SparsePrefill(budget=0.4, dense_layers=1, min_tokens=1000, tail_blocks=1))
     pieces = Counting()
     op_by_op, prepared = sparse_pages(expected), sparse_pages(found, pieces)
-    assert pieces.passes == 11
+    assert pieces.passes == 10, "all but the first, which fills no block"
     torch.testing.assert_close(prepared, op_by_op, atol=1e-5, rtol=0)
     assert float((op_by_op - sparse_pages(dense)).abs().max()) > 1e-3, "it matters what is selected"
 
@@ -135,19 +135,21 @@ def test_sparse_chunks_leave_what_they_do_op_by_op(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("pages", ["auto", "fp8"])
 def test_sparse_chunks_as_graphs(pages: str) -> None:
-    """Rounding differs with the number of rows, and turns a selection now and then."""
-    models = [load_model(TINY, device="cuda", dtype=torch.bfloat16, kv_cache_dtype=pages) for _ in range(2)]
-    models[1].use_sparse_prefill(SparsePrefill(budget=0.2, dense_layers=1, min_tokens=1000, tail_blocks=1))
-    dense, expected = (sparse_pages(model, length=8000) for model in models)
-    found = sparse_pages(models[1], Captured(), length=8000)
-    graphs, matters = ((other - expected).norm() / expected.norm() for other in (found, dense))
-    print(f"pages of {pages}: graphs differ by {graphs:.4f}, dense ones by {matters:.4f}")
-    assert float(graphs) < float(matters) / 3
+    """Where every block is kept, rounding is all that differs: with the number of rows. Otherwise it turns a selection
+    now and then; lists of equal queries are another test's."""
+    model = load_model(TINY, device="cuda", dtype=torch.bfloat16, kv_cache_dtype=pages)
+    dense = sparse_pages(model, length=8000)
+    for budget, bound in ((1.0, 0.01), (0.2, 0.06)):
+        model.use_sparse_prefill(SparsePrefill(budget=budget, dense_layers=1, min_tokens=1000, tail_blocks=1))
+        expected, found = (sparse_pages(model, pieces, length=8000) for pieces in (None, Captured()))
+        graphs, matters = (float((other - expected).norm() / expected.norm()) for other in (found, dense))
+        print(f"pages of {pages}, budget {budget}: graphs differ by {graphs:.4f}, dense ones by {matters:.4f}")
+        assert graphs < bound
 
 
-@pytest.mark.parametrize("pieces", [(40,), (11, 29), (16, 24), (5, 3, 32)])
+@pytest.mark.parametrize("pieces", [(140, 33), (130, 11, 29), (16, 120, 24), (128, 5, 3, 32), (120, 5, 20)])
 def test_a_prompt_alone_is_computed_by_the_same_passes(model: DecoderLM, pieces: tuple[int, ...]) -> None:
-    """Of any size, behind as much or as little: what is over before or behind it changes and writes nothing."""
+    """Of any size, behind a block at least or exactly as many: what is over behind it changes and writes nothing."""
 
     def tokens(*, prepared: bool) -> tuple[list[int], int, Tensor]:
         runner, counting = Runner(model, 6, collectives=SingleRank()), Counting()
@@ -169,16 +171,19 @@ def test_a_prompt_alone_is_computed_by_the_same_passes(model: DecoderLM, pieces:
     expected, none, written = tokens(prepared=False)
     found, passes, same = tokens(prepared=True)
     assert found == expected
-    torch.testing.assert_close(same, written, atol=1e-6, rtol=0)
+    torch.testing.assert_close(same, written, atol=1e-5, rtol=0)
     assert not same[:, [0, 2, 5]].any(), "pages of nobody"
-    assert (none, passes) == (0, sum(piece <= 32 for piece in pieces))
+    ends = itertools.accumulate(pieces)
+    padded = [piece <= 32 and end >= 128 for piece, end in zip(pieces, ends, strict=True)]
+    assert (none, passes) == (0, sum(padded) + (pieces[0] == 16))
 
 
 def test_which_chunks_are_graphs(model: DecoderLM) -> None:
     steps = ChunkSteps(model, model.new_kv_cache(1), Uncaptured(), rows=8, pages=3, chunks=(16, 32, 256))
     run = TokenRun([5], 0, [0])
-    for new, start, expected in ((16, 0, 16), (10, 6, 16), (10, 5, 16), (17, 0, 32), (32, 60, 32), (33, 90, None)):
-        prompt = TokenRun([7] * new, start, [1, 2])
+    cases = ((16, 0, 16), (10, 117, None), (10, 118, 16), (17, 120, 32), (17, 0, None), (32, 60, 32), (33, 150, None))
+    for new, start, expected in cases:
+        prompt = TokenRun([7] * new, start, [1, 2, 0])
         for decodes in ([run], []):
             batch = ForwardBatch.pack([*decodes, prompt], num_decodes=len(decodes))
             found = steps.bucket(batch)

@@ -3,8 +3,8 @@
 Such passes set the pace of streams while a long prompt comes, and a short prompt's time to its first token: op by op
 the host takes longer to launch a deep model than the GPU to compute them. Chunks of a few sizes are prepared, decodes
 padded to a bucket of rows. A chunk of another size, such as a prompt's last, is the beginning of the next larger one;
-what is over behind it is computed and written nowhere. Chunks of prompts that are computed sparsely have passes of
-their own. What comes after a pass runs op by op.
+what is over behind it is computed and written nowhere, if the context has a whole block that it may attend to. Chunks
+of prompts that are computed sparsely have passes of their own. What comes after a pass runs op by op.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
+from katydid_kernels.stem_select.budget import BLOCK
 from torch import Tensor
 
 from katydid_engine.decode_buffers import Bucket
@@ -108,7 +109,12 @@ class ChunkSteps:
         if decodes != batch.num_seqs - 1 or batch.block_table.shape[1] > self._table.shape[1]:
             return None
         chunk = next((chunk for chunk in self._chunks if new <= chunk), None)
-        if chunk is None or batch.decode_q_len not in self._widths or decodes > self._rows[-1]:
+        if (
+            chunk is None
+            or (new < chunk and batch.ends[0] < BLOCK)
+            or batch.decode_q_len not in self._widths
+            or decodes > self._rows[-1]
+        ):
             return None
         return Bucket(next(rows for rows in self._rows if rows >= decodes), batch.decode_q_len, 0), chunk
 

@@ -65,7 +65,10 @@ class FixedPrefill:
 
     def fill(self, new: int, end: int, prompt: int | None) -> None:
         """Plans a chunk of ``new`` tokens, the last of ``end``, of a prompt of ``prompt`` tokens, None without a rule.
-        Raises ValueError for more than there is room for."""
+        Raises ValueError for more than there is room for, and for less than a block of context for tokens that are
+        over: what lies in slots that nothing wrote may be no number."""
+        if new < self._chunk and end < BLOCK:
+            raise ValueError(f"a context of {end} tokens: expected at least {BLOCK} where a chunk is padded")
         own = sparse_plan(self.plan.rule, [new], [end], [prompt if self._rule else None], heads=self._heads)
         in_order, pieces, cuts = (table.numpy() for table in (own.in_order, own.pieces, own.cuts))
         over = _one_block_each(new, self._chunk, end, len(in_order))
@@ -91,9 +94,9 @@ class FixedPrefill:
 
 
 def _one_block_each(first: int, last: int, length: int, tile: int) -> _Rows:
-    """Records, from ``tile`` on, of tokens that are over: each attends to the context's last block."""
+    """Records, from ``tile`` on, of tokens that are over: they attend to the last block that the context fills."""
     borders = [*range(first, last, BLOCK), last] if first < last else []
-    position = (length - 1) // BLOCK * BLOCK
+    position = (length // BLOCK - 1) * BLOCK
     records = [
         [0, begin, end, position, length, 1, tile + index, 0] for index, (begin, end) in enumerate(pairwise(borders))
     ]
