@@ -8,15 +8,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from katydid_gateway.http.bounded_heads import BoundedHeads
 
 __all__ = ["WholeWrites"]
 
 _HEAD = b"HTTP/1.1 200 "
 
 
-class WholeWrites(HttpToolsProtocol):
-    """uvicorn's protocol over a transport that joins a head to what follows it."""
+class WholeWrites(BoundedHeads):
+    """The protocol over a transport that joins a head to what follows it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(cast(asyncio.Transport, _Joining(transport)))
