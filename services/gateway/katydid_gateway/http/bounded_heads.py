@@ -1,4 +1,4 @@
-"""Closes connections whose request head is too long or does not come: uvicorn's parser takes any length, and waits for ever.
+"""Closes connections whose request head is too long or does not come: uvicorn takes any length, and waits for ever.
 
 It joins the pieces of a header anew with each one that arrives, so that one endless header would stop everybody else.
 """
