@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from katydid_engine.forward_batch import ForwardBatch, TokenRun
+from katydid_engine.layers.part_copies import PartCopies
 from katydid_engine.loader import load_model
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.rank_groups import RankGroups
-from katydid_kernels.peer_reduce import PeerCopies, symmetric_peers
+from katydid_kernels.peer_reduce import symmetric_peers
 from one_rank import Rank
 from shares import build_share, cut_hy3
 
@@ -84,13 +85,13 @@ def _timed(own: Rank, plan: ParallelPlan, groups: RankGroups, tokens: int) -> No
     own.note(f"halves of {tokens}, {plan}: two parts shorter than one", 100 * (1 - took[1] / took[0]), "%")
 
 
-def _copies(own: Rank, groups: RankGroups, hidden: int, tokens: int) -> PeerCopies | None:
+def _copies(own: Rank, groups: RankGroups, hidden: int, tokens: int) -> PartCopies | None:
     if own.dry:
         return None
     group: dist.ProcessGroup = groups.tensor.group  # type: ignore[attr-defined]
     sizes = {"tokens": -(-tokens // 2), "told": TOLD}
-    return PeerCopies(
-        symmetric_peers(group, PeerCopies.nbytes(own.ranks, hidden, **sizes), own.device), hidden, **sizes
+    return PartCopies(
+        symmetric_peers(group, PartCopies.nbytes(own.ranks, hidden, **sizes), own.device), hidden, **sizes
     )
 
 

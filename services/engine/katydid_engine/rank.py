@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from katydid_kernels.peer_reduce import PeerCopies, PeerReducer, symmetric_peers
+from katydid_kernels.peer_reduce import PeerReducer, symmetric_peers
 from katydid_runtime.block_hash import BLOCK_TOKENS
 from katydid_runtime.errors import EngineLostError, SettingsError
 
@@ -23,6 +23,7 @@ from katydid_engine.compiled_grammars import CompiledGrammars
 from katydid_engine.decode_options import captures, draft_depth, plans_ahead
 from katydid_engine.draft_depth import DraftDepth
 from katydid_engine.eplb.rebalancer import BalanceState, Rebalancer
+from katydid_engine.layers.part_copies import PartCopies
 from katydid_engine.loader import load_model
 from katydid_engine.lockstep import Lockstep
 from katydid_engine.messages import ExpertBalance, Ready, Stop
@@ -325,7 +326,7 @@ def _peers(config: WorkerConfig, groups: RankGroups, device: torch.device) -> Pe
     return PeerReducer(memory, hidden, patience=patience, **sizes)
 
 
-def _copies(config: WorkerConfig, groups: RankGroups, device: torch.device) -> PeerCopies | None:
+def _copies(config: WorkerConfig, groups: RankGroups, device: torch.device) -> PartCopies | None:
     """Memory of the TP group's GPUs for chunks whose parts take turns; None where no chunk is cut so, or rows go by
     collectives."""
     plan, model = config.plan, read_model_config(Path(config.folder))
@@ -337,9 +338,9 @@ def _copies(config: WorkerConfig, groups: RankGroups, device: torch.device) -> P
     tokens = -(-config.max_batch_tokens // 2)
     # A rank tells of each row its experts and their weights, the shared one's among them.
     told = 0 if model.moe is None else 2 * (model.moe.top_k + 1)
-    size = PeerCopies.nbytes(plan.tp, model.hidden_size, tokens=tokens, told=told)
+    size = PartCopies.nbytes(plan.tp, model.hidden_size, tokens=tokens, told=told)
     memory = symmetric_peers(groups.tensor.group, size, device)
-    return PeerCopies(memory, model.hidden_size, tokens=tokens, told=told)
+    return PartCopies(memory, model.hidden_size, tokens=tokens, told=told)
 
 
 def _halves(config: WorkerConfig, model: ModelConfig) -> bool:

@@ -136,9 +136,10 @@ def ranks() -> Ranks:
 def test_a_skewed_load_is_balanced_layer_by_layer(ranks: Ranks) -> None:
     assert min(ranks.imbalances()) > 1.7
     seen = []
-    for _ in range(20):
+    while not ranks.ranks[0].state.finished:
         ranks.round()
         seen.append(ranks.ranks[0].state.layers_moved)
+        assert len(seen) < 20
     assert max(ranks.imbalances()) < 1.3
     assert {1, 2} <= set(seen)  # not all at once
     assert {told.layers_moved for told in ranks.told} == {0, 1, 2, 3}

@@ -6,19 +6,18 @@ import contextlib
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 from katydid_engine.collectives import SingleRank
 from katydid_engine.forward_batch import ForwardBatch, TokenRun
 from katydid_engine.layers.exchange import Exchange
+from katydid_engine.layers.part_copies import PartCopies
 from katydid_engine.layers.part_exchange import CopiedPartExchange
 from katydid_engine.loader import load_model
 from katydid_engine.parallel import ParallelPlan
 from katydid_kernels import quantize_fp8
-from katydid_kernels.peer_reduce import add_rms_norm_of_ranks_reference
+from katydid_kernels.peer_reduce import add_rms_norm_of_ranks_reference, emulated_peers
 from torch import Tensor
 
 from tests.engine.thread_group import ThreadGroup, on_ranks
@@ -36,6 +35,7 @@ class ReferenceCopies:
         self._leaving: dict[int, Tensor] = {}
         self._gathered: dict[int, tuple[list[Tensor], list[Tensor | None]]] = {}
         self.joined = 0
+        self.ways: list[int] = []
         self.order: list[tuple[str, int]] = []
 
     def beside(self, part: int) -> AbstractContextManager[None]:
@@ -78,6 +78,9 @@ class ReferenceCopies:
         columns = torch.cat([part for part in others if part is not None]) if told else torch.empty((tokens, 0))
         return values, scale, columns
 
+    def make_way(self, part: int) -> None:
+        self.ways.append(part)
+
     def join(self) -> None:
         self.joined += 1
 
@@ -109,20 +112,42 @@ def test_copies_take_turns_and_lose_what_fp8_loses(plan: str, tmp_path: Path) ->
         loss = float((by_collectives - whole).norm() / whole.norm())
         assert 0.01 < float((by_copies - whole).norm() / whole.norm()) < 1.7 * loss
         assert copies.joined == 2
+        assert set(copies.ways) == {0, 1}
         # A part is on its way from one block to the next while the other part computes one.
         between = [("scatter", 0), ("sum", 0), ("gather", 0)], [("scatter", 1), ("sum", 1), ("gather", 1)]
         assert copies.order[:6] == [*between[0], *between[1]]
         assert copies.order[6:14] == [("gathered", 0), *between[0], ("gathered", 1), *between[1]]
 
 
-def test_a_long_kernel_waits_for_the_other_parts_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[str] = []
+def test_a_long_kernel_waits_until_the_other_parts_rows_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    (memory,) = emulated_peers(1, PartCopies.nbytes(1, 16, tokens=4, told=0), "cpu")
+    copies, waited = PartCopies(memory, 16, tokens=4, told=0), []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_event=waited.append))
-    summed: dict[int, Any] = {}
-    ways = [CopiedPartExchange(Exchange(SingleRank(), sequence_parallel=True), Mock(), part, summed) for part in (0, 1)]
+    ways = [CopiedPartExchange(Exchange(SingleRank(), sequence_parallel=True), copies, part) for part in (0, 1)]
     ways[0].make_way()
     assert waited == [], "nothing was sent yet"
-    summed |= {0: "sums of 0", 1: "sums of 1"}
+    copies._leaving = {0: "rows of 0", 1: "rows of 1"}  # type: ignore[dict-item]
     for way in ways:
         way.make_way()
-    assert waited == ["sums of 1", "sums of 0"]
+    assert waited == ["rows of 1", "rows of 0"]
+
+
+def test_what_leaves_a_rank_is_copied_before_its_own_rows() -> None:
+    copied: list[tuple[int, str]] = []
+
+    class Noting(PartCopies):
+        def _copy(self, peer: int, name: str, part: int, first: int, values: Tensor) -> None:
+            copied.append((peer, name))
+            super()._copy(peer, name, part, first, values)
+
+    sizes = {"tokens": 8, "told": 2}
+    memories = emulated_peers(4, PartCopies.nbytes(4, 16, **sizes), "cpu")
+    copies = Noting(memories[1], 16, **sizes)
+    copies._rows("leaving", 0, 2).copy_(torch.ones(2, 16))
+    told = torch.tensor([[7, 8], [9, 10]], dtype=torch.int32)
+    copies.gather(0, 8, told)
+    assert [peer for peer, name in copied if name == "gathered told"] == [2, 3, 0, 1]
+    for memory in memories:
+        rows, _, others = PartCopies(memory, 16, **sizes).gathered(0, 8, 2)
+        assert (rows.float().sum(1) != 0).tolist() == [False] * 2 + [True] * 2 + [False] * 4
+        assert torch.equal(others[2:4], told)

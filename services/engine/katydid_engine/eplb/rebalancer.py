@@ -2,10 +2,10 @@
 
 Every ``interval`` passes the ranks add up how often each expert was chosen. Then layer by layer, while passes go on:
 the placement of one layer is worked out, and what leaves a rank is gathered; when every rank has done so, it is sent
-into buffers; and when every rank has its own, the next round swaps them in and changes the table, on all ranks before
-the same pass. Between two passes nothing is done but that swap: the host does its part when it has launched a pass. A
-layer is moved whole or not at all: whatever fails, each layer's table and weights agree, and where one rank has no room
-for a layer all leave it as it is and try again an interval later.
+into buffers; and when every rank has its own, they are swapped in and the table changes, on all ranks behind the same
+pass. All of that the host launches when it has launched a pass, and would wait for it. A layer is moved whole or not at
+all: whatever fails, each layer's table and weights agree, and where one rank has no room for a layer all leave it as it
+is and try again an interval later.
 """
 
 from __future__ import annotations
@@ -113,20 +113,15 @@ class Rebalancer:
         return _ARRIVED if self._staged.complete else 0
 
     def agreed(self, progress: list[int], *, passing: bool) -> None:
-        """Swaps in the layer that all ranks have, gives up where one has no room, or begins; what it leaves to do is
-        done ``meanwhile``."""
+        """Gives up where a rank has no room, or begins; what there is to do else is done ``meanwhile``."""
         if self._next < len(self._layers):
             self._due = True
             if _FAILED in progress:
                 self._abandon()
-            elif self._staged is not None and set(progress) == {_PREPARED}:
-                self._staged.wanted = True
-                return
-            elif self._staged is not None and set(progress) == {_ARRIVED}:
-                self._swap()
-            else:
-                return
-            self._tell(self.state)
+                self._tell(self.state)
+            elif self._staged is not None:
+                self._staged.sends = set(progress) == {_PREPARED}
+                self._staged.swaps = set(progress) == {_ARRIVED}
             return
         self._passes += passing
         if self._passes >= self._interval:
@@ -135,16 +130,21 @@ class Rebalancer:
             self._tell(self.state)
 
     def meanwhile(self) -> None:
-        """Works out the next layer's placement and gathers what leaves this rank, or sends it: once a round."""
+        """Once a round: works out a layer's placement and gathers what leaves this rank; sends it; or swaps in what has
+        come, behind the pass that the current stream is about."""
         if not self._due or self._next == len(self._layers) or self._failed:
             return
         self._due = False
         if self._staged is None:
             self._stage()
-            self._tell(self.state)
-        elif self._staged.wanted and not self._staged.started:
+        elif self._staged.sends:
             with self._beside():
                 self._staged.start()
+        elif self._staged.swaps:
+            self._swap()
+        else:
+            return
+        self._tell(self.state)
 
     def _beside(self) -> AbstractContextManager[object]:
         """What is launched within neither waits for a pass nor is waited for by one."""

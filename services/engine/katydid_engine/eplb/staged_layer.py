@@ -40,14 +40,14 @@ class StagedLayer:
         placed: the expert of every slot of all ranks, when they have moved.
 
     Attributes:
-        wanted: whether all ranks are ready to send.
+        sends, swaps: whether all ranks are ready to send, or have what was sent to them.
 
     Raises:
         RuntimeError: there is no memory for it.
     """
 
     def __init__(self, layer: MovableExperts, placed: Sequence[int], moves: Sequence[Move], group: Collectives) -> None:
-        self.wanted = False
+        self.sends = self.swaps = False
         self._layer = layer
         self._group = group
         each = len(placed) // group.size
@@ -95,7 +95,7 @@ class StagedLayer:
         self._under_way = self._group.all_to_all(self._outgoing, *self._counts, out=self._incoming)
 
     def swap(self) -> None:
-        """By the current stream, whatever it was before."""
+        """By the stream of the passes: behind those that it was given before."""
         assert self._under_way is not None
         self._under_way.wait()
         if self._changing:

@@ -69,7 +69,7 @@ class PartExchange(Exchange):
 
 
 class RowCopies(Protocol):
-    """``katydid_kernels.peer_reduce.PeerCopies``, as far as it is used here."""
+    """`PartCopies`, as far as it is used here."""
 
     def beside(self, part: int) -> AbstractContextManager[object]: ...
 
@@ -81,20 +81,17 @@ class RowCopies(Protocol):
 
     def gathered(self, part: int, tokens: int, told: int = 0) -> tuple[Tensor, Tensor, Tensor]: ...
 
+    def make_way(self, part: int) -> None: ...
+
     def join(self) -> None: ...
 
 
 class CopiedPartExchange(PartExchange):
-    """By copy engines between GPUs of one host, in e4m3 with a scale a row.
+    """By copy engines between GPUs of one host, in e4m3 with a scale a row; ``part`` is its number."""
 
-    Args:
-        part: its number.
-        summed: what the parts tell each other: when the sums that each has sent for last are made.
-    """
-
-    def __init__(self, whole: Exchange, copies: RowCopies, part: int, summed: dict[int, torch.cuda.Event]) -> None:
+    def __init__(self, whole: Exchange, copies: RowCopies, part: int) -> None:
         super().__init__(whole, fp8=True)
-        self._copies, self._part, self._summed = copies, part, summed
+        self._copies, self._part = copies, part
 
     def pass_on(
         self,
@@ -112,8 +109,6 @@ class CopiedPartExchange(PartExchange):
             own = torch.empty_like(residual)
             total = copies.sum(part, summand, residual, norm.weight, norm.eps, own)
             told = None if told_of is None else told_of(own)
-            if summand.is_cuda:
-                self._summed[part] = torch.cuda.current_stream().record_event()
             copies.gather(part, num_tokens, told)
         yield
         # Summands are kept until here: what is gathered has been summed.
@@ -124,9 +119,7 @@ class CopiedPartExchange(PartExchange):
         return Entered(rows, own, None if told is None else arrived), total
 
     def make_way(self) -> None:
-        for part, summed in self._summed.items():
-            if part != self._part:
-                torch.cuda.current_stream().wait_event(summed)
+        self._copies.make_way(self._part)
 
     def last(self, norm: RmsNorm, x: BlockOutput, residual: Tensor, num_tokens: int) -> Tensor:
         self._copies.join()

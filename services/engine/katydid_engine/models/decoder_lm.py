@@ -391,6 +391,5 @@ def _part_exchanges(context: RankContext, whole: Exchange) -> tuple[PartExchange
     if not plan.sp or context.micro_batches < 2 or context.dispatches:
         return ()
     if context.copies is not None:
-        summed: dict[int, torch.cuda.Event] = {}
-        return tuple(CopiedPartExchange(whole, context.copies, part, summed) for part in range(2))
+        return tuple(CopiedPartExchange(whole, context.copies, part) for part in range(2))
     return tuple(PartExchange(whole, fp8=plan.fp8_transfers) for _ in range(2))

@@ -6,17 +6,18 @@ What would arrive lies there from the first time on: this rank's rows stand for 
 from __future__ import annotations
 
 import torch
-from katydid_kernels.peer_reduce import PARTS, PeerCopies, PeerMemory
+from katydid_kernels.peer_reduce import PARTS, PeerMemory
 from torch import Tensor
 
+from katydid_engine.layers.part_copies import PartCopies
 from katydid_engine.rank_slice.absent_ranks import AbsentRanks
 from katydid_engine.rank_slice.emulated_link import EmulatedLink
 
 __all__ = ["AbsentCopies"]
 
 
-class AbsentCopies(PeerCopies):
-    """Of the group ``ranks``; arguments else as of `PeerCopies`."""
+class AbsentCopies(PartCopies):
+    """Of the group ``ranks``; arguments else as of `PartCopies`."""
 
     def __init__(
         self,
