@@ -6,6 +6,7 @@
 Parts:
 
     prefill      32K tokens under a split residual in two parts, as a graph, with what is sent taking its time and not
+    by_op        the same, with what is sent, launched op by op
     decode       steps of data-parallel attention with shared experts, in one part and in two, as graphs
     rebalance    such steps while redundant experts move, and while they do not
 
@@ -43,7 +44,7 @@ from katydid_engine.rank_slice.steps import SliceSteps
 from torch import Tensor
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("prefill", "decode", "rebalance")
+PARTS = ("prefill", "by_op", "decode", "rebalance")
 PROMPT = 32_768
 PREFILL = {"tp8,sp,fp8": (0.45, 24.5), "tp8,sp,ep8,fp8": (0.40, 24.5)}
 DECODE, ROWS, CONTEXT = "dp8,ep8", (128, 256, 512), 1024
@@ -83,31 +84,36 @@ class Bench:
     def prefill(self, layers: int) -> None:
         whole = tp8_seconds() * layers / 80
         for plan, (most_s, least_percent) in PREFILL.items():
-            name = f"prefill of {PROMPT} tokens, {plan}, {layers} layers, two parts"
-            made = self.slice_of(plan, layers, micro_batches=2)
+            made, name = self.slice_of(plan, layers, micro_batches=2), in_two_parts(plan, layers)
             link, cache = made.link, made.model.new_kv_cache(PROMPT // 64)
             assert link is not None
             run = TokenRun(made.token_ids(PROMPT), 0, range(PROMPT // 64))
             work = partial(made.model.forward, ForwardBatch.pack([run], device=self.device), cache)
             took = []
-            for on in (False, True):
+            for on in (True, False):
                 link.on, link.carried = on, 0
                 work()
                 sending = link.carried / self.links
                 took.append(seconds(captured(work), self.repeats))
                 free()
-            alone, both = took
-            self.note(f"{name}: computing", alone, "s")
-            self.note(f"{name}: what is sent takes", sending, "s")
+            both, alone = took
             self.note(f"{name}: with transfers", both, "s", most_s * layers / 80)
             lower = 100 * (1 - both / whole)
             self.note(f"{name}: with transfers, lower than tp8", lower, "%", least_percent, most=False)
+            self.note(f"{name}: computing", alone, "s")
+            self.note(f"{name}: what is sent takes", sending, "s")
             self.note(f"{name}: of the time for sending, seen", 100 * (both - alone) / sending, "%", 15.0)
-            by_op = SliceSteps(made, PROMPT)
-            by_op.prefill(PROMPT, PROMPT)
-            took_by_op = min(by_op.prefill(PROMPT, PROMPT) for _ in range(self.repeats))
-            self.note(f"{name}: with transfers, op by op", took_by_op, "s")
-            del made, link, cache, work, by_op
+            del made, link, cache, work
+            free()
+
+    def by_op(self, layers: int) -> None:
+        for plan in PREFILL:
+            made = self.slice_of(plan, layers, micro_batches=2)
+            steps = SliceSteps(made, PROMPT)
+            steps.prefill(PROMPT, PROMPT)
+            took = min(steps.prefill(PROMPT, PROMPT) for _ in range(self.repeats))
+            self.note(f"{in_two_parts(plan, layers)}: with transfers, op by op", took, "s")
+            del made, steps
             free()
 
     def decode(self, layers: int) -> None:
@@ -212,6 +218,10 @@ class Coming:
     def wait(self) -> Tensor:
         torch.cuda.current_stream().wait_event(self._over)
         return self._out
+
+
+def in_two_parts(plan: str, layers: int) -> str:
+    return f"prefill of {PROMPT} tokens, {plan}, {layers} layers, two parts"
 
 
 def decodes(made: RankSlice, rows: int) -> tuple[ForwardBatch, KvCache]:
