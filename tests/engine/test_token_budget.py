@@ -83,6 +83,17 @@ def test_how_long_a_prompt_takes() -> None:
     assert budget.prompt_s(20, 0, 0.02) == pytest.approx(0.012, rel=0.02), "one step at least"
 
 
+def test_what_stands_before_a_prompt_counts_until_its_middle() -> None:
+    budget = TokenBudget(0.05, 64)
+    for tokens, context in itertools.product((100, 400, 1600), (0, 4000, 16_000)):
+        for _ in range(5):
+            budget.took(step(tokens, context), 0.01 + 1e-8 * tokens * (context + (tokens + 1) / 2))
+    chunk = budget.prompt_tokens(0.05, 10_000 + 4000)
+    assert chunk == pytest.approx(0.04 / (1e-8 * 14_000), rel=0.05)
+    steps, pairs = 8000 / chunk, 8000 * (10_000 + 8001 / 2)
+    assert budget.prompt_s(8000, 10_000, 0.05) == pytest.approx(0.01 * steps + 1e-8 * pairs, rel=0.05)
+
+
 @pytest.mark.parametrize("ttft_s", [None, 4.0])
 @pytest.mark.parametrize("sizes", [(), (64, 128, 256, 1024)])
 @pytest.mark.parametrize("ahead", [False, True])
