@@ -89,17 +89,14 @@ class Bench:
             assert link is not None
             run = TokenRun(made.token_ids(PROMPT), 0, range(PROMPT // 64))
             work = partial(made.model.forward, ForwardBatch.pack([run], device=self.device), cache)
-            took = []
-            for on in (True, False):
-                link.on, link.carried = on, 0
-                work()
-                sending = link.carried / self.links
-                took.append(seconds(captured(work), self.repeats))
-                free()
-            both, alone = took
+            both = seconds(captured(work), self.repeats)
+            sending = link.carried / 2 / self.links  # the pass that was captured went before
             self.note(f"{name}: with transfers", both, "s", most_s * layers / 80)
             lower = 100 * (1 - both / whole)
             self.note(f"{name}: with transfers, lower than tp8", lower, "%", least_percent, most=False)
+            free()
+            link.on = False
+            alone = seconds(captured(work), self.repeats)
             self.note(f"{name}: computing", alone, "s")
             self.note(f"{name}: what is sent takes", sending, "s")
             self.note(f"{name}: of the time for sending, seen", 100 * (both - alone) / sending, "%", 15.0)
