@@ -16,6 +16,8 @@ from katydid_engine.request import Sampling
 from katydid_engine.runner import Runner
 from katydid_engine.scoring import ModelScorer
 from katydid_engine.sparse_prefill import SparsePrefill, whole_blocks
+from katydid_kernels import StemRule
+from katydid_kernels.stem_select.budget import kept_blocks
 from torch import Tensor
 
 from tests.engine.engine_process import engine, session
@@ -68,6 +70,20 @@ def test_chunks_compute_what_the_whole_prompt_does(folder: Path) -> None:
 )
 def test_chunks_end_between_blocks(start: int, chunk: int, expected: int) -> None:
     assert whole_blocks(start, chunk) == expected
+
+
+@pytest.mark.parametrize("prompt", [33_000, 131_072, 200_001])
+@pytest.mark.parametrize("budget", [0.15, 0.25, 0.5])
+def test_how_many_pairs_there_are(prompt: int, budget: float) -> None:
+    options = SparsePrefill(budget=budget)
+    kept = kept_blocks(StemRule(budget, tail=4), prompt)
+    blocks = [(start, min(128, prompt - start)) for start in range(0, prompt, 128)]
+    told = [options.pairs(start, count, prompt) for start, count in blocks]
+    assert sum(told) == pytest.approx(options.pairs(0, prompt, prompt))
+    assert sum(told) == pytest.approx(sum(kept) * 128 * 128, rel=0.1)
+    assert told[-1] == pytest.approx(blocks[-1][1] * prompt, rel=0.01), "the tail attends to everything"
+    for at in (10, len(kept) // 2, len(kept) - 5, len(kept) - 4):
+        assert options.attended(128 * at, prompt) == pytest.approx(kept[at] * 128, rel=0.25)
 
 
 def test_the_option_as_text() -> None:

@@ -25,8 +25,8 @@ from katydid_engine.models.decoder_lm import DecoderLM
 
 __all__ = ["CHUNKS", "SPARSE_CHUNKS", "ChunkSteps"]
 
-CHUNKS = (256, 512, 768, 1024, 1536, 2048)
-SPARSE_CHUNKS = (512, 1024, 1536, 2048)
+CHUNKS = (256, 384, 512, 768, 1024, 1536, 2048)
+SPARSE_CHUNKS = (256, 512, 1024, 1536, 2048)
 _FEWEST_ROWS = 8
 _NOWHERE = -1
 

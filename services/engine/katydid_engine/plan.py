@@ -86,8 +86,8 @@ class Transfer:
 class StepPlan:
     """One step. The first ``num_decodes`` runs hold one token each, the newest of their sequence, and compute
     ``decode_q_len`` of them: what the step before drafted follows it. ``drafts`` are to be made for the next step.
-    ``waits``: runs read pages that are still being unpacked, each layer when it has come. ``sparse``: a prompt is
-    computed so, for those who count what steps take."""
+    ``waits``: runs read pages that are still being unpacked, each layer when it has come. For those who count what
+    steps take: ``sparse`` says that a prompt is computed so, ``sparse_pairs`` about how many pairs there are then."""
 
     number: int
     ends: tuple[int, ...] = ()
@@ -102,6 +102,7 @@ class StepPlan:
     drafts: int = 0
     waits: bool = False
     sparse: bool = False
+    sparse_pairs: float = 0.0
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -73,8 +73,9 @@ class Prefills:
             ahead_s = min(_ahead(sequence, target_s, now) for sequence in decodes)
             step_s = self._pace(served, target_s * yields, ahead_s, now)
             chosen = self._next(served, step_s, now, turn)
-            most = min(most, self._budget.prompt_tokens(step_s, chosen.num_scheduled, self.sparse(chosen)))
-            took = self._budget.step_s(most, chosen.num_scheduled, self.sparse(chosen))
+            context = self._attended(chosen)
+            most = min(most, self._budget.prompt_tokens(step_s, context, self.sparse(chosen)))
+            took = self._budget.step_s(most, context, self.sparse(chosen))
             if self.sparse(chosen) and ahead_s < took - target_s and turn % _TURNS:
                 return [0] * len(wanted)  # rows get ahead first
         chunks = [0] * len(wanted)
@@ -104,15 +105,30 @@ class Prefills:
         options = self._sparse
         return options is not None and sequence.request.sparse_prefill and sequence.num_prompt >= options.min_tokens
 
+    def pairs(self, sequence: Sequence, count: int) -> float:
+        """About how many pairs of its next so many tokens and what they attend to there are."""
+        start = sequence.num_scheduled
+        if self._sparse is None or not self.sparse(sequence):
+            return count * (start + (count + 1) / 2)
+        return self._sparse.pairs(start, count, sequence.num_prompt)
+
+    def _attended(self, sequence: Sequence) -> float:
+        """Tokens that its next one attends to."""
+        if self._sparse is None or not self.sparse(sequence):
+            return sequence.num_scheduled
+        return self._sparse.attended(sequence.num_scheduled, sequence.num_prompt)
+
     def _dues(self, prompts: Several[Sequence], step_s: float, now: float) -> list[Due]:
         assert self._ttft_s is not None
         return [
-            Due(
-                self._budget.prompt_s(sequence.num_unscheduled, sequence.num_scheduled, step_s, self.sparse(sequence)),
-                sequence.request.received_at + self._ttft_s - now,
-            )
+            Due(self._work_s(sequence, step_s), sequence.request.received_at + self._ttft_s - now)
             for sequence in prompts
         ]
+
+    def _work_s(self, sequence: Sequence, step_s: float) -> float:
+        count = sequence.num_unscheduled
+        context = self.pairs(sequence, count) / count - (count + 1) / 2
+        return self._budget.prompt_s(count, context, step_s, self.sparse(sequence))
 
 
 def _ahead(sequence: Sequence, target_s: float, now: float) -> float:

@@ -169,6 +169,7 @@ class Scheduler:
             drafts=self._depth.choose(len(samples)) if samples else 0,
             waits=self._fetched.rely(sequences, unpacking),
             sparse=any(self._prefills.sparse(sequence) for sequence, _ in prefills),
+            sparse_pairs=sum(self._prefills.pairs(sequence, count) for sequence, count in prefills),
         )
         self._flights.append(StepFlight(plan, tuple(sequences), tuple(sequence.stay for sequence in sequences)))
         self._queues.moves.begin(plan, tuple(store for _, store in packs), unpacking)

@@ -87,6 +87,33 @@ class SparsePrefill:
             if not fits:
                 raise ValueError(f"{key} is {getattr(self, key)}: allowed is {_ALLOWED[key]}")
 
+    def attended(self, start: int, prompt: int) -> int:
+        """About how many tokens the one at ``start`` attends to, in layers that are sparse, of a prompt of so many."""
+        return start if start >= self.tail(prompt) else min(start, round(self._most(prompt)))
+
+    def pairs(self, start: int, count: int, prompt: int) -> float:
+        """Likewise of ``count`` tokens from ``start`` on, in all."""
+        most, tail = self._most(prompt), self.tail(prompt)
+
+        def before(end: float) -> float:
+            return end * end / 2 if end <= most else most * most / 2 + most * (end - most)
+
+        first, last, whole = min(start, tail), min(start + count, tail), max(start, tail)
+        behind = start + count - whole if start + count > tail else 0
+        return before(last) - before(first) + behind * (whole + behind / 2)
+
+    def tail(self, prompt: int) -> int:
+        """Where the tokens begin that attend to everything."""
+        return max(0, -(-prompt // _BLOCK_TOKENS) - self.tail_blocks) * _BLOCK_TOKENS
+
+    def _most(self, prompt: int) -> float:
+        """Tokens that others than the last attend to at most: what a share of all pairs comes to if that is as many for
+        all, without what the last take; the other rules keep a tenth of long prompts."""
+        if self.rule != "share":
+            return prompt / 10
+        tail = 2 * (prompt - self.tail(prompt)) / prompt
+        return prompt * (1 - (1 - max(0.0, self.budget - tail)) ** 0.5)
+
     def __str__(self) -> str:
         parts = (f"{field.name}={getattr(self, field.name)}" for field in fields(self))
         return f"{_METHOD}:{','.join(parts)}"
@@ -102,5 +129,5 @@ def whole_blocks(start: int, chunk: int) -> int:
 def before_tail(start: int, chunk: int, prompt: int, options: SparsePrefill) -> int:
     """The chunk of a prompt of so many tokens from token ``start`` on, cut to end before the blocks that attend to
     everything if that leaves any of it: these take as long as several times as many others."""
-    tail = (-(-prompt // _BLOCK_TOKENS) - options.tail_blocks) * _BLOCK_TOKENS
+    tail = options.tail(prompt)
     return min(chunk, tail - start) if tail > start else chunk

@@ -40,12 +40,12 @@ class StepCost:
         """Of a step, before any token."""
         return self._known[0]
 
-    def seconds(self, tokens: int, context: int, steps: float = 1.0) -> float:
+    def seconds(self, tokens: int, context: float, steps: float = 1.0) -> float:
         """Of ``tokens`` of a prompt behind ``context``, in so many steps."""
         first, token, pair = self._known
         return steps * first + token * tokens + pair * tokens * (context + (tokens + 1) / 2)
 
-    def tokens(self, seconds: float, context: int) -> int:
+    def tokens(self, seconds: float, context: float) -> int:
         """How many prompt tokens behind ``context`` fit that time; 0 if none do."""
         first, token, pair = self._known
         left, linear, square = seconds - first, token + pair * (context + 0.5), pair / 2

@@ -29,7 +29,7 @@ class TokenBudget:
         self._least = least
         self._dense, self._sparse = _Steps(sizes), _Steps(sparse_sizes)
 
-    def prompt_tokens(self, seconds: float, context: int = 0, sparse: bool = False) -> int:
+    def prompt_tokens(self, seconds: float, context: float = 0, sparse: bool = False) -> int:
         """Prompt tokens behind ``context`` for a step beside decodes that may take so long."""
         steps = self._sparse if sparse else self._dense
         if sparse and not steps.sizes:
@@ -37,21 +37,22 @@ class TokenBudget:
             seconds = max(seconds, 2 * steps.others.least_s)
         return steps.tokens(seconds, context, self._least)
 
-    def step_s(self, tokens: int, context: int, sparse: bool = False, *, beside: bool = True) -> float:
+    def step_s(self, tokens: int, context: float, sparse: bool = False, *, beside: bool = True) -> float:
         """Seconds of a step with so many tokens of one prompt, ``beside`` decodes or not."""
         return self._cost(tokens, sparse, beside).seconds(tokens, context)
 
-    def prompt_s(self, tokens: int, context: int, step_s: float, sparse: bool = False) -> float:
+    def prompt_s(self, tokens: int, context: float, step_s: float, sparse: bool = False) -> float:
         """Seconds until so many tokens of a prompt are computed beside decodes, in steps that take no longer than
-        ``step_s``."""
-        chunk = self.prompt_tokens(step_s, context + tokens // 2, sparse)
+        ``step_s``. ``context`` stands before them, or as much as makes the pairs as many as there are."""
+        chunk = self.prompt_tokens(step_s, context + tokens / 2, sparse)
         return self._cost(chunk, sparse, True).seconds(tokens, context, steps=max(1.0, tokens / chunk))
 
     def took(self, plan: StepPlan, seconds: float) -> None:
         """A step with prompt tokens has taken so long."""
         tokens, prompts = plan.num_prefill_tokens, len(plan.runs) - plan.num_decodes
         steps = self._sparse if plan.sparse else self._dense
-        steps.cost(tokens, bool(plan.num_decodes), alone=prompts == 1).took(tokens, plan.num_prefill_pairs, seconds)
+        pairs = plan.sparse_pairs if plan.sparse else plan.num_prefill_pairs
+        steps.cost(tokens, bool(plan.num_decodes), alone=prompts == 1).took(tokens, pairs, seconds)
 
     def _cost(self, tokens: int, sparse: bool, beside: bool) -> StepCost:
         return (self._sparse if sparse else self._dense).cost(tokens, beside)
@@ -71,7 +72,7 @@ class _Steps:
             return self.others
         return self.prepared if beside else self.without
 
-    def tokens(self, seconds: float, context: int, least: int) -> int:
+    def tokens(self, seconds: float, context: float, least: int) -> int:
         """As many as a step beside decodes may compute in that time."""
         others = max(least, self.others.tokens(seconds, context))
         if not self.sizes or others >= 2 * self.sizes[-1]:

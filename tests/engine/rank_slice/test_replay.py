@@ -12,17 +12,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from katydid_engine.block_pool import BlockPool
-from katydid_engine.plan import Run, Start, StepPlan
+from katydid_engine.plan import Run, StepPlan
 from katydid_engine.rank_slice.agents import Agents, AgentTraffic
 from katydid_engine.rank_slice.on_slice import OnSlice, measure_steps
 from katydid_engine.rank_slice.replay import Answer, Clocks, Replay, Simulated, WallClock
 from katydid_engine.rank_slice.replay_arena import ReplayArena
 from katydid_engine.rank_slice.skewed_routing import SHARES, SkewedRouting, expert_shares
-from katydid_engine.rank_slice.step_times import MeasuredSteps, StepTimes, between, fit_step_times
+from katydid_engine.rank_slice.step_times import BEHIND, MeasuredSteps, StepTimes, between, fit_step_times
 from katydid_engine.rank_slice.steps import SliceSteps
-from katydid_engine.request import Sampling
+from katydid_engine.request import Request, Sampling
 from katydid_engine.scheduler import Scheduler, SchedulerConfig
+from katydid_engine.sparse_prefill import SparsePrefill
 from katydid_engine.token_budget import TokenBudget
+from katydid_runtime.block_hash import ChainKey
 
 from tests.engine.rank_slice.small import small_slice
 
@@ -182,18 +184,31 @@ def test_hits_come_from_an_arena() -> None:
 
 
 def test_sparse_prompts_have_times_of_their_own() -> None:
+    options = SparsePrefill(budget=0.3, min_tokens=500)
     chunks = {(n, context): n * 1e-5 + 1e-9 * (n * context + n * (n + 1) // 2) for n in (64, 512) for context in (0, 9)}
-    sparse = {key: seconds / 4 for key, seconds in chunks.items()}
+    sparse = {
+        (n, context): n * 2e-5 + 3e-9 * options.pairs(context, n, context + n + BEHIND)
+        for n in (64, 512)
+        for context in (1000, 90_000)
+    }
     decodes = {(1, 8): 1e-3, (1, 16): 1e-3}
-    times = fit_step_times(MeasuredSteps(decodes, chunks, sparse))
+    times = fit_step_times(MeasuredSteps(decodes, chunks, sparse), options)
     plan = StepPlan(1, runs=(Run(7, 9, array("I", [1] * 512), 0, array("I")),))
     assert times.of(plan) == pytest.approx(chunks[512, 9])
-    assert times.of(plan, {7}) == pytest.approx(sparse[512, 9])
-    clock = Simulated(times, 100, sparse_from=500)
-    for length, expected in ((499, chunks), (500, sparse)):
-        start = Start(7, Sampling(), length, array("I"), sparse_prefill=True)
-        assert clock.begin(replace(plan, starts=(start,)))()[1] == pytest.approx(expected[512, 9])
-        clock.begin(StepPlan(2, ends=(7,)))
+    pairs = options.pairs(20_000, 512, 40_000)
+    assert times.of(replace(plan, sparse=True, sparse_pairs=pairs)) == pytest.approx(512 * 2e-5 + 3e-9 * pairs)
+
+
+@pytest.mark.parametrize("length", [499, 500])
+def test_the_scheduler_tells_which_prompts_are_sparse(length: int) -> None:
+    options = SparsePrefill(min_tokens=500)
+    config = SchedulerConfig(2048, 256, 16, sparse=options)
+    scheduler = Scheduler(config, BlockPool(40), lambda: 0.0, budget=TokenBudget(0.05, 64))
+    scheduler.add(Request(1, array("I", [1] * length), ChainKey(b"m" * 32), Sampling(), sparse_prefill=True))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert plan.sparse == (length == 500)
+    assert plan.sparse_pairs == (options.pairs(0, 256, 500) if plan.sparse else 256 * 257 / 2)
 
 
 def test_routing_as_uneven_as_it_was_measured() -> None:

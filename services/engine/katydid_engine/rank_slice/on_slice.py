@@ -9,15 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from katydid_engine.plan import Run, SampleRow, Start, StepOutput, StepPlan
-from katydid_engine.rank_slice.step_times import MeasuredSteps
+from katydid_engine.rank_slice.step_times import BEHIND, MeasuredSteps
 from katydid_engine.rank_slice.steps import Decoding, SliceSteps
 from katydid_engine.request import Sampling, pages_for
 
 __all__ = ["OnSlice", "measure_chunk", "measure_steps"]
 
 _SKIPPED = 2
-# Tokens of a sparse prompt behind a chunk: its last blocks attend to everything.
-_BEHIND = 16_384
 
 
 class OnSlice:
@@ -77,7 +75,7 @@ def measure_chunk(steps: SliceSteps, tokens: int, context: int, repeats: int, *,
     ids = array("I", steps.slice.token_ids(tokens + 1))
     first, *more = range(pages_for(context + tokens) + 1)
     tables = (array("I", [first]), array("I", more))
-    length = context + tokens + (_BEHIND if sparse else 1)
+    length = context + tokens + (BEHIND if sparse else 1)
     starts = (
         Start(stream, Sampling(ignore_eos=True), 1, ids),
         Start(prompt, Sampling(ignore_eos=True), length, ids, sparse_prefill=sparse),

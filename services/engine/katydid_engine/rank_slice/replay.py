@@ -78,15 +78,12 @@ class Executor(Protocol):
 
 
 class Simulated:
-    """A clock that a step moves on by its time; tokens are drawn. Prompts of ``sparse_from`` tokens and more that may
-    be sparse are."""
+    """A clock that a step moves on by its time; tokens are drawn."""
 
     ahead = 0
 
-    def __init__(self, times: StepTimes, vocabulary: int, sparse_from: int = 0) -> None:
+    def __init__(self, times: StepTimes, vocabulary: int) -> None:
         self._times = times
-        self._sparse_from = sparse_from
-        self._sparse: set[int] = set()
         self._now = 0.0
         self._tokens = itertools.cycle(range(2, vocabulary))
 
@@ -97,11 +94,7 @@ class Simulated:
         self._now = max(self._now, when)
 
     def begin(self, plan: StepPlan) -> Callable[[], tuple[StepOutput, float]]:
-        self._sparse.difference_update(plan.ends)
-        self._sparse.update(
-            start.sequence for start in plan.starts if start.sparse_prefill and start.num_prompt >= self._sparse_from
-        )
-        seconds = self._times.of(plan, self._sparse) if plan.runs else 0.0
+        seconds = self._times.of(plan) if plan.runs else 0.0
         self._now += seconds
         tokens = tuple(array("I", (next(self._tokens),)) for _ in plan.samples)
         packed, unpacked = (

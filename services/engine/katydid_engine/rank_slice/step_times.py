@@ -2,19 +2,23 @@
 
 A step's time is that of its rows through everything but attention, of the pairs of prompt tokens with what they attend
 to, and of the K and V that its decodes read. Rows are looked up between measured points; the other two are slopes.
-Chunks of prompts that are computed sparsely have rows and a slope of their own.
+Chunks of prompts that are computed sparsely have rows and a slope of their own, of the pairs that they keep.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from katydid_engine.plan import StepPlan
+from katydid_engine.sparse_prefill import SparsePrefill
 
-__all__ = ["MeasuredSteps", "StepTimes", "fit_step_times"]
+__all__ = ["BEHIND", "MeasuredSteps", "StepTimes", "fit_step_times"]
+
+# The last blocks of a sparse prompt attend to everything.
+BEHIND = 16_384
 
 Points = Sequence[tuple[int, float]]
 
@@ -26,7 +30,7 @@ class MeasuredSteps:
     Attributes:
         decodes: of (sequences, tokens behind each).
         chunks: of (prompt tokens, tokens behind them).
-        sparse: likewise of prompts that are computed sparsely.
+        sparse: likewise of prompts that are computed sparsely, which go on for ``BEHIND`` tokens.
     """
 
     decodes: dict[tuple[int, int], float]
@@ -55,39 +59,45 @@ class StepTimes:
     sparse_pair_s: float = 0.0
     sending: Points = ()
 
-    def of(self, plan: StepPlan, sparse: Container[int] = ()) -> float:
-        """Of a plan without drafts; ``sparse`` are the sequences whose prompts are computed so."""
-        decodes, prompts = plan.runs[: plan.num_decodes], plan.runs[plan.num_decodes :]
+    def of(self, plan: StepPlan) -> float:
+        """Of a plan without drafts."""
         rows = plan.num_decodes + plan.num_prefill_tokens
-        kind = self.decode_rows
-        if prompts:
-            kind = self.sparse_rows if any(run.sequence in sparse for run in prompts) else self.rows
-        seconds = between(kind, rows)
-        seconds += self.read_s * sum(run.start + 1 for run in decodes)
-        for run in prompts:
-            pairs = len(run.tokens) * (run.start + (len(run.tokens) + 1) / 2)
-            seconds += pairs * (self.sparse_pair_s if run.sequence in sparse else self.pair_s)
+        kind, pair_s, pairs = self.decode_rows, self.pair_s, float(plan.num_prefill_pairs)
+        if plan.sparse:
+            kind, pair_s, pairs = self.sparse_rows, self.sparse_pair_s, plan.sparse_pairs
+        elif pairs:
+            kind = self.rows
+        seconds = between(kind, rows) + pair_s * pairs
+        seconds += self.read_s * sum(run.start + 1 for run in plan.runs[: plan.num_decodes])
         return seconds + (between(self.sending, rows) if self.sending else 0.0)
 
 
-def fit_step_times(measured: MeasuredSteps) -> StepTimes:
+def fit_step_times(measured: MeasuredSteps, sparse: SparsePrefill | None = None) -> StepTimes:
     """Slopes by least squares over the differences between contexts of equal rows, then the rows without them.
+
+    Args:
+        sparse: how the sparse ones were computed.
 
     Raises:
         ValueError: no number of rows was measured at two contexts, of either kind.
     """
     read_s = _slope({(n, n * context): s for (n, context), s in measured.decodes.items()}, "decodes")
     decode_rows = _without([(n, n * context, s) for (n, context), s in measured.decodes.items()], read_s)
-    rows, pair_s = _prompts(measured.chunks, "chunks")
-    sparse_rows, sparse_pair_s = _prompts(measured.sparse, "sparse") if measured.sparse else ((), 0.0)
+    dense = {(n, n * context + n * (n + 1) // 2): s for (n, context), s in measured.chunks.items()}
+    rows, pair_s = _prompts(dense, "chunks")
+    sparse_rows: Points = ()
+    sparse_pair_s = 0.0
+    if measured.sparse:
+        options = sparse or SparsePrefill()
+        kept = {(n, options.pairs(c, n, c + n + BEHIND)): s for (n, c), s in measured.sparse.items()}
+        sparse_rows, sparse_pair_s = _prompts(kept, "sparse")
     return StepTimes(decode_rows, rows, pair_s, read_s, sparse_rows, sparse_pair_s)
 
 
-def _prompts(measured: dict[tuple[int, int], float], kind: str) -> tuple[Points, float]:
-    """Seconds by rows, and of a pair."""
-    pairs = {(n, n * context + n * (n + 1) // 2): s for (n, context), s in measured.items()}
-    pair_s = _slope(pairs, kind)
-    return _without([(n, work, s) for (n, work), s in pairs.items()], pair_s), pair_s
+def _prompts(seconds: Mapping[tuple[int, float], float], kind: str) -> tuple[Points, float]:
+    """Seconds by rows, and of a pair; of steps of so many rows and pairs."""
+    pair_s = _slope(seconds, kind)
+    return _without([(n, work, s) for (n, work), s in seconds.items()], pair_s), pair_s
 
 
 def between(points: Points, x: float) -> float:
@@ -102,7 +112,7 @@ def between(points: Points, x: float) -> float:
     return y0 * math.exp(math.log(y1 / y0) * math.log(x / x0) / math.log(x1 / x0))
 
 
-def _slope(seconds: dict[tuple[int, int], float], kind: str) -> float:
+def _slope(seconds: Mapping[tuple[int, float], float], kind: str) -> float:
     """Of seconds over the second number, among entries that share the first."""
     above = below = 0.0
     for rows in {rows for rows, _ in seconds}:
@@ -116,7 +126,7 @@ def _slope(seconds: dict[tuple[int, int], float], kind: str) -> float:
     return max(0.0, above / below)
 
 
-def _without(entries: Sequence[tuple[int, int, float]], slope: float) -> Points:
+def _without(entries: Sequence[tuple[int, float, float]], slope: float) -> Points:
     """Mean seconds by rows, less what their work takes."""
     points = []
     for rows in sorted({rows for rows, _, _ in entries}):

@@ -117,7 +117,7 @@ def run_workload(arguments: argparse.Namespace) -> dict[str, Any]:
         kind: [[*key, seconds] for key, seconds in points.items()] for kind, points in asdict(known).items()
     }
     _write(arguments.json, record)
-    times = fit_step_times(known)
+    times = fit_step_times(known, sparse)
     if steps is not None and arguments.streams:
         record["rows"].append(_streams(arguments, steps))
         _write(arguments.json, record)
@@ -251,7 +251,7 @@ def _simulation(arguments: argparse.Namespace, times: StepTimes, traffic: AgentT
             field="sparse_prefill",
             value=arguments.sparse_prefill,
         )
-    return Simulated(times, traffic.vocabulary, sparse.min_tokens if sparse else 0)
+    return Simulated(times, traffic.vocabulary)
 
 
 def _attained(
