@@ -31,6 +31,8 @@ def rewritten(schema: Any) -> Any:
         ('{"minimum": 3}', "#/minimum cannot be enforced without type number"),
         ('{"type": "string", "pattern": "a", "maxLength": 3}', "#/pattern cannot be enforced together"),
         ('{"type": "string", "pattern": "\\""}', "#/pattern cannot be enforced with quotes"),
+        ('{"type": "string", "pattern": "(?=a)b"}', "#/pattern: a lookahead"),
+        ('{"type": "string", "pattern": "a^b"}', "#/pattern: ^ at character 1"),
         ('{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "#/oneOf cannot"),
         ('{"type": "string", "enum": [1]}', "#/enum has no value"),
         ('{"type": "array", "minItems": -5}', "#/minItems is -5"),

@@ -11,6 +11,7 @@ from katydid_runtime.request_limits import MAX_GRAMMAR_CHARACTERS, MAX_GRAMMAR_C
 
 from katydid_engine.grammar import MAX_BEGIN_AFTER, Grammar, GrammarKind
 from katydid_engine.json_schema_rules import SchemaError, enforceable
+from katydid_engine.regex_rules import RegexError, enforceable_regex
 
 __all__ = ["parse_grammar"]
 
@@ -44,6 +45,16 @@ def parse_grammar(message: pb.Grammar, served: tuple[GrammarKind, ...], vocab_si
                 field=field,
                 value=message.json_schema,
                 allowed="a JSON schema that can be enforced token by token",
+            ) from error
+    if kind is GrammarKind.REGEX:
+        try:
+            source = enforceable_regex(source)
+        except RegexError as error:
+            raise InvalidRequestError(
+                f"the regex is refused: {error}",
+                field=field,
+                value=message.regex,
+                allowed="a regular expression that can be enforced token by token",
             ) from error
     return Grammar(kind, source, _begin_after(message.begin_after_ids, vocab_size))
 

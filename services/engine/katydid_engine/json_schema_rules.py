@@ -16,6 +16,8 @@ from typing import Any
 
 from katydid_runtime.request_limits import MAX_GRAMMAR_DEPTH
 
+from katydid_engine.regex_rules import RegexError, enforceable_regex
+
 __all__ = ["SchemaError", "enforceable"]
 
 _ANNOTATIONS = frozenset(
@@ -89,6 +91,7 @@ def _rewritten(schema: Any, path: str, depth: int) -> Any:
         if name in schema and not schema[name]:
             result[name] = {}
     _widen(result)
+    _keep_pattern(result, path)
     _limit_length(result)
     _keep_types(result, path)
     return result
@@ -217,6 +220,14 @@ def _widen(schema: dict[str, Any]) -> None:
         for name in schema["required"]:
             if "patternProperties" not in schema:
                 properties.setdefault(name, others)
+
+
+def _keep_pattern(schema: dict[str, Any], path: str) -> None:
+    if isinstance(schema.get("pattern"), str):
+        try:
+            schema["pattern"] = enforceable_regex(schema["pattern"])
+        except RegexError as error:
+            raise SchemaError(f"{path}/pattern: {error}") from error
 
 
 def _limit_length(schema: dict[str, Any]) -> None:

@@ -1,0 +1,82 @@
+"""What is left of an expression means the same; what the library would pass over is refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from katydid.engine.v1 import engine_pb2 as pb
+from katydid_engine.grammar import GrammarKind
+from katydid_engine.grammar_submission import parse_grammar
+from katydid_engine.regex_rules import RegexError, enforceable_regex
+from katydid_runtime.errors import InvalidRequestError
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kept"),
+    [
+        ("", ""),
+        ("^a$", "a"),
+        ("^$|^\\d+$", "|\\d+"),
+        ("^(^a$|^b$)$", "(a|b)"),
+        ("(?:^a|b)c$", "(?:a|b)c"),
+        ("(?P<n>^a)b{2}$", "(?P<n>a)b{2}"),
+        ("(?i)^a$", "(?i)a"),
+        ("[^a$]\\^\\$", "[^a$]\\^\\$"),
+        ("a\\", "a\\"),
+        ("[(]a", "[(]a"),
+        ("(a", "(a"),
+        ("a)", "a)"),
+    ],
+)
+def test_anchors_that_say_nothing_are_taken_out(pattern: str, kept: str) -> None:
+    assert enforceable_regex(pattern) == kept
+
+
+@pytest.mark.parametrize(
+    ("pattern", "named"),
+    [
+        ("a^b", r"\^ at character 1"),
+        ("a$b", r"\$ at character 1"),
+        ("(a$)b", r"\$ at character 2"),
+        ("(^a)*", r"\^ at character 1"),
+        ("(a$)+", r"\$ at character 2"),
+        ("(a|b)^c", r"\^ at character 5"),
+        ("(?=a)b", r"lookahead \(\(\?=...\) at character 0"),
+        ("a(?!b)", r"lookahead \(\(\?!...\) at character 1"),
+        (r"\Aa\z", r"\\A at character 0"),
+    ],
+)
+def test_what_would_be_passed_over_is_refused(pattern: str, named: str) -> None:
+    with pytest.raises(RegexError, match=named):
+        enforceable_regex(pattern)
+
+
+PATTERNS = st.recursive(
+    st.sampled_from(["a", "b", "^", "$", "^a$", ""]),
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map("".join),
+        st.tuples(inner, inner).map("|".join),
+        inner.map(lambda part: f"({part})"),
+        inner.map(lambda part: f"({part})*"),
+    ),
+    max_leaves=6,
+)
+
+
+@given(PATTERNS, st.text("ab", max_size=3))
+def test_the_same_texts_match(pattern: str, text: str) -> None:
+    try:
+        kept = enforceable_regex(pattern)
+    except RegexError:
+        return
+    assert bool(re.fullmatch(kept, text)) == bool(re.fullmatch(pattern, text))
+
+
+def test_a_request_with_such_an_expression_is_refused_by_its_field() -> None:
+    with pytest.raises(InvalidRequestError, match="the regex is refused: a lookahead") as caught:
+        parse_grammar(pb.Grammar(regex="(?=a)b"), (GrammarKind.REGEX,), 100)
+    assert caught.value.field == "sampling.grammar.regex"
+    assert parse_grammar(pb.Grammar(regex="^a$"), (GrammarKind.REGEX,), 100).source == "a"
