@@ -39,7 +39,7 @@ def prefills(tpot_s: float | None = None, ttft_s: float | None = None, *, sparse
     for tokens in (100, 400, 1600) * 10:
         plan = StepPlan(1, runs=(decode, Run(2, 0, array("I", [1]) * tokens, 0, array("I"))), num_decodes=1)
         budget.took(plan, FIRST_S + TOKEN_S * tokens)
-        plan = StepPlan(1, runs=plan.runs, num_decodes=1, sparse=True)
+        plan = StepPlan(1, runs=plan.runs, num_decodes=1, sparse=True, sparse_pairs=plan.num_prefill_pairs)
         budget.took(plan, sparse_first_s + TOKEN_S * tokens)
     return Prefills(budget, ttft_s, SPARSE)
 

@@ -83,6 +83,20 @@ def test_how_long_a_prompt_takes() -> None:
     assert budget.prompt_s(20, 0, 0.02) == pytest.approx(0.012, rel=0.02), "one step at least"
 
 
+def test_sparse_prompts_have_costs_and_sizes_of_their_own() -> None:
+    by_op, prepared = TokenBudget(0.05, 64, (100, 300)), TokenBudget(0.05, 64, (), (512, 1024))
+    for budget in (by_op, prepared):
+        for tokens in (400, 900, 1600) * 20:
+            plan = step(tokens)
+            plan = replace(plan, sparse=True, sparse_pairs=plan.num_prefill_pairs)
+            budget.took(plan, 0.4 + 1e-4 * tokens)
+    assert by_op.prompt_tokens(0.05, sparse=True) == pytest.approx(4000, rel=0.02), "as long as their least step again"
+    assert by_op.prompt_tokens(1.2, sparse=True) == pytest.approx(8000, rel=0.02)
+    assert by_op.prompt_tokens(0.05) == 100, "nothing is known of the others"
+    assert prepared.prompt_tokens(0.05, sparse=True) == 512
+    assert prepared.prompt_tokens(0.05) == 64
+
+
 def test_what_stands_before_a_prompt_counts_until_its_middle() -> None:
     budget = TokenBudget(0.05, 64)
     for tokens, context in itertools.product((100, 400, 1600), (0, 4000, 16_000)):

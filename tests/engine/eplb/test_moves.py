@@ -37,5 +37,7 @@ def test_an_expert_on_the_same_rank_is_taken_from_there_and_others_take_turns() 
     held = [0, 1, 2, 0, 1, 3]  # ranks of three slots
     assert moves_between(held, [0, 1, 0, 0, 1, 3], 2) == [Move(2, 0)]
     assert moves_between([0, 1, 0, 2, 3, 4], [0, 1, 0, 0, 0, 4], 2) == [Move(3, 0), Move(4, 2)]
+    assert moves_between([1, 0, 2, 0, 1, 3], [1, 0, 2, 0, 1, 0], 2) == [Move(5, 3)], "the first holder is elsewhere"
+    assert moves_between([0, 1, 0, 2, 0, 3, 4, 5], [0, 1, 0, 2, 0, 3, 0, 0], 4) == [Move(6, 0), Move(7, 2)]
     with pytest.raises(ValueError, match="expert 9 lies in no slot"):
         moves_between(held, [9, 1, 2, 0, 1, 3], 2)
