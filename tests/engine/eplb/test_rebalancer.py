@@ -92,7 +92,8 @@ class Ranks:
         self.total = torch.ones((LAYERS, EXPERTS), dtype=torch.int64)
         post = Post()
         self.told: list[BalanceState] = []
-        self.layers = [[Layer(rank, layer) for layer in range(LAYERS)] for rank in range(RANKS)]
+        with torch.inference_mode():  # as a model is built, and passes
+            self.layers = [[Layer(rank, layer) for layer in range(LAYERS)] for rank in range(RANKS)]
         self.ranks = [
             Rebalancer(
                 self.layers[rank],
@@ -108,8 +109,9 @@ class Ranks:
         for rank in self.ranks:
             rank.meanwhile()
         told = [rank.progress() for rank in self.ranks]
-        for rank in self.ranks:
-            rank.agreed(told, passing=passing)
+        with torch.inference_mode():
+            for rank in self.ranks:
+                rank.agreed(told, passing=passing)
         self.check()
 
     def check(self) -> None:

@@ -88,6 +88,7 @@ class Rebalancer:
         device = layers[0].table.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
+    @torch.inference_mode()
     def connect(self) -> None:
         """For all ranks together before there are requests: the first sum and the first message between two ranks
         connect them, and what is launched for the first time is loaded; both take longer than a pass may wait."""
@@ -129,6 +130,7 @@ class Rebalancer:
             self._begin()
             self._tell(self.state)
 
+    @torch.inference_mode()
     def meanwhile(self) -> None:
         """Once a round: works out a layer's placement and gathers what leaves this rank; sends it; or swaps in what has
         come, behind the pass that the current stream is about."""
