@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from functools import partial
 
 import numpy as np
@@ -11,7 +12,7 @@ from katydid_engine.model_config import ModelConfig
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.rank_groups import RankGroups
 from katydid_engine.rank_slice.floor import floor_s, step_work
-from katydid_engine.rank_slice.steps import Decoding
+from katydid_engine.rank_slice.steps import Decoding, SliceSteps
 from one_rank import CHUNK, Rank
 from shares import build_share, cut_hy3, steps_of
 
@@ -20,6 +21,7 @@ __all__ = ["serve"]
 # The share of drafts that count as right: synthetic weights predict nothing.
 AGREEMENT = 0.85
 LONG = 65536
+SETTLING, STEPS = 6, 30
 TPOT_S, HY3_LAYERS = 0.05, 80
 # With eight GPUs, of a prompt of 32,768 tokens, a split residual against a whole one, %.
 LEAST_SHORTER = 24.5
@@ -42,7 +44,7 @@ def serve(
     name = f"{plan}" + ("" if peers else " over NCCL") + (f", {drafts} drafts" if drafts else "")
     shares = {batch: batch // plan.dp for batch in batches if batch >= plan.dp}
     tokens = max([*lengths, *(rows * (context + 256) for rows in shares.values())])
-    # As in an engine: groups that share experts agree on every pass, and none plans one before the last is over.
+    # As in an engine: groups that share experts agree on every pass, and launch none before the last is over.
     steps = steps_of(share, tokens, drafts, ahead=plan.dp == 1)
     for length in lengths if plan.dp == 1 else []:
         calls = 4 if length < LONG else 1
@@ -59,7 +61,7 @@ def serve(
             steps.capture(most, context + 256, agreement=AGREEMENT if drafts else None)
         if plan.dp > 1:
             share.model.before_pass = Lockstep(groups.step, share.model.take_part).enter
-        took[batch] = own.slowest(float(np.median(Decoding(steps, rows, context).time(30, 6))))
+        took[batch] = own.slowest(_step_s(steps, Decoding(steps, rows, context)))
         least = None if drafts else 1e3 * _step_floor_s(config, plan, rows, context)
         own.note(
             f"serve {batch} x {context}, {name}: a step, {own.layers} layers", 1e3 * took[batch], "ms", floor=least
@@ -81,6 +83,20 @@ def serve(
             own.of_tp.setdefault(("rate", 0), rate)
     if memory is not None:
         memory.check()
+
+
+def _step_s(steps: SliceSteps, decoding: Decoding) -> float:
+    """Median of a step, launched while the one before runs or, where none is planned ahead, when it is over."""
+    if steps.ahead:
+        return float(np.median(decoding.time(STEPS, SETTLING)))
+    seconds = []
+    for _ in range(SETTLING + STEPS):
+        started = time.perf_counter()
+        decoding.step()
+        steps.synchronize()
+        seconds.append(time.perf_counter() - started)
+    decoding.end()
+    return float(np.median(seconds[SETTLING:]))
 
 
 def _prompt_floor_s(config: ModelConfig, plan: ParallelPlan, tokens: int) -> float:
