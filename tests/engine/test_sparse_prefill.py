@@ -133,6 +133,17 @@ def test_the_runner_tells_the_model_which_prompts_are_sparse(folder: Path, monke
     assert batches[-1].prefills == (), "one may not be, the other is too short"
 
 
+def test_what_a_prompt_keeps_is_worked_out_before_its_first_step(folder: Path) -> None:
+    model = load_model(folder)
+    model.use_sparse_prefill(SparsePrefill(min_tokens=1000, budget=0.31))
+    before = kept_blocks.cache_info().misses
+    for length in (999, 1000, 70_000):
+        model.expect(length)
+    assert kept_blocks.cache_info().misses == before + 2
+    kept_blocks(StemRule(0.31, tail=4), 70_000)
+    assert kept_blocks.cache_info().misses == before + 2
+
+
 @pytest.mark.e2e
 def test_pages_serve_only_those_who_allow_what_made_them(folder: Path, tmp_path: Path) -> None:
     with engine(

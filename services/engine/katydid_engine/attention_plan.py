@@ -18,6 +18,7 @@ from katydid_kernels import (
     sparse_plan,
 )
 from katydid_kernels.decode_plan import RECORD
+from katydid_kernels.stem_select import kept_blocks
 from torch import Tensor
 
 from katydid_engine.fixed_prefill import FixedPrefill
@@ -124,6 +125,11 @@ class AttentionPlanner:
             return None
         new, ends = [chunk.new for chunk in chunks], [chunk.end for chunk in chunks]
         return sparse_plan(stem_rule(options), new, ends, prompts, batch.token_ids.device, heads=self._heads)
+
+    def expect(self, prompt: int) -> None:
+        """Works out how many blocks each block of a sparse prompt of so many tokens keeps, which is remembered."""
+        assert self.sparse_prefill is not None
+        kept_blocks(stem_rule(self.sparse_prefill), prompt)
 
     def fixed_prefill(self, chunk: int, longest: int, *, sparse: bool) -> FixedPrefill:
         """For graphs of passes with ``chunk`` tokens of a prompt, the last of at most ``longest``."""

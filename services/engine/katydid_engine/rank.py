@@ -36,6 +36,7 @@ from katydid_engine.planning.memory import check_memory
 from katydid_engine.profiling import StepProfiler
 from katydid_engine.quantization import Scheme, scheme_to_apply
 from katydid_engine.rank_groups import RankGroups, join_groups
+from katydid_engine.request import Request
 from katydid_engine.runner import Runner
 from katydid_engine.scheduler import Scheduler, SchedulerConfig
 from katydid_engine.slot_memory import SlotMemory
@@ -201,12 +202,20 @@ def _lead(
         run=runner.run if lockstep is None else functools.partial(_run, runner, lockstep),
         publish=lambda plan: publish(pickle.dumps(plan)),
         peers=None if lockstep is None else _Peers(lockstep, publish),
-        prepare=grammars.prepare,
+        prepare=functools.partial(_prepare, grammars, model),
         profiler=StepProfiler(),
         faults=config.faults,
         thread=thread,
         launch=(lambda plan: runner.launch(plan).output) if ahead and thread is None else None,
     )
+
+
+def _prepare(grammars: CompiledGrammars, model: DecoderLM, request: Request) -> None:
+    """Begins what a request needs before its first step."""
+    if request.sampling.grammar is not None:
+        grammars.prepare(request.sampling.grammar)
+    if request.sparse_prefill:
+        model.expect(len(request.prompt))
 
 
 def _rebalancer(

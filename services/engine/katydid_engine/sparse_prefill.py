@@ -8,6 +8,7 @@ are computed densely, and their pages have the identity of a model without the o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -112,7 +113,7 @@ class SparsePrefill:
         if self.rule != "share":
             return prompt / 10
         tail = 2 * (prompt - self.tail(prompt)) / prompt
-        return prompt * (1 - (1 - max(0.0, self.budget - tail)) ** 0.5)
+        return prompt * (1 - math.sqrt(1 - max(0.0, self.budget - tail)))
 
     def __str__(self) -> str:
         parts = (f"{field.name}={getattr(self, field.name)}" for field in fields(self))

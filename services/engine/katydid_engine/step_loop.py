@@ -15,7 +15,6 @@ from typing import Protocol
 from katydid_engine.block_pool import BlockPool, IntegrityError
 from katydid_engine.channel import BlockingChannel
 from katydid_engine.faults import FaultDelays
-from katydid_engine.grammar import Grammar
 from katydid_engine.messages import (
     Abort,
     Alive,
@@ -34,6 +33,7 @@ from katydid_engine.messages import (
     ToWorker,
 )
 from katydid_engine.plan import StepOutput, StepPlan
+from katydid_engine.request import Request
 from katydid_engine.scheduler import Scheduler
 from katydid_engine.speed import Speed
 from katydid_engine.step_thread import Inline, StepThread
@@ -76,7 +76,7 @@ class Peers(Protocol):
 
 class StepLoop:
     """The first rank's loop. ``publish`` hands a plan to the other ranks; ``run`` carries it out on this one;
-    ``prepare`` hears of each grammar when its request comes. With a ``thread`` the next step is planned while one
+    ``prepare`` hears of each request when it comes. With a ``thread`` the next step is planned while one
     runs there. With ``launch`` it is planned while a device carries one out: that begins a step and returns what waits
     for its output, to be called in order. Without both every step runs where it was planned."""
 
@@ -88,7 +88,7 @@ class StepLoop:
         *,
         run: Callable[[StepPlan], StepOutput],
         publish: Callable[[StepPlan], None],
-        prepare: Callable[[Grammar], None],
+        prepare: Callable[[Request], None],
         profiler: Profiler,
         peers: Peers | None = None,
         faults: FaultDelays = FaultDelays(),
@@ -215,8 +215,7 @@ class StepLoop:
     def _take(self, message: ToWorker) -> None:
         match message:
             case Submit(request):
-                if request.sampling.grammar is not None:
-                    self._prepare(request.sampling.grammar)
+                self._prepare(request)
                 self._scheduler.add(request)
             case Abort(handle):
                 self._scheduler.abort(handle)

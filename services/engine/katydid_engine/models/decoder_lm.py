@@ -195,6 +195,11 @@ class DecoderLM:
         options = self.sparse_prefill
         return options is not None and prompt >= options.min_tokens
 
+    def expect(self, prompt: int) -> None:
+        """A prompt of so many tokens comes that may be sparse: what takes a while is not left to its first step."""
+        if self.computes_sparsely(prompt):
+            self._planner.expect(prompt)
+
     def fixed_prefill(self, chunk: int, longest: int, *, sparse: bool) -> FixedPrefill:
         """As `AttentionPlanner.fixed_prefill`."""
         return self._planner.fixed_prefill(chunk, longest, sparse=sparse)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from katydid_engine.plan import Run, SampleRow, Start, StepOutput, StepPlan
 from katydid_engine.rank_slice.step_times import BEHIND, MeasuredSteps
 from katydid_engine.rank_slice.steps import Decoding, SliceSteps
-from katydid_engine.request import Sampling, pages_for
+from katydid_engine.request import Request, Sampling, pages_for
 
 __all__ = ["OnSlice", "measure_chunk", "measure_steps"]
 
@@ -41,6 +41,10 @@ class OnSlice:
             return output, output.seconds(time.perf_counter() - began)
 
         return end
+
+    def expect(self, request: Request) -> None:
+        if request.sparse_prefill:
+            self._steps.slice.model.expect(len(request.prompt))
 
     def close(self) -> None:
         """Ends what is open, for another to take its place."""

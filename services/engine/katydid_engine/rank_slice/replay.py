@@ -76,6 +76,10 @@ class Executor(Protocol):
         """What comes of it, and how long it took."""
         ...
 
+    def expect(self, request: Request) -> None:
+        """A request has come."""
+        ...
+
 
 class Simulated:
     """A clock that a step moves on by its time; tokens are drawn."""
@@ -92,6 +96,9 @@ class Simulated:
 
     def wait_until(self, when: float) -> None:
         self._now = max(self._now, when)
+
+    def expect(self, request: Request) -> None:
+        """Nothing to do."""
 
     def begin(self, plan: StepPlan) -> Callable[[], tuple[StepOutput, float]]:
         seconds = self._times.of(plan) if plan.runs else 0.0
@@ -246,6 +253,7 @@ class Replay:
         for one in opened:
             request = replace(one.request, handle=next(self._handles), generated=one.tokens[:])
             self._open[request.handle] = replace(one, request=request)
+            self._executor.expect(request)
             self._scheduler.add(request)
 
     def abort(self) -> None:
@@ -265,5 +273,6 @@ class Replay:
         sampling = Sampling(max_tokens=turn.output_tokens, ignore_eos=True)
         request = Request(handle, prompt, _KEY, sampling, received_at=now, sparse_prefill=self._sparse)
         self._open[handle] = _Open(session, request, answer)
+        self._executor.expect(request)
         self._scheduler.add(request)
         return answer

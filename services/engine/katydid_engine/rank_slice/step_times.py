@@ -83,7 +83,7 @@ def fit_step_times(measured: MeasuredSteps, sparse: SparsePrefill | None = None)
     """
     read_s = _slope({(n, n * context): s for (n, context), s in measured.decodes.items()}, "decodes")
     decode_rows = _without([(n, n * context, s) for (n, context), s in measured.decodes.items()], read_s)
-    dense = {(n, n * context + n * (n + 1) // 2): s for (n, context), s in measured.chunks.items()}
+    dense = {(n, n * (context + (n + 1) / 2)): s for (n, context), s in measured.chunks.items()}
     rows, pair_s = _prompts(dense, "chunks")
     sparse_rows: Points = ()
     sparse_pair_s = 0.0
