@@ -57,8 +57,8 @@ def serve(
     for batch, rows in shares.items():
         if not own.dry and (plan.dp > 1 or not took):
             share.model.before_pass = None
-            most = rows if plan.dp > 1 else max(shares)
-            steps.capture(most, context + 256, agreement=AGREEMENT if drafts else None)
+            captured = [rows] if plan.dp > 1 else list(shares.values())
+            steps.capture_batches(captured, context + 256, [drafts], AGREEMENT if drafts else None)
         if plan.dp > 1:
             share.model.before_pass = Lockstep(groups.step, share.model.take_part).enter
         took[batch] = own.slowest(_step_s(steps, Decoding(steps, rows, context)))
