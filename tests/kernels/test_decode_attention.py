@@ -88,7 +88,7 @@ def test_the_op_says_what_it_writes_and_compiles():
     q = queries(3, 2, 6, 16, torch.float32, "cpu")
     out, lse = torch.empty_like(q), torch.empty(3, 2, 6)
     op = torch.ops.katydid.decode_attention
-    torch.library.opcheck(op.default, (q, *pages, out, lse, 0.25, *[None] * 9, False))
+    torch.library.opcheck(op.default, (q, *pages, out, lse, 0.25, *[None] * 9, False, None))
     compiled = torch.compile(lambda q: decode_attention(q, *pages)[0] + 1, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(q), decode_attention(q, *pages)[0] + 1)
 

@@ -143,7 +143,7 @@ def _attend(
     stats: Tensor | None,
     counters: Tensor | None,
     overlap: bool,
-    out_scale: Tensor | None = None,
+    out_scale: Tensor | None,
 ) -> None:
     problem = DecodeProblem(
         q, k_pages, v_pages, block_table, context_lens, out, lse, scale, soft_cap, window, q_scale, k_scale, v_scale,
@@ -197,7 +197,7 @@ _decode_attention = torch.library.custom_op(
     schema="(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor context_lens, Tensor(a!) out, "
     "Tensor(b!) lse, float scale, float? soft_cap, int? window, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, "
     "Tensor? plan, Tensor(c!)? partial, Tensor(d!)? stats, Tensor(e!)? counters, bool overlap, "
-    "Tensor(f!)? out_scale=None) -> ()",
+    "Tensor(f!)? out_scale) -> ()",
 )(_attend)
 
 
