@@ -12,6 +12,7 @@ from katydid_engine.ledger import Outcome
 from katydid_engine.plan import StepPlan
 from katydid_engine.request import FinishReason, Request, Sampling
 from katydid_engine.scheduler import Scheduler, SchedulerConfig
+from katydid_engine.token_budget import TokenBudget
 from katydid_runtime.block_hash import ChainKey
 
 from tests.engine.paper_runner import VOCAB, PaperRunner, expected_output
@@ -22,7 +23,7 @@ STREAMS = [[(7 * i * i + 11 * i + s) % VOCAB for i in range(400)] for s in range
 
 class Rig:
     """A scheduler, its runner, and a face that keeps what it is told. With ``ahead`` a step is planned while the one
-    before is in flight."""
+    before is in flight; with a ``budget``, or a target of the time to a first token, it learns what steps take."""
 
     def __init__(
         self,
@@ -32,13 +33,18 @@ class Rig:
         ahead: bool = False,
         drafts: int = 0,
         lingers: Callable[[], bool] = lambda: False,
+        budget: TokenBudget | None = None,
+        ttft_target_s: float | None = None,
         **config: object,
     ) -> None:
         values = {"max_model_tokens": 300, "max_batch_tokens": 96, "max_sequences": 4, "eos_token_ids": EOS}
         self.config = SchedulerConfig(**(values | config))  # type: ignore[arg-type]
         self.now = 0.0
         self.pool = BlockPool(num_pages)
-        self.scheduler = Scheduler(self.config, self.pool, lambda: self.now, range(slots), DraftDepth(drafts))
+        self.scheduler = Scheduler(
+            self.config, self.pool, lambda: self.now, range(slots), DraftDepth(drafts), budget, ttft_target_s
+        )
+        self.by_time = budget is not None or ttft_target_s is not None
         self.runner = PaperRunner(num_pages, 2 * slots, lingers)
         self.requests: dict[int, Request] = {}
         self.output: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -71,6 +77,8 @@ class Rig:
         if len(self.in_flight) > (plan is not None and self.ahead):
             done = self.in_flight.popleft()
             self.scheduler.commit(done, self.runner.run(done))
+            if self.by_time:
+                self.scheduler.took(done, 0.002 + 1e-4 * done.num_prefill_tokens)
         self.collect()
         return plan is not None or done is not None
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from katydid_engine.plan import Run, StepPlan
 from katydid_engine.prefills import Prefills
 from katydid_engine.request import LiveRequest, Request, Sequence
@@ -98,3 +100,18 @@ def test_a_sparse_prompt_waits_until_rows_are_ahead() -> None:
     assert slow.choose(long, [row(1.9)], 4000, 1.0, 2.0, 1)[0] > 0, "a row that has just begun may wait"
     assert slow.choose(long, [row(1.9), row(0.0)], 4000, 1.0, 2.0, 1) == [0], "the last of them counts"
     assert slow.choose([prompt(6000)], [row(0.0)], 4000, 1.0, 2.0, 1)[0] > 0, "dense steps are short enough"
+
+
+@given(st.floats(0.01, 1), st.integers(0, 5), st.integers(1, 3000), st.lists(st.integers(1, 500), max_size=8))
+def test_pairs_that_are_kept_add_up_and_are_no_more_than_there_are(
+    budget: float, tail_blocks: int, tokens: int, chunks: list[int]
+) -> None:
+    options = SparsePrefill(budget=budget, tail_blocks=tail_blocks)
+    whole, start, found = options.pairs(0, tokens, tokens), 0, 0.0
+    for chunk in [*chunks, tokens]:
+        count = min(chunk, tokens - start)
+        if count:
+            found += options.pairs(start, count, tokens)
+            start += count
+    assert found == pytest.approx(whole)
+    assert 0 < whole <= tokens * tokens / 2 * (1 + 1e-9)

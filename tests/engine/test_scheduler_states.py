@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from katydid_engine.messages import KvArrived, KvCancel, KvCorrupt, KvFound, KvLookup, KvReadSlotsFree, KvStore
 from katydid_engine.request import Sampling, Tier
+from katydid_engine.sparse_prefill import SparsePrefill
+from katydid_engine.token_budget import TokenBudget
 
 from tests.engine.paper_runner import checksum
 from tests.engine.scheduler_rig import STREAMS, Rig
 
 LENGTHS = [129, 64, 192, 250, 65, 128, 63, 1, 150, 127, 2]
-FLAGS = ["ignore_eos", "generated", "prompt_logprobs", "bypass", "deadline"]
+FLAGS = ["ignore_eos", "generated", "prompt_logprobs", "bypass", "deadline", "sparse"]
 # The first two share a block and a half, the others nothing.
 PROMPTS = [STREAMS[0], STREAMS[0][:96] + STREAMS[1][96:], STREAMS[1], STREAMS[1][::-1]]
 
@@ -29,10 +31,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         attached=st.booleans(),
         drafts=st.integers(0, 3),
         ahead=st.booleans(),
+        paces=st.sampled_from([None, (0.005, None), (None, 0.1), (0.005, 0.1)]),
+        sizes=st.sampled_from([(), (16, 64)]),
     )
-    def build(self, num_pages: int, batch: int, watermark: int, attached: bool, drafts: int, ahead: bool) -> None:
+    def build(
+        self,
+        num_pages: int,
+        batch: int,
+        watermark: int,
+        attached: bool,
+        drafts: int,
+        ahead: bool,
+        paces: tuple[float | None, float | None] | None,
+        sizes: tuple[int, ...],
+    ) -> None:
         limits = {"max_batch_tokens": batch, "watermark_pages": watermark, "max_bypass": 2, "drafts": drafts}
-        self.rig = Rig(num_pages=num_pages, slots=3, ahead=ahead, **limits)
+        tpot_s, ttft_s = paces or (None, None)
+        budget = None if paces is None else TokenBudget(tpot_s, 4, sizes, sizes)
+        sparse = None if paces is None else SparsePrefill(min_tokens=100, tail_blocks=0)
+        self.rig = Rig(
+            num_pages=num_pages, slots=3, ahead=ahead, budget=budget, ttft_target_s=ttft_s, sparse=sparse, **limits
+        )
         self.store: dict[bytes, list[int]] = {}
         self.lookups: list[KvLookup] = []
         self.fetches: dict[int, list[bytes]] = {}
@@ -89,6 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 generated=generated,
                 priority=priority,
                 bypass_cache="bypass" in flags,
+                sparse_prefill="sparse" in flags,
                 deadline=self.rig.now + 0.5 if "deadline" in flags else None,
             )
 

@@ -112,7 +112,8 @@ class SparsePrefill:
         all, without what the last take; the other rules keep a tenth of long prompts."""
         if self.rule != "share":
             return prompt / 10
-        tail = 2 * (prompt - self.tail(prompt)) / prompt
+        # Without such blocks the last one counts whole, which may be more than there is.
+        tail = 2 * max(0, prompt - self.tail(prompt)) / prompt
         return prompt * (1 - math.sqrt(1 - max(0.0, self.budget - tail)))
 
     def __str__(self) -> str:
