@@ -33,6 +33,7 @@ from katydid_runtime.channel import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
 from katydid_runtime.errors import AddressInUseError, DrainingError, KatydidError, SettingsError
 from katydid_runtime.exposition import split_address
 from katydid_runtime.interceptors import AroundInterceptor, Context
+from katydid_runtime.malformed import MalformedInterceptor
 from katydid_runtime.rpc_errors import error_interceptor
 from katydid_runtime.tls import ServerTls
 
@@ -92,6 +93,7 @@ class RpcServer:
                 AroundInterceptor(_bind_request_id),
                 error_interceptor(),
                 AroundInterceptor(self._count, lambda method: not method.startswith(_INFRASTRUCTURE)),
+                MalformedInterceptor(),
             ),
             options=_options(reuse_port, max_message_bytes),
         )

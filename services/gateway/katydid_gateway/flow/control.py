@@ -64,7 +64,7 @@ class FlowControl:
         if ttft_s > limit_s > 0:
             self._metrics.shed.labels("late").inc()
             raise OverloadedError(
-                f"the first token would come in {ttft_s:.1f} s, later than the {limit_s:.1f} s it may take",
+                f"the first token would come in {ttft_s:.3g} s, later than the {limit_s:.3g} s it may take",
                 retry_after_s=max(1.0, ttft_s - limit_s),
             )
         reservation = self.budgets.reserve(tenant, prediction.uncached_tokens, now)
