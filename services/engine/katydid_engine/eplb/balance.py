@@ -64,6 +64,7 @@ def place_experts(loads: _Floats, copies: int, gpus: int, *, nodes: int = 1, gro
     Args:
         loads: ``[experts]``, how much work each was, in any unit.
         copies: of all experts together; a multiple of ``gpus``, at least the number of experts.
+        nodes: hosts, each of which gets whole groups; where these do not divide by them all GPUs are as of one host.
         groups: experts ``i * experts / groups`` and on are one group.
 
     Raises:
