@@ -16,6 +16,7 @@ from katydid_runtime.errors import (
     SettingsError,
     UnauthenticatedError,
     UnavailableError,
+    UnsupportedError,
 )
 from typer.exceptions import Abort, TyperException
 
@@ -46,6 +47,10 @@ def run(argv: Sequence[str]) -> int:
         # Whatever else is not available says itself what to do about it.
         hint = f"; {_where_to_look(argv)}" if str(error).startswith("the connection to ") else ""
         return _fail(f"{error}{hint}", 1)
+    except UnsupportedError as error:
+        # gRPC's own words where the address is another service's.
+        unknown = str(error) == "Method not found!"
+        return _fail(_whose_address(argv), 2) if unknown else _fail(str(error), 1)
     except KatydidError as error:
         return _fail(_with_allowed(error), 2 if isinstance(error, _ASKED_WRONGLY) else 1)
     except (Abort, KeyboardInterrupt):
@@ -73,6 +78,16 @@ def _where_to_look(argv: Sequence[str]) -> str:
     if argv[0] == "gateway":
         return "has the gateway an admin_listen (katydid up --gateway-option=--admin-listen=127.0.0.1:8002)?"
     return "is a fleet running there (katydid up)? --address names another"
+
+
+def _whose_address(argv: Sequence[str]) -> str:
+    if argv[0] == "cache":
+        meant = "what listens there is no cache service, or has its AdminService elsewhere (admin_listen)"
+    elif argv[0] == "gateway":
+        meant = "what listens there is no gateway's AdminService (admin_listen)"
+    else:
+        meant = "what listens there is no gateway"
+    return f"{meant}; --address names another"
 
 
 def _fail(message: str, code: int) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
 from katydid_cli.__main__ import run
 from katydid_cli.model_folder import FALLBACK, resolve_model
@@ -171,3 +173,22 @@ def test_an_unwritable_cache_directory_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(SettingsError, match="file"):
         resolve_model(None, tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["chat"], "what listens there is no gateway; --address"),
+        (["cache", "flush"], "no cache service, or has its AdminService elsewhere (admin_listen)"),
+        (["gateway", "engines"], "no gateway's AdminService (admin_listen)"),
+    ],
+)
+def test_an_address_of_another_service_is_told(argv, told, capsys):
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        assert run([*argv, "--address", f"127.0.0.1:{port}"]) == 2
+    finally:
+        server.stop(None)
+    assert told in capsys.readouterr().err

@@ -116,7 +116,9 @@ def test_a_row_whose_slot_was_rewritten_is_absent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS])
-def test_a_failing_disk_degrades_to_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_a_failing_disk_degrades_to_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
     def fail(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -127,6 +129,8 @@ def test_a_failing_disk_degrades_to_memory(tmp_path: Path, monkeypatch: pytest.M
             refused = await durably(cache, space, 2)
             assert refused.status is PutStatus.REFUSED
             assert refused.refusal is (PutRefusal.DISK_FULL if code == errno.ENOSPC else PutRefusal.DISK_FAILING)
+            told = "the disk is full" if code == errno.ENOSPC else "disk write failed"
+            assert [record for record in caplog.records if record.message.startswith(told)]
             assert await get(cache, space, 2) == payload(2)
             assert put(cache, space, 3).status is PutStatus.STORED
             assert cache.store.disk is not None

@@ -110,10 +110,11 @@ class SlabAllocator(Generic[Owner]):
         if slab.free:
             open_slabs[number] = None
 
-    def stop_growing(self) -> None:
-        """Do without the slabs that are not in use, because there turned out to be no storage behind them."""
-        self._forgone += self._unused
-        self._unused = []
+    def stop_growing(self) -> int:
+        """Do without the slabs that are not in use, because there turned out to be no storage behind them; how many."""
+        forgone, self._unused = self._unused, []
+        self._forgone += forgone
+        return len(forgone)
 
     def resume_growing(self) -> None:
         """Undo `stop_growing`: there may be storage again."""

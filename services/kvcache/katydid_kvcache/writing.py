@@ -7,6 +7,7 @@ in memory alone until there is room in the queue; if it is evicted before, it is
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -32,6 +33,8 @@ _SIGHT_BLOCKS = 8
 _NOT_WRITTEN = (GIVEN_UP, NOT_WRITTEN)
 
 Claim: TypeAlias = bytes | int
+
+logger = logging.getLogger(__name__)
 """What a client says of the bytes it wrote: xxh3-128 (16 bytes), or of a whole block its 64-bit linear checksum."""
 
 
@@ -274,7 +277,11 @@ class Writer:
             store.disk.counters.sheds[refusal.name.lower().removeprefix("disk_")] += 1
             store.disk.free(block, slot)
             if refusal is PutRefusal.DISK_FULL:
-                store.disk.slots.stop_growing()
+                slots = store.disk.slots
+                if missing := slots.stop_growing() * slots.slab_bytes:
+                    logger.warning(
+                        "the disk is full: its tier stays at the size it has reached", extra={"missing_bytes": missing}
+                    )
         elif block.namespace.blocks.get(block.hash) is block:
             store.place(store.disk, block, slot)
         else:
