@@ -77,9 +77,13 @@ class Fp8Matrix:
 
     def dequantised(self) -> Tensor:
         """fp32 ``[out, in]``."""
+        return self.weight.float() * self.wide_scale()
+
+    def wide_scale(self) -> Tensor:
+        """fp32 ``[1, 1]`` or ``[out, 1]``; of blocks ``[out, in]``."""
         if not self.of_blocks:
-            return self.weight.float() * self.scale[:, None]
-        return self.weight.float() * self.scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+            return self.scale[:, None]
+        return self.scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
 
     def with_row_scales(self) -> Fp8Matrix:
         """Rounded once more where it has scales of blocks, as it is otherwise."""

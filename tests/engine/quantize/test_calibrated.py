@@ -142,6 +142,27 @@ def test_pages_over_calibrated_scales(source: Path, text: Path, tmp_path: Path, 
     assert (found - wanted).norm() < 1.5 * (uncalibrated - wanted).norm()
 
 
+@pytest.mark.parametrize("scales", ["channel", "block"])
+@pytest.mark.parametrize("architecture", ["llama", "hy_v3"])
+def test_scales_of_rows_and_blocks(text: Path, tmp_path: Path, architecture: str, scales: str) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "moe_intermediate_size": 128}
+    source = write_tiny_model(tmp_path / "model", architecture, **sizes)
+    out = tmp_path / "out"
+    quantize_folder(source, out, Options("w8a8", recipe=recipe(text, fp8_scales=scales, smooth=(), gptq=False)))
+    wanted, found = logits_of(source), logits_of(out)
+    nearest = logits_of(source, quantization="fp8")
+    assert (found - wanted).norm() < 1.2 * (nearest - wanted).norm()
+    learned = recipe(text, fp8_scales=scales, distill={"steps": 4, "rounding_rate": 0.001})
+    quantize_folder(source, tmp_path / "learned", Options("w8a8", recipe=learned))
+    assert (logits_of(tmp_path / "learned") - wanted).norm() < 1.5 * (nearest - wanted).norm()
+
+
+@pytest.mark.parametrize(("scheme", "message"), [("w4a8", "one scale each"), ("w8a8", "no whole blocks of 128 x 128")])
+def test_blocks_that_cannot_be(source: Path, text: Path, tmp_path: Path, scheme: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        quantize_folder(source, tmp_path / "out", Options(scheme, recipe=recipe(text, fp8_scales="block")))
+
+
 def test_rotated_residual(text: Path, tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "model", "llama", tie_word_embeddings=True)
     made = recipe(text, rotate_residual=True, gptq=False, smooth=())
@@ -193,6 +214,7 @@ def test_calibration_that_cannot_be_had(
         ("distill: {rounding_rate: -1}", "distill.rounding_rate"),
         ("fp8: [experts]", "fp8.0"),
         ("fp8_layers: [-1]", "fp8_layers.0"),
+        ("fp8_scales: row", "fp8_scales"),
         ("- clip", "recipe"),
         ("gptq: [", "recipe"),
     ],

@@ -21,7 +21,7 @@ from torch import Tensor
 from katydid_engine.checkpoint import Checkpoint
 from katydid_engine.layers.rotary import rotary_table
 from katydid_engine.model_config import ModelConfig
-from katydid_engine.quantization import Scheme
+from katydid_engine.quantization import GROUP, Scheme
 from katydid_engine.quantize.block import Block, rms_norm, rotary_angles
 from katydid_engine.quantize.calibration import calibration_ids
 from katydid_engine.quantize.distill import distill
@@ -109,9 +109,16 @@ class CalibratedRun:
                     value=layer,
                     allowed=f"<= {layers - 1}",
                 )
+        if recipe.fp8_scales == "block" and scheme is not Scheme.FP8:
+            raise SettingsError(
+                "fp8_scales is block: rows of int4 have one scale each",
+                field="fp8_scales",
+                value="block",
+                allowed="tensor or channel for this scheme",
+            )
         self._rotation = Rotation.make(config.hidden_size, seed=0, device=device) if recipe.rotate_residual else None
         self._angles = self._rotary(recipe.calibration.tokens)
-        self.parts = Parts.of(recipe.fp8, config, layers=recipe.fp8_layers)
+        self.parts = Parts.of(recipe.fp8, config, layers=recipe.fp8_layers, scales=recipe.fp8_scales)
         heads = {"none": 0, "tensor": 1, "head": config.num_kv_heads}
         self.files = layer_files(
             checkpoint,
@@ -122,7 +129,21 @@ class CalibratedRun:
             exact_router="feed_forward_input" in recipe.smooth or recipe.rotate_residual,
             untie=recipe.rotate_residual and config.tie_embeddings,
         )
+        if recipe.fp8_scales == "block":
+            self._check_blocks()
         self._reports: list[LayerReport] = []
+
+    def _check_blocks(self) -> None:
+        for step in (step for file in self.files for step in file.shard.steps if step.quantises):
+            matrix = step.outputs[0]
+            if any(size % GROUP for size in matrix.shape):
+                raise SettingsError(
+                    f"fp8_scales is block: {matrix.name} is {matrix.shape[0]} x {matrix.shape[1]}, no whole blocks of "
+                    f"{GROUP} x {GROUP}",
+                    field="fp8_scales",
+                    value="block",
+                    allowed="tensor or channel for this model",
+                )
 
     def manifest(self) -> dict[str, str]:
         """What the result's bytes depend on beside the source."""
@@ -280,6 +301,7 @@ class CalibratedRun:
                 self.files,
                 self._device,
                 rotate=self._recipe.rotate_keys,
+                scales=self._recipe.fp8_scales,
             )
             ids = self._learning_rows(partial)
             with torch.enable_grad():

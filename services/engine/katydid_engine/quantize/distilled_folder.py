@@ -13,13 +13,15 @@ from torch import Tensor
 from katydid_engine.checkpoint import Checkpoint
 from katydid_engine.matrices import Int4Matrix, pack_words, read_matrix
 from katydid_engine.model_config import ModelConfig
+from katydid_engine.quantization import Scheme, StoredQuantization
 from katydid_engine.quantize.block import Block
 from katydid_engine.quantize.distill import QuantisedMatrix
 from katydid_engine.quantize.layer_files import LayerFile, read_block
 from katydid_engine.quantize.layout import Shard
 from katydid_engine.quantize.pages import PageRounding, PageScales
 from katydid_engine.quantize.partial_folder import PartialFolder
-from katydid_engine.quantize.rows import e4m3_rows
+from katydid_engine.quantize.parts import Fp8Scales
+from katydid_engine.quantize.rows import Rows, rows_of
 from katydid_engine.quantize.whole_model import Draft, Layer, WholeModel, stacked
 from katydid_engine.weights import FLOATS, Weights
 
@@ -27,14 +29,23 @@ __all__ = ["read_both", "stored_tensors", "with_new_tensors"]
 
 
 def read_both(
-    original: Checkpoint, written: Path, config: ModelConfig, files: Sequence[LayerFile], device: str, *, rotate: bool
+    original: Checkpoint,
+    written: Path,
+    config: ModelConfig,
+    files: Sequence[LayerFile],
+    device: str,
+    *,
+    rotate: bool,
+    scales: Fp8Scales,
 ) -> tuple[WholeModel, WholeModel, list[dict[str, QuantisedMatrix]]]:
     """The original model, the quantised one without its quantised matrices, and these by layer.
 
     Args:
         rotate: the quantised model's q and k are multiplied by a Hadamard matrix before they are rounded.
+        scales: what one of e4m3 stands for.
     """
     made = Checkpoint(written)
+    stored = StoredQuantization(Scheme.FP8, blocks=scales == "block")
     try:
         blocks, folded, matrices = [], [], []
         for file in files:
@@ -43,13 +54,15 @@ def read_both(
             block = read_block(original, config, file, device)
             found: dict[str, QuantisedMatrix] = {}
             for name in block.matrices():
-                scope = Weights(made, torch.device(device), torch.float32, prefix=f"{file.prefix}{name}.")
+                scope = Weights(
+                    made, torch.device(device), torch.float32, prefix=f"{file.prefix}{name}.", quantization=stored
+                )
                 rows, columns = block.tensors[f"{name}.weight"].shape
                 matrix = read_matrix(scope, (rows, columns), (slice(0, rows), slice(0, columns)), row_scales=True)
                 assert isinstance(matrix, QuantisedMatrix)
                 found[name] = matrix
             blocks.append(stacked(block))
-            folded.append(Layer(_folded(made, block, file.prefix, found, rotate)))
+            folded.append(Layer(_folded(made, block, file.prefix, found, rotate, rows_of(scales))))
             matrices.append(found)
         count = config.num_layers
         return _whole(original, blocks, count, device), _whole(made, folded, count, device), matrices
@@ -79,7 +92,7 @@ def with_new_tensors(partial: PartialFolder, shard: Shard, tensors: Mapping[str,
 
 
 def _folded(
-    made: Checkpoint, block: Block, prefix: str, matrices: Mapping[str, QuantisedMatrix], rotate: bool
+    made: Checkpoint, block: Block, prefix: str, matrices: Mapping[str, QuantisedMatrix], rotate: bool, rows: Rows
 ) -> Block:
     device = next(iter(block.tensors.values())).device
     tensors = {
@@ -91,7 +104,7 @@ def _folded(
     if made.has(f"{prefix}self_attn.k_scale"):
         key, value = (_read(made, f"{prefix}self_attn.{name}_scale", device) for name in "kv")
         pages = PageRounding(PageScales(key, value), rotate)
-    return replace(block, tensors=tensors, rows=e4m3_rows, pages=pages)
+    return replace(block, tensors=tensors, rows=rows, pages=pages)
 
 
 def _whole(checkpoint: Checkpoint, layers: Sequence[Layer], count: int, device: str) -> WholeModel:

@@ -112,7 +112,7 @@ def layer_tensors(
             yield torch.tensor(tensors[name].shape)
         else:
             yield made.weight
-            yield made.scale
+            yield made.scale.reshape(step.outputs[1].shape)
         for output in step.outputs:
             if pages is not None and output.name.endswith("_scale") and output.dtype == "F32":
                 if output.name.endswith("k_scale"):

@@ -15,7 +15,7 @@ from typing import Any
 
 from katydid_engine.checkpoint import DTYPE_BYTES
 from katydid_engine.quantization import GROUP, Scheme
-from katydid_engine.quantize.parts import Parts
+from katydid_engine.quantize.parts import Fp8Scales, Parts
 
 __all__ = ["Output", "Shard", "Step", "cut_into_shards", "header", "quantization_config", "steps"]
 
@@ -86,7 +86,8 @@ def steps(tensors: Mapping[str, tuple[str, Shape]], scheme: Scheme, parts: Parts
         return Scheme.FP8 if parts is not None and parts.is_fp8(name) else scheme
 
     names = sorted(tensors, key=_in_model_order)
-    return [step for name in names for step in _steps_of(name, *tensors[name], scheme_of)]
+    scales: Fp8Scales = "tensor" if parts is None else parts.scales
+    return [step for name in names for step in _steps_of(name, *tensors[name], scheme_of, scales)]
 
 
 def cut_into_shards(work: Iterable[Step], shard_bytes: int) -> list[Shard]:
@@ -131,13 +132,14 @@ def quantization_config(
         rotate_keys: q and k are multiplied by a Hadamard matrix behind RoPE (compressed-tensors' transform R3).
     """
     if scheme is not Scheme.W4A8:
-        groups = [_fp8_group(["Linear"], experts="experts" in parts.places)]
+        groups = [_fp8_group(["Linear"], parts.scales, experts="experts" in parts.places)]
     elif not parts.fp8_targets:
         groups = [_int4_group(["Linear"])]
     else:
         fp8 = [f"re:{target}" for target in parts.fp8_targets]
         experts = "experts" in parts.places and ("draft" in parts.kept or bool(parts.layers))
-        groups = [_int4_group([f"re:{target}" for target in parts.int4_targets]), _fp8_group(fp8, experts=experts)]
+        int4 = [f"re:{target}" for target in parts.int4_targets]
+        groups = [_int4_group(int4), _fp8_group(fp8, parts.scales, experts=experts)]
     config: dict[str, Any] = {
         "quant_method": "compressed-tensors",
         "format": groups[0]["format"] if len(groups) == 1 else "mixed-precision",
@@ -157,22 +159,30 @@ def quantization_config(
 
 def _int4_group(targets: list[str]) -> dict[str, Any]:
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
-    return _config_group(targets, "pack-quantized", weights, "token")
+    return _config_group(targets, "pack-quantized", weights, {"strategy": "token"})
 
 
-def _fp8_group(targets: list[str], *, experts: bool) -> dict[str, Any]:
-    # Other engines take experts with a scale a matrix only where activations have one a tensor.
-    weights = {"num_bits": 8, "type": "float", "strategy": "tensor"}
-    return _config_group(targets, "float-quantized", weights, "tensor" if experts else "token")
+def _fp8_group(targets: list[str], scales: Fp8Scales, *, experts: bool) -> dict[str, Any]:
+    weights: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": scales}
+    inputs: dict[str, Any] = {"strategy": "token"}
+    if scales == "block":
+        weights["block_structure"] = [GROUP, GROUP]
+        inputs = {"strategy": "group", "group_size": GROUP}
+    elif scales == "tensor" and experts:
+        # Other engines take experts with a scale a matrix only where activations have one a tensor.
+        inputs = {"strategy": "tensor"}
+    return _config_group(targets, "float-quantized", weights, inputs)
 
 
-def _config_group(targets: list[str], storage: str, weights: dict[str, Any], inputs: str) -> dict[str, Any]:
-    activations = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": inputs}
+def _config_group(targets: list[str], storage: str, weights: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
+    activations = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, **inputs}
     weights = {"symmetric": True, "dynamic": False, **weights}
     return {"targets": targets, "weights": weights, "input_activations": activations, "format": storage}
 
 
-def _steps_of(name: str, dtype: str, shape: Shape, scheme_of: Callable[[str], Scheme]) -> Iterator[Step]:
+def _steps_of(
+    name: str, dtype: str, shape: Shape, scheme_of: Callable[[str], Scheme], scales: Fp8Scales
+) -> Iterator[Step]:
     joined = _JOINED.match(name)
     if joined is not None and len(shape) == 3:
         experts, rows, columns = shape
@@ -182,20 +192,21 @@ def _steps_of(name: str, dtype: str, shape: Shape, scheme_of: Callable[[str], Sc
             for index, half in enumerate(halves):
                 part = (slice(expert, expert + 1), slice(index * height, (index + 1) * height), slice(0, columns))
                 matrix = f"{joined[1]}.{expert}.{half}_proj"
-                outputs = _matrix(matrix, (height, columns), scheme_of(matrix))
+                outputs = _matrix(matrix, (height, columns), scheme_of(matrix), scales)
                 yield Step(name, shape, dtype, part, True, outputs)
         return
     quantises = _PROJECTION.match(name) is not None and len(shape) == 2
     outputs = (Output(name, dtype, shape),)
     if quantises:
-        outputs = _matrix(name.removesuffix(".weight"), (shape[0], shape[1]), scheme_of(name))
+        outputs = _matrix(name.removesuffix(".weight"), (shape[0], shape[1]), scheme_of(name), scales)
     yield Step(name, shape, dtype, tuple(slice(0, n) for n in shape), quantises, outputs)
 
 
-def _matrix(name: str, shape: tuple[int, int], scheme: Scheme) -> tuple[Output, ...]:
+def _matrix(name: str, shape: tuple[int, int], scheme: Scheme, scales: Fp8Scales) -> tuple[Output, ...]:
     rows, columns = shape
     if scheme is Scheme.FP8:
-        return Output(f"{name}.weight", "F8_E4M3", shape), Output(f"{name}.weight_scale", "F32", (1,))
+        grid = {"tensor": (1,), "channel": (rows, 1), "block": (-(-rows // GROUP), -(-columns // GROUP))}[scales]
+        return Output(f"{name}.weight", "F8_E4M3", shape), Output(f"{name}.weight_scale", "F32", grid)
     return (
         Output(f"{name}.weight_packed", "I32", (rows, -(-columns // 8))),
         Output(f"{name}.weight_scale", "BF16", (rows, -(-columns // GROUP))),

@@ -63,7 +63,7 @@ class LearnedFp8:
         self.position = (values / self._step).requires_grad_()
         self._given = matrices
         self._heights = [len(matrix.weight) for matrix in matrices]
-        self._scales = torch.cat([matrix.scale.expand(len(matrix.weight)) for matrix in matrices])[:, None]
+        self._scales = torch.cat([matrix.wide_scale().expand(len(matrix.weight), -1) for matrix in matrices])
 
     def parameters(self, options: Distillation) -> list[tuple[Tensor, float]]:
         return [(self.position, options.rounding_rate)] if options.rounding_rate else []

@@ -1,4 +1,4 @@
-"""Which matrices stay in e4m3 where a recipe makes the others int4, told by their names.
+"""Which matrices stay in e4m3 where a recipe makes the others int4, told by their names; what their scales stand for.
 
 The patterns that decide here are the ones that are written as compressed-tensors' targets, so that they cannot differ.
 """
@@ -12,10 +12,13 @@ from typing import Literal
 
 from katydid_engine.model_config import ModelConfig
 
-__all__ = ["Part", "Parts"]
+__all__ = ["Fp8Scales", "Part", "Parts"]
 
 Part = Literal["attention", "dense", "shared", "draft"]
 """Of a model: attention's projections, dense feed-forward blocks, shared experts, all of its draft layers."""
+
+Fp8Scales = Literal["tensor", "channel", "block"]
+"""What one scale of e4m3 stands for: a matrix, one of its rows, or 128 x 128 of its weights."""
 
 _PLACES = {
     "attention": r"self_attn\.[qkvo]_proj$",
@@ -33,6 +36,7 @@ class Parts:
         kept: by name.
         draft_layers: numbers of the model's draft layers.
         layers: numbers of layers that stay as a whole.
+        scales: of all matrices in e4m3.
         places: which of attention, dense, shared and experts the model has.
     """
 
@@ -40,9 +44,17 @@ class Parts:
     draft_layers: tuple[int, ...] = ()
     places: tuple[str, ...] = tuple(_PLACES)
     layers: tuple[int, ...] = ()
+    scales: Fp8Scales = "tensor"
 
     @classmethod
-    def of(cls, kept: tuple[Part, ...], config: ModelConfig, *, layers: tuple[int, ...] = ()) -> Parts:
+    def of(
+        cls,
+        kept: tuple[Part, ...],
+        config: ModelConfig,
+        *,
+        layers: tuple[int, ...] = (),
+        scales: Fp8Scales = "tensor",
+    ) -> Parts:
         """In a model."""
         end = config.num_layers + config.num_mtp_layers
         places = ["attention"]
@@ -50,7 +62,7 @@ class Parts:
             places.append("dense")
         if config.moe is not None:
             places += ["experts", *(["shared"] if config.moe.shared_intermediate_size else [])]
-        return cls(kept, tuple(range(config.num_layers, end)), tuple(places), layers)
+        return cls(kept, tuple(range(config.num_layers, end)), tuple(places), layers, scales)
 
     def is_fp8(self, name: str) -> bool:
         """Of a matrix's full name, with or without ".weight"."""

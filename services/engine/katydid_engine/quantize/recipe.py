@@ -4,6 +4,7 @@
     smooth: [attention_input, value_output, feed_forward_input, down]
     fp8: [attention, draft]
     fp8_layers: [0, 29]
+    fp8_scales: tensor
     clip: mse
     gptq: {damping: 0.01, act_order: true, refit_scales: true, follow_drift: true, starved_tokens: 256}
     kv_scales: tensor
@@ -22,7 +23,7 @@ import yaml
 from katydid_runtime.errors import SettingsError
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from katydid_engine.quantize.parts import Part
+from katydid_engine.quantize.parts import Fp8Scales, Part
 
 __all__ = ["Calibration", "Distillation", "Gptq", "Recipe", "read_recipe"]
 
@@ -96,6 +97,8 @@ class Recipe(_Strict):
         smooth: seams at which scales are moved.
         fp8: parts of the model that w4a8 leaves in e4m3: attention, dense blocks, shared experts, draft layers.
         fp8_layers: numbers of layers that w4a8 leaves in e4m3 as a whole.
+        fp8_scales: what a scale of e4m3 stands for: a matrix, a row, or 128 x 128 weights; with these a row of
+            activations has a scale for every 128 columns.
         clip: of int4's scales: "mse", or "none" for the largest weight of a group.
         gptq: None rounds to nearest.
         kv_scales: calibrated scales of K and V: one a layer, or one a head.
@@ -110,6 +113,7 @@ class Recipe(_Strict):
     )
     fp8: tuple[Part, ...] = Field(default=(), strict=False)
     fp8_layers: tuple[Annotated[int, Field(ge=0)], ...] = Field(default=(), strict=False)
+    fp8_scales: Fp8Scales = "tensor"
     clip: Literal["mse", "none"] = "mse"
     gptq: Annotated[Gptq | None, BeforeValidator(_false_is_none)] = Gptq()
     kv_scales: Literal["none", "tensor", "head"] = "none"

@@ -1,4 +1,5 @@
-"""The two formats a matrix can be rounded to, each with its scales: int4 in groups of 128 columns, e4m3 as a whole.
+"""The two formats a matrix can be rounded to, each with its scales: int4 in groups of 128 columns, e4m3 as a whole,
+by rows or in blocks.
 
 What is rounded is a stack ``[B, N, K]``: B times the same matrices one above the other, that are multiplied with the
 same rows.
@@ -15,7 +16,9 @@ from katydid_kernels import dequantize_int4, quantize_int4
 from torch import Tensor
 
 from katydid_engine.matrices import Fp8Matrix, Int4Matrix
+from katydid_engine.quantization import GROUP
 from katydid_engine.quantize.gptq import E4M3, gptq, refit_scales
+from katydid_engine.quantize.parts import Fp8Scales
 from katydid_engine.quantize.recipe import Gptq
 
 __all__ = ["Fp8Rounding", "Int4Rounding", "Rounded", "Rounding"]
@@ -80,18 +83,20 @@ class Int4Rounding:
 
 class Fp8Rounding:
     """Args:
-    heights: rows of each of the matrices: one has one scale.
+    heights: rows of each of the matrices.
+    stand_for: what one scale stands for.
     """
 
-    def __init__(self, heights: Sequence[int]) -> None:
+    def __init__(self, heights: Sequence[int], stand_for: Fp8Scales = "tensor") -> None:
         self._heights = list(heights)
+        self._stand_for = stand_for
 
     def plain(self, weight: Tensor) -> Rounded:
         return self.nearest(weight)
 
     def nearest(self, weight: Tensor) -> Rounded:
         scales = self._scales(weight)
-        return _e4m3((weight / scales).to(torch.float8_e4m3fn), scales)
+        return _e4m3((weight / _widened(scales, weight)).to(torch.float8_e4m3fn), scales)
 
     def by_hessian(self, weight: Tensor, hessian: Tensor, options: Gptq) -> Rounded:
         scales = self._scales(weight)
@@ -100,14 +105,25 @@ class Fp8Rounding:
         )
 
     def matrix(self, rounded: Rounded, index: int, rows: slice) -> Fp8Matrix:
-        return Fp8Matrix(rounded.codes[index, rows].clone(), rounded.scales[index, rows.start].clone())
+        scales = rounded.scales[index, rows]
+        stored = {"tensor": scales[0], "channel": scales[:, 0], "block": scales[::GROUP]}[self._stand_for]
+        return Fp8Matrix(rounded.codes[index, rows].clone(), stored.clone())
 
     def _scales(self, weight: Tensor) -> Tensor:
-        """``[B, N, 1]``."""
-        largest = [part.abs().amax((1, 2), keepdim=True) for part in torch.split(weight, self._heights, 1)]
+        """``[B, N, 1]``, of blocks ``[B, N, K / 128]``."""
+        largest = torch.cat([self._largest(part) for part in torch.split(weight, self._heights, 1)], 1)
         # By a tensor: a GPU multiplies by the reciprocal of a number, and the last bit would not be a CPU's.
-        scales = [(one / one.new_full((1,), _E4M3_LARGEST)).clamp(min=1e-12) for one in largest]
-        return torch.cat([one.expand(-1, rows, 1) for one, rows in zip(scales, self._heights, strict=True)], 1)
+        return (largest / largest.new_full((1,), _E4M3_LARGEST)).clamp(min=1e-12)
+
+    def _largest(self, weight: Tensor) -> Tensor:
+        """Magnitudes of what shares a scale, for every row."""
+        if self._stand_for == "block":
+            stack, rows, columns = weight.shape
+            tiles = weight.abs().view(stack, rows // GROUP, GROUP, columns // GROUP, GROUP)
+            return tiles.amax((2, 4)).repeat_interleave(GROUP, 1)
+        if self._stand_for == "channel":
+            return weight.abs().amax(2, keepdim=True)
+        return weight.abs().amax((1, 2), keepdim=True).expand(-1, weight.shape[1], 1)
 
 
 def _int4(codes: Tensor, scales: Tensor) -> Rounded:
@@ -115,4 +131,9 @@ def _int4(codes: Tensor, scales: Tensor) -> Rounded:
 
 
 def _e4m3(codes: Tensor, scales: Tensor) -> Rounded:
-    return Rounded(codes, scales, codes.float() * scales)
+    return Rounded(codes, scales, codes.float() * _widened(scales, codes))
+
+
+def _widened(scales: Tensor, weight: Tensor) -> Tensor:
+    """Of e4m3, to be multiplied with ``[B, N, K]``."""
+    return scales if scales.shape[-1] == 1 else scales.repeat_interleave(GROUP, -1)[..., : weight.shape[-1]]

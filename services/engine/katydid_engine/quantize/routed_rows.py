@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from katydid_engine.quantize.rows import e4m3_rows
-
 __all__ = ["RoutedRows"]
 
 _PIECE = 16384  # rows that are multiplied at a time
@@ -18,7 +16,7 @@ class RoutedRows:
     """Rows of two models in front of a layer's experts.
 
     Args:
-        original, quantised: ``[T, hidden]`` in batches; those of the quantised model before they are rounded to e4m3.
+        original, quantised: ``[T, hidden]`` in batches; those of the quantised model as they are multiplied.
         routes: weights and expert ids ``[T, top_k]`` of the quantised model, by batch.
 
     Attributes:
@@ -33,7 +31,7 @@ class RoutedRows:
         experts: int,
     ) -> None:
         self._original = torch.cat(list(original))
-        self._quantised = torch.cat([e4m3_rows(rows) for rows in quantised])
+        self._quantised = torch.cat(list(quantised))
         weights, ids = (torch.cat(parts) for parts in zip(*routes, strict=True))
         order = ids.flatten().argsort(stable=True)
         self.counts: list[int] = ids.flatten().bincount(minlength=experts).tolist()

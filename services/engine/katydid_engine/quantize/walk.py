@@ -19,12 +19,13 @@ from katydid_engine.matrices import Fp8Matrix, Int4Matrix
 from katydid_engine.quantize.block import Block
 from katydid_engine.quantize.gptq import follow_drift, output_error
 from katydid_engine.quantize.pages import PageRounding, PageScales, page_scales
+from katydid_engine.quantize.parts import Fp8Scales
 from katydid_engine.quantize.precision import fp32_products, tf32_products
 from katydid_engine.quantize.recipe import Recipe
 from katydid_engine.quantize.rotation import hadamard
 from katydid_engine.quantize.rounding import Fp8Rounding, Int4Rounding, Rounded, Rounding
 from katydid_engine.quantize.routed_rows import RoutedRows
-from katydid_engine.quantize.rows import e4m3_rows
+from katydid_engine.quantize.rows import rows_of
 from katydid_engine.quantize.smoothing import smooth
 
 __all__ = ["LayerResult", "Streams", "quantise_layer"]
@@ -117,7 +118,8 @@ class _Layer:
 
     def __init__(self, block: Block, recipe: Recipe, *, int4: Callable[[str], bool]) -> None:
         self.original = block
-        self.quantised = replace(block, tensors=dict(block.tensors), rows=e4m3_rows)
+        self.rows = rows_of(recipe.fp8_scales)
+        self.quantised = replace(block, tensors=dict(block.tensors), rows=self.rows)
         self.recipe = recipe
         self.gptq = recipe.gptq
         self._to_int4 = int4
@@ -141,7 +143,9 @@ class _Layer:
         """Rounds matrices; those of a group are multiplied with the same rows, groups have equal shapes."""
         tensors = self.quantised.tensors
         heights = [len(tensors[f"{name}.weight"]) for name in groups[0]]
-        rounding: Rounding = Int4Rounding(self.recipe.clip) if self._to_int4(groups[0][0]) else Fp8Rounding(heights)
+        rounding: Rounding = Fp8Rounding(heights, self.recipe.fp8_scales)
+        if self._to_int4(groups[0][0]):
+            rounding = Int4Rounding(self.recipe.clip)
         weight = torch.stack([torch.cat([tensors[f"{name}.weight"] for name in group]) for group in groups])
         if not sums:
             self._keep(groups, heights, rounding, rounding.nearest(weight))
@@ -218,19 +222,19 @@ def _walk_feed_forward(layer: _Layer, streams: Streams) -> None:
         _round_experts(layer, plain, rounded)
     for block in [layer.original.shared] if layer.original.sparse else ["mlp"]:
         if block:
-            rows = Streams(list(plain), [e4m3_rows(x) for x in rounded])
+            rows = Streams(list(plain), [layer.rows(x) for x in rounded])
             _round_shared(layer, (f"{block}.gate_proj", f"{block}.up_proj"), rows)
             hidden = Streams(
                 [layer.original.hidden(block, x) for x in rows.original],
                 [layer.quantised.hidden(block, x) for x in rows.quantised],
             )
             _round_shared(layer, (f"{block}.down_proj",), hidden)
-    for stream, rows_of, one in (
+    for stream, entered, one in (
         (streams.original, plain, layer.original),
         (streams.quantised, rounded, layer.quantised),
     ):
         stream[:] = [
-            one.leave_feed_forward(x.flatten(0, 1), rows).view_as(x) for x, rows in zip(stream, rows_of, strict=True)
+            one.leave_feed_forward(x.flatten(0, 1), rows).view_as(x) for x, rows in zip(stream, entered, strict=True)
         ]
 
 
@@ -249,7 +253,9 @@ def _round_experts(layer: _Layer, plain: list[Tensor], rounded: list[Tensor]) ->
     """Some experts at a time, each by the tokens routed to it in the quantised model; a token counts by the square of
     its routing weight, as its error does. An expert that saw too few is rounded by all tokens."""
     experts = layer.original.experts()
-    routed = RoutedRows(plain, rounded, [layer.quantised.route(rows) for rows in rounded], len(experts))
+    routed = RoutedRows(
+        plain, [layer.rows(x) for x in rounded], [layer.quantised.route(x) for x in rounded], len(experts)
+    )
     layer.tokens |= zip(experts, routed.counts, strict=True)
     hidden, device = plain[0].shape[-1], plain[0].device
     chunk = max(1, _HESSIAN_BYTES // (4 * hidden * hidden * 2))
@@ -306,5 +312,7 @@ def _some(rows: Tensor) -> Tensor:
 
 
 def _round(recipe: Recipe, int4: Callable[[str], bool], name: str, weights: Tensor) -> Tensor:
-    rounding = Int4Rounding(recipe.clip) if int4(name) else Fp8Rounding([weights.shape[1]])
+    # Some rows of a matrix are given, whose blocks are not the matrix's.
+    scales: Fp8Scales = "channel" if recipe.fp8_scales == "block" else recipe.fp8_scales
+    rounding = Int4Rounding(recipe.clip) if int4(name) else Fp8Rounding([weights.shape[1]], scales)
     return rounding.nearest(weights).weight
