@@ -3,9 +3,13 @@
 CPU BLAS picks its inner kernel by the number of rows, and one to three rows (or an odd share per thread) round
 differently from the same rows in a larger batch. The reference therefore pads to a multiple of eight rows, where
 every row is computed by the same full tile: the same request then gets the same bits whatever else is in the batch.
+MKL on Intel's CPUs also cuts the sums over ``in`` by the number of rows unless its results are to be strictly
+reproducible (conditional numerical reproducibility); it reads that from the environment at its first product.
 """
 
 from __future__ import annotations
+
+import os
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +18,9 @@ from torch import Tensor
 __all__ = ["linear", "linear_reference", "linear_unrounded"]
 
 _ROW_TILE = 8
+
+if (_VECTORS := torch.backends.cpu.get_cpu_capability()) in ("AVX2", "AVX512"):
+    os.environ.setdefault("MKL_CBWR", f"{_VECTORS},STRICT")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
