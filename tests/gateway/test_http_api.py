@@ -256,8 +256,15 @@ def test_the_callers_request_id_is_kept(chatml: Path) -> None:
         response = await built.http.post(CHAT, json=body, headers={"x-request-id": "turn-7"})
         assert response.headers["x-request-id"] == "turn-7"
         assert built.engines[0].submitted[0].request_id == "turn-7"
-        bad = await built.http.post(CHAT, json=body, headers={"x-request-id": "x" * 200})
-        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "request_id")
+        for path, fields in ((CHAT, body), ("/v1/completions", {"prompt": "x", "max_tokens": 1})):
+            named = await built.http.post(path, json={**fields, "request_id": "turn-8"})
+            assert named.headers["x-request-id"] == built.engines[0].submitted[-1].request_id == "turn-8"
+            assert named.json()["id"].endswith("-turn-8")
+        for bad in (
+            await built.http.post(CHAT, json=body, headers={"x-request-id": "x" * 200}),
+            await built.http.post(CHAT, json={**body, "request_id": "x" * 200}),
+        ):
+            assert (bad.status_code, bad.json()["error"]["param"]) == (400, "request_id")
 
     run(chatml, scenario)
 

@@ -208,7 +208,10 @@ class EngineConnection:
             self._router.forget(self.name)
 
     def _refused(self, error: IdentityMismatchError) -> None:
-        self._absence = f"refused: {error.message}"
+        absence = f"refused: {error.message}"
+        # It is asked every few seconds: what has been said already is only counted.
+        if absence != self._absence:
+            logger.error("engine refused", extra={"engine": self.name, "reason": error.message, "field": error.field})
+        self._absence = absence
         self._exclude()
         self._metrics.refused.labels(self.name, error.field or "").inc()
-        logger.error("engine refused", extra={"engine": self.name, "reason": error.message, "field": error.field})

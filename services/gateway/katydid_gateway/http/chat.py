@@ -40,7 +40,7 @@ class ChatCompletions:
     async def handle(self, exchange: Exchange, raw: bytes, caller: Caller) -> None:
         body = decode_body(_decoder, raw)
         exchange.spelled = _SPELLED if body.max_completion_tokens is None else _SPELLED_NEWLY
-        request = chat_request(body, exchange.request_id)
+        request = chat_request(body, exchange.named(body.request_id))
         async with self._generator.answer(request, caller, self.api) as answer:
             shape = _Shape(answer, body)
             await send_answers(exchange, [answer], shape, stream=bool(body.stream), keepalive_s=self._keepalive_s)

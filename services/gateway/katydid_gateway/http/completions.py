@@ -40,7 +40,7 @@ class Completions:
 
     async def handle(self, exchange: Exchange, raw: bytes, caller: Caller) -> None:
         body = decode_body(_decoder, raw)
-        requests = completion_requests(body, exchange.request_id, self._max_prompts)
+        requests = completion_requests(body, exchange.named(body.request_id), self._max_prompts)
         async with AsyncExitStack() as stack:
             stack.enter_context(self._door.more_places(len(requests) - 1))
             answers = [

@@ -41,6 +41,12 @@ class Exchange:
         """A header by its name in lower case; "" where it is not there."""
         return self._headers.get(name, b"").decode("latin-1")
 
+    def named(self, name: str | None) -> str:
+        """The request's id: its header's, else `name` of its body, else one that was made for it."""
+        if name and not self.header(b"x-request-id"):
+            self.request_id = name
+        return self.request_id
+
     async def body(self, limit: int) -> bytes:
         """The whole body.
 
