@@ -135,16 +135,17 @@ def test_sparse_chunks_leave_what_they_do_op_by_op(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("pages", ["auto", "fp8"])
 def test_sparse_chunks_as_graphs(pages: str) -> None:
-    """Where every block is kept, rounding is all that differs: with the number of rows. Otherwise it turns a selection
-    now and then; lists of equal queries are another test's."""
+    """What dense pages differ by from those where every block is kept is rounding, which turns a choice of experts now
+    and then. Graphs differ by as much; that they select the same is another test's (`test_fixed_prefill.py`)."""
     model = load_model(TINY, device="cuda", dtype=torch.bfloat16, kv_cache_dtype=pages)
-    dense = sparse_pages(model, length=8000)
-    for budget, bound in ((1.0, 0.01), (0.2, 0.06)):
+    dense, rounding = sparse_pages(model, length=8000), 0.0
+    for budget in (1.0, 0.2):
         model.use_sparse_prefill(SparsePrefill(budget=budget, dense_layers=1, min_tokens=1000, tail_blocks=1))
         expected, found = (sparse_pages(model, pieces, length=8000) for pieces in (None, Captured()))
         graphs, matters = (float((other - expected).norm() / expected.norm()) for other in (found, dense))
+        rounding = rounding or matters
         print(f"pages of {pages}, budget {budget}: graphs differ by {graphs:.4f}, dense ones by {matters:.4f}")
-        assert graphs < bound
+        assert graphs < 2 * rounding < 0.1
 
 
 @pytest.mark.parametrize("pieces", [(140, 33), (130, 11, 29), (16, 120, 24), (128, 5, 3, 32), (120, 5, 20)])

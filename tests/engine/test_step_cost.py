@@ -54,3 +54,14 @@ def test_steps_that_are_all_alike_and_outliers() -> None:
     for _ in range(150):
         cost.took(500, pairs(500, 8000), 0.3)
     assert cost.seconds(500, 8000) == pytest.approx(0.3, rel=0.02), "what lasts is believed"
+
+
+def test_a_size_that_did_not_fit_is_remembered() -> None:
+    """While others are all of one size, and get faster by and by, which says nothing of what a token takes."""
+    cost = StepCost()
+    for tokens, context in ((2048, 4000), (1536, 9000), (2048, 12_000)) * 3:
+        cost.took(tokens, pairs(tokens, context), 0.02 + tokens * 1.5e-5)
+    for step in range(200):
+        cost.took(1536, pairs(1536, 17_000), (0.02 + 1536 * 1.5e-5) * (1 - 1e-4 * step))
+    assert cost.seconds(2048, 17_000) == pytest.approx(0.02 + 2048 * 1.5e-5, rel=0.005)
+    assert cost.tokens(0.049, 17_000) < 2048

@@ -3,18 +3,22 @@
     seconds = a + b * tokens + c * pairs
 
 of prompt tokens, and of pairs of one with a token that it attends to; decodes beside them are in ``a``, which changes
-little while they come and go. The three are fitted to the newest steps by least squares of relative errors, and held
-by a small weight to what they were, for steps that are all alike do not tell them apart.
+little while they come and go. The three are fitted to the newest steps by least squares of relative errors, to some
+of each size of late, and held by a small weight to what they were, for steps that are all alike do not tell them apart.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Sequence
 
 __all__ = ["StepCost"]
 
-_STEPS = 48
+# Of a step its number, its tokens, and what of its seconds a second of ``a`` would be, and so on.
+_Seen = tuple[int, int, tuple[float, float, float]]
+
+# The newest, and of each size so many more of so many steps.
+_STEPS, _OF_A_SIZE, _LATELY = 48, 6, 256
 # Of the old values against one step; how far a step's time may jump (a first use, a page fault).
 _HOLD, _MOST_JUMP = 0.02, 4.0
 
@@ -24,7 +28,8 @@ class StepCost:
 
     def __init__(self) -> None:
         self._known: Sequence[float] = (0.0, 0.0, 0.0)
-        self._seen: deque[tuple[float, float, float]] = deque(maxlen=_STEPS)
+        self._seen: list[_Seen] = []  # the newest first
+        self._count = 0
         self._sizes: set[int] = set()
 
     def __bool__(self) -> bool:
@@ -63,9 +68,21 @@ class StepCost:
             self._known = (0.0, seconds / tokens, 0.0)
         if len(self._sizes) < 2:
             self._sizes.add(tokens)
-        # Shares of the step's seconds: a second of ``a`` is 1 / seconds of it, and so on.
-        self._seen.append((1 / seconds, tokens / seconds, pairs / seconds))
-        self._known = _fitted(self._seen, self._known)
+        self._count += 1
+        self._seen = self._lately(
+            [(self._count, tokens, (1 / seconds, tokens / seconds, pairs / seconds)), *self._seen]
+        )
+        self._known = _fitted([shares for _, _, shares in self._seen], self._known)
+
+    def _lately(self, steps: Sequence[_Seen]) -> list[_Seen]:
+        sizes = Counter[int]()
+        kept = []
+        for place, step in enumerate(steps):
+            number, tokens, _ = step
+            sizes[tokens] += 1
+            if place < _STEPS or (sizes[tokens] <= _OF_A_SIZE and self._count - number < _LATELY):
+                kept.append(step)
+        return kept
 
 
 def _fitted(steps: Sequence[tuple[float, float, float]], held: Sequence[float]) -> list[float]:
