@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
+import xgrammar
 from hypothesis import given
 from hypothesis import strategies as st
 from katydid.engine.v1 import engine_pb2 as pb
@@ -47,6 +49,10 @@ def test_anchors_that_say_nothing_are_taken_out(pattern: str, kept: str) -> None
         ("(?=a)b", r"lookahead \(\(\?=...\) at character 0"),
         ("a(?!b)", r"lookahead \(\(\?!...\) at character 1"),
         (r"\Aa\z", r"\\A at character 0"),
+        (r"a[\p{L}]", r"\\p in the class at character 1"),
+        (r"[\1]", r"\\1 in the class at character 0"),
+        (r"[\u12]", r"\\u in the class at character 0"),
+        (r"[\^-a]", "a range that begins with a caret, in the class at character 0"),
     ],
 )
 def test_what_would_be_passed_over_is_refused(pattern: str, named: str) -> None:
@@ -73,6 +79,22 @@ def test_the_same_texts_match(pattern: str, text: str) -> None:
     except RegexError:
         return
     assert bool(re.fullmatch(kept, text)) == bool(re.fullmatch(pattern, text))
+
+
+LETTERS = [*"ab^]-\\+5.", "</s>"]
+
+
+CARETS = [r"[\^a]+", r"[\^]", r"[\x5Ea-]", r"[\u005e^\]]", r"[^\^a]", r"[a\^]*b", r"[\^\d]", r"^[\^-]$", r"[\\\^]"]
+
+
+@pytest.mark.parametrize("pattern", [*CARETS, r"[a-b\-]"])
+def test_the_library_matches_what_the_expression_does(pattern: str) -> None:
+    vocabulary = xgrammar.TokenizerInfo(LETTERS, stop_token_ids=[len(LETTERS) - 1])
+    compiled = xgrammar.GrammarCompiler(vocabulary, max_threads=1).compile_regex(enforceable_regex(pattern))
+    for text in map("".join, (*itertools.product(LETTERS[:-1], repeat=1), *itertools.product(LETTERS[:-1], repeat=2))):
+        matcher = xgrammar.GrammarMatcher(compiled)
+        taken = all(matcher.accept_token(LETTERS.index(letter)) for letter in text) and matcher.is_completed()
+        assert taken == bool(re.fullmatch(pattern, text)), text
 
 
 def test_a_request_with_such_an_expression_is_refused_by_its_field() -> None:
