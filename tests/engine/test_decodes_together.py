@@ -19,6 +19,7 @@ from katydid_engine.parallel import ParallelPlan
 from katydid_engine.plan import Run, SampleRow, Start, StepPlan
 from katydid_engine.request import Sampling
 from katydid_engine.runner import Runner
+from katydid_engine.step_outcome import Launched
 
 from tests.engine.thread_group import ThreadGroup, on_ranks
 from tests.tiny_model import write_tiny_model
@@ -29,9 +30,10 @@ STEPS = 6
 class Requests:
     """Some sequences of one rank, prompts first and then greedy tokens."""
 
-    def __init__(self, model: DecoderLM, numbers: list[int], drafts: int = 0) -> None:
-        self.runner = Runner(model, 24, collectives=SingleRank(), drafts=drafts > 0)
-        self._drafts = drafts
+    def __init__(self, model: DecoderLM, numbers: list[int], drafts: int = 0, *, ahead: bool = False) -> None:
+        self.runner = Runner(model, 24, collectives=SingleRank(), drafts=drafts > 0, ahead=ahead)
+        self._drafts, self._ahead = drafts, ahead
+        self._under_way: Launched | None = None
         self._numbers = numbers
         self._length = {number: 5 + 9 * number for number in numbers}
         self.tokens: dict[int, list[int]] = {number: [] for number in numbers}
@@ -46,10 +48,16 @@ class Requests:
         self._take(StepPlan(0, starts=tuple(starts), runs=tuple(runs), samples=self._samples, drafts=self._drafts))
 
     def step(self) -> None:
-        runs = tuple(
-            Run(number, self._length[number] - 1, array("I", [self.tokens[number][-1]]), 3, array("I"))
-            for number in self._numbers
-        )
+        if self._ahead:  # the newest token is still coming
+            runs = tuple(
+                Run(number, self._length[number], array("I", (0,)), 3, array("I"), ahead=True)
+                for number in self._numbers
+            )
+        else:
+            runs = tuple(
+                Run(number, self._length[number] - 1, array("I", [self.tokens[number][-1]]), 3, array("I"))
+                for number in self._numbers
+            )
         self._take(
             StepPlan(
                 1,
@@ -65,8 +73,20 @@ class Requests:
     def _samples(self) -> tuple[SampleRow, ...]:
         return tuple(SampleRow(row, 0) for row in range(len(self._numbers)))
 
+    def finish(self) -> None:
+        if self._under_way is not None:
+            self._commit(self._under_way)
+
     def _take(self, plan: StepPlan) -> None:
-        for number, tokens in zip(self._numbers, self.runner.run(plan).tokens, strict=True):
+        launched = self.runner.launch(plan)
+        if self._ahead:
+            self.finish()
+            self._under_way = launched
+        else:
+            self._commit(launched)
+
+    def _commit(self, launched: Launched) -> None:
+        for number, tokens in zip(self._numbers, launched.output().tokens, strict=True):
             self.tokens[number] += tokens
             self._length[number] += len(tokens)
 
@@ -77,7 +97,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", "hy_v3")
 
 
-def test_ranks_with_more_and_fewer_rows_and_none(folder: Path) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_ranks_with_more_and_fewer_rows_and_none(folder: Path, ahead: bool) -> None:
     of_rank = [[0, 1, 2, 3, 4], [5], [], [6, 7]]
     alone = Requests(load_model(folder), [number for numbers in of_rank for number in numbers])
     alone.prompt()
@@ -87,7 +108,7 @@ def test_ranks_with_more_and_fewer_rows_and_none(folder: Path) -> None:
     def work(group: ThreadGroup) -> tuple[dict[int, list[int]], int]:
         model = load_model(folder, plan=ParallelPlan.parse("dp4,ep4"), experts=group)
         graphs = 0
-        requests = Requests(model, of_rank[group.rank])
+        requests = Requests(model, of_rank[group.rank], ahead=ahead)
         steps = requests.runner.use_decode_steps(Uncaptured(), rows=8, tokens=128)
         steps.prepare()
         assert {block.exchange.capacity for block in model.dispatched} == {None}
@@ -108,6 +129,7 @@ def test_ranks_with_more_and_fewer_rows_and_none(folder: Path) -> None:
                 requests.step()
             else:
                 requests.prompt()
+        requests.finish()
         return requests.tokens, graphs
 
     found = on_ranks(4, work)

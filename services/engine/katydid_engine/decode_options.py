@@ -32,18 +32,19 @@ def draft_depth(config: WorkerConfig, model: DecoderLM) -> DraftDepth | None:
 
 
 def plans_ahead(config: WorkerConfig, groups: RankGroups) -> bool:
-    """Raises SettingsError where ranks that pass in lockstep, or pipeline stages, are to plan ahead."""
-    can = groups.step.size == 1 and config.plan.pp == 1
+    """Raises SettingsError where pipeline stages, or ranks that pass in lockstep on CPUs, are to plan ahead."""
+    on_gpu, together = config.device.startswith("cuda"), groups.step.size > 1
+    can = config.plan.pp == 1 and (on_gpu or not together)
     if config.async_scheduling == "on" and not can:
         raise SettingsError(
-            "ranks that compute in lockstep, and pipeline stages, plan no step ahead",
+            "pipeline stages, and ranks that compute in lockstep on CPUs, plan no step ahead",
             field="async_scheduling",
             value="on",
             allowed="auto or off",
         )
-    return can and (
-        config.async_scheduling == "on" or (config.async_scheduling == "auto" and config.device.startswith("cuda"))
-    )
+    if config.async_scheduling == "auto":
+        return can and on_gpu and not together
+    return config.async_scheduling == "on"
 
 
 def captures(config: WorkerConfig, model: DecoderLM) -> bool:

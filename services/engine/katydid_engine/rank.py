@@ -199,14 +199,14 @@ def _lead(
         channel,
         scheduler,
         pool,
-        run=runner.run if lockstep is None else functools.partial(_run, runner, lockstep),
+        run=lambda plan: _launch(runner, lockstep, plan)(),
         publish=lambda plan: publish(pickle.dumps(plan)),
         peers=None if lockstep is None else _Peers(lockstep, publish),
         prepare=functools.partial(_prepare, grammars, model),
         profiler=StepProfiler(),
         faults=config.faults,
         thread=thread,
-        launch=(lambda plan: runner.launch(plan).output) if ahead and thread is None else None,
+        launch=functools.partial(_launch, runner, lockstep) if ahead and thread is None else None,
     )
 
 
@@ -233,11 +233,12 @@ def _rebalancer(
     return rebalancer
 
 
-def _run(runner: Runner, lockstep: Lockstep, plan: StepPlan) -> StepOutput:
-    """``runner.run``; while the device computes, this rank does what is due between passes."""
+def _launch(runner: Runner, lockstep: Lockstep | None, plan: StepPlan) -> Callable[[], StepOutput]:
+    """``runner.launch``; while the device computes, this rank does what is due between passes."""
     launched = runner.launch(plan)
-    lockstep.meanwhile()
-    return launched.output()
+    if lockstep is not None:
+        lockstep.meanwhile()
+    return launched.output
 
 
 class _Peers:

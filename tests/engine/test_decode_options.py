@@ -1,0 +1,38 @@
+"""Which ranks plan a step while the one before runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from katydid_engine.decode_options import plans_ahead
+from katydid_engine.parallel import ParallelPlan
+from katydid_runtime.errors import SettingsError
+
+from tests.engine.test_worker_group import CONFIG
+
+
+@pytest.mark.parametrize(
+    ("device", "plan", "together", "asked", "ahead"),
+    [
+        ("cuda", "tp2", 1, "auto", True),
+        ("cuda", "tp2", 1, "off", False),
+        ("cpu", "tp2", 1, "auto", False),
+        ("cpu", "tp2", 1, "on", True),
+        ("cuda", "dp2,ep2", 2, "auto", False),
+        ("cuda", "dp2,ep2", 2, "on", True),
+        ("cpu", "dp2,ep2", 2, "auto", False),
+        ("cpu", "dp2,ep2", 2, "on", None),
+        ("cuda", "pp2", 1, "auto", False),
+        ("cuda", "pp2", 1, "on", None),
+    ],
+)
+def test_who_plans_ahead(device: str, plan: str, together: int, asked: str, ahead: bool | None) -> None:
+    config = replace(CONFIG, device=device, plan=ParallelPlan.parse(plan), async_scheduling=asked)
+    groups = SimpleNamespace(step=SimpleNamespace(size=together))
+    if ahead is None:
+        with pytest.raises(SettingsError, match="plan no step ahead"):
+            plans_ahead(config, groups)  # type: ignore[arg-type]
+    else:
+        assert plans_ahead(config, groups) is ahead  # type: ignore[arg-type]
