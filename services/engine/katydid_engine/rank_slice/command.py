@@ -272,8 +272,8 @@ def _rows(steps: SliceSteps, bench: SliceBench) -> Iterator[dict[str, Any]]:
         steps.drafts = 0
         if bench.graphs:
             steps.capture_batches([1], steps.slice.options.config.max_positions, [0])
-        for sparse in (False, True):
-            yield measure_last_positions(steps, bench.last_chunk, sparse=sparse)
+        for most, sparse in ((None, False), (None, True), (2 * bench.last_chunk, False)):
+            yield measure_last_positions(steps, bench.last_chunk, most=most, sparse=sparse)
     for steps.drafts, batch in itertools.product(bench.drafts, bench.loops):
         if bench.graphs:
             agreement = bench.agreement if steps.drafts else None

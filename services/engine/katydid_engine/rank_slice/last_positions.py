@@ -1,5 +1,9 @@
 """A request that goes to the model's last position: the chunk of its prompt behind everything else, decodes until no
-position is left, and the same positions computed again as a prompt, which must say the same."""
+position is left, and the same positions computed again as a prompt, which must say the same.
+
+What rounds otherwise moves the tokens of deep models with weights of no checkpoint; so the same is measured at a position
+in front, where as many must differ.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +28,16 @@ _SAMPLE = (SampleRow(0, 0),)
 _NO_PAGES = array("I")
 
 
-def measure_last_positions(steps: SliceSteps, chunk: int, *, sparse: bool = False) -> dict[str, Any]:
+def measure_last_positions(
+    steps: SliceSteps, chunk: int, *, most: int | None = None, sparse: bool = False
+) -> dict[str, Any]:
     """A row of a results file: seconds of the last ``chunk`` tokens of a prompt that leaves room for 32 decodes, what
-    stands before it being what the pages hold.
+    stands before it being what the pages hold. The model's positions end at ``most``, by default where they do.
 
     The row tells besides: a decode step's seconds; at how many places a prompt of these tokens has the decoded one as
     its likeliest, and how much less likely it is at most (natural logarithm).
     """
-    most = steps.slice.options.config.max_positions
+    most = most or steps.slice.options.config.max_positions
     length, ids = most - _DECODES, array("I", steps.slice.token_ids(most))
     sequence = steps.next_sequence()
     start = Start(sequence, Sampling(ignore_eos=True, temperature=0.0), length, ids[:length], sparse_prefill=sparse)
