@@ -1,8 +1,8 @@
 """A request that goes to the model's last position: the chunk of its prompt behind everything else, decodes until no
 position is left, and the same positions computed again as a prompt, which must say the same.
 
-What rounds otherwise moves the tokens of deep models with weights of no checkpoint; so the same is measured at a position
-in front, where as many must differ.
+What rounds otherwise moves the tokens of deep models with weights of no checkpoint; so the same is measured at a
+position in front, where as many must differ.
 """
 
 from __future__ import annotations
