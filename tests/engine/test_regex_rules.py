@@ -81,13 +81,13 @@ def test_the_same_texts_match(pattern: str, text: str) -> None:
     assert bool(re.fullmatch(kept, text)) == bool(re.fullmatch(pattern, text))
 
 
-LETTERS = [*"ab^]-\\+5.", "</s>"]
+LETTERS = [*"ab^]-\\+5.\n", "</s>"]
 
 
 CARETS = [r"[\^a]+", r"[\^]", r"[\x5Ea-]", r"[\u005e^\]]", r"[^\^a]", r"[a\^]*b", r"[\^\d]", r"^[\^-]$", r"[\\\^]"]
 
 
-@pytest.mark.parametrize("pattern", [*CARETS, r"[a-b\-]"])
+@pytest.mark.parametrize("pattern", [*CARETS, r"[a-b\-]", ".", r"a.*", r"[.]\."])
 def test_the_library_matches_what_the_expression_does(pattern: str) -> None:
     vocabulary = xgrammar.TokenizerInfo(LETTERS, stop_token_ids=[len(LETTERS) - 1])
     compiled = xgrammar.GrammarCompiler(vocabulary, max_threads=1).compile_regex(enforceable_regex(pattern))

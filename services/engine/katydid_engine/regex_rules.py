@@ -2,7 +2,7 @@
 
 It always matches whole texts. So `^` and `$` where a text begins and ends say nothing and are taken out; elsewhere,
 as lookaheads and escapes that it takes for letters, they would be ignored, and are refused here. A class that begins
-with an escaped caret would be negated, and is written otherwise.
+with an escaped caret would be negated, and a dot take the end of a line: both are written otherwise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RegexError(ValueError):
 
 
 def enforceable_regex(pattern: str) -> str:
-    """The expression without anchors that say nothing. Raises RegexError."""
+    """The expression as the library has to have it. Raises RegexError."""
     pieces = _PIECE.findall(pattern)
     outer = {*_outermost(pieces, "^"), *(len(pieces) - 1 - at for at in _outermost(_mirrored(pieces), "$"))}
     place = 0
@@ -38,6 +38,8 @@ def enforceable_regex(pattern: str) -> str:
             raise RegexError(f"{piece} at character {place} cannot be enforced")
         if piece[0] == "[" and piece[-1] == "]":
             pieces[at] = _enforceable_class(piece, place)
+        elif piece == ".":
+            pieces[at] = r"[^\n\r]"
         place += len(piece)
     return "".join(piece for at, piece in enumerate(pieces) if at not in outer)
 
