@@ -17,6 +17,8 @@ __all__ = ["PhaseTime", "Phases"]
 
 _FP8_ROW_SCALE = 4
 _BESIDE_A_ROW = 8
+# Up to so many, a row adds to what a launch takes although reading weights takes longest.
+_FEW_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +109,14 @@ class Phases:
     def _exchanged(self, tokens: float) -> float:
         """What this rank moves in its own memory to send rows and to sum what arrives, of one layer."""
         config, plan, speeds = self._config, self._plan, self._speeds
+        seconds = 0.0
         if plan.sp:
             # A summand in, its rows out and in again quantised or not, and the sum's rows out to all.
             row = config.hidden_size * (5 if plan.fp8_transfers else 8)
-            return 2 * tokens * row / (speeds["copy_bytes_per_s"] * speeds["exchange_share_of_copy"])
-        return speeds["dispatch_s"] if plan.dispatches and config.moe is not None else 0.0
+            seconds += 2 * tokens * row / (speeds["copy_bytes_per_s"] * speeds["exchange_share_of_copy"])
+        if config.moe is not None and plan.dispatches and (plan.shares_experts or not plan.sp):
+            seconds += speeds["dispatch_s"] + min(tokens / plan.tp, _FEW_ROWS) * speeds["dispatch_s_per_row"]
+        return seconds
 
     def _qkv_post(self, tokens: int) -> float:
         """Cut by heads in every plan."""
@@ -153,7 +158,7 @@ class Phases:
 
     def _linear(self, rows: float, inputs: int, outputs: int) -> float:
         speeds = self._speeds
-        reading = inputs * outputs / speeds["copy_bytes_per_s"] + min(rows, 128) * speeds["linear_s_per_row"]
+        reading = inputs * outputs / speeds["copy_bytes_per_s"] + min(rows, _FEW_ROWS) * speeds["linear_s_per_row"]
         return speeds["linear_s"] + max(reading, 2 * rows * inputs * outputs / speeds["linear_flop_per_s"])
 
     def _experts(self, tokens: float) -> float:
