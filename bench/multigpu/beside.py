@@ -13,7 +13,7 @@ Rows = list[dict[str, Any]]
 LEAST_TIMES = 1.5
 _KEYS = ("figure", "value", "unit", "floor", "peer", "peer_value", "bar", "met")
 _PROMPT = re.compile(r"serve (\d+), (\S+): TTFT, (\d+) layers")
-_STEP = re.compile(r"serve (\d+) x 4096, (\S+): a step, (\d+) layers")
+_STEP = re.compile(r"serve (\d+) x 4096, (\S+(?: ahead)?): a step, (\d+) layers")
 
 
 def complete(row: dict[str, Any]) -> dict[str, Any]:

@@ -61,8 +61,10 @@ def jobs(gpus: int, parts: list[str], lengths: list[int], batches: list[int], *,
             {**common, "plan": f"tp{gpus},sp,fp8", "batches": []},
             {**common, "plan": f"tp{gpus},sp,ep{gpus}", "batches": []},
             {**common, "plan": dp},
+            {**common, "plan": dp, "ahead": True},
             {**common, "plan": f"tp{gpus}", "lengths": [], "drafts": 2},
             {**common, "plan": dp, "drafts": 2},
+            {**common, "plan": dp, "drafts": 2, "ahead": True},
             {**common, "plan": f"tp{gpus}", "peers": False},
         ]
     if "halves" in parts:

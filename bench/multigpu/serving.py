@@ -37,15 +37,18 @@ def serve(
     *,
     drafts: int = 0,
     peers: bool = True,
+    ahead: bool = False,
 ) -> None:
     config = cut_hy3(own.layers, mtp=drafts > 0, dry=own.dry)
     memory = own.peers(plan, groups, config.hidden_size, CHUNK) if peers else None
     share = build_share(config, plan, groups, own.device, memory)
     name = f"{plan}" + ("" if peers else " over NCCL") + (f", {drafts} drafts" if drafts else "")
+    name += " ahead" if ahead else ""
     shares = {batch: batch // plan.dp for batch in batches if batch >= plan.dp}
     tokens = max([*lengths, *(rows * (context + 256) for rows in shares.values())])
-    # As in an engine: groups that share experts agree on every pass, and launch none before the last is over.
-    steps = steps_of(share, tokens, drafts, ahead=plan.dp == 1)
+    # As in an engine: groups that share experts agree on every pass, and launch none before the last is over unless
+    # they are told to plan ahead.
+    steps = steps_of(share, tokens, drafts, ahead=plan.dp == 1 or ahead)
     for length in lengths if plan.dp == 1 else []:
         calls = 4 if length < LONG else 1
         took_s = sorted(own.together(partial(steps.prefill, length, CHUNK)) for _ in range(calls))[(calls - 1) // 2]
