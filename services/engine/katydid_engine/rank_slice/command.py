@@ -189,6 +189,14 @@ def _bench(arguments: argparse.Namespace, options: SliceOptions, drafts: Sequenc
         raise SettingsError(
             f"{longest} tokens: the model has {most} positions", field="prefill", value=longest, allowed=f"<= {most}"
         )
+    last_chunk = next(iter(parse_lengths("last_chunk", arguments.last_chunk)), 0)
+    if last_chunk > most // 2:
+        raise SettingsError(
+            f"last_chunk {last_chunk}: the model has {most} positions",
+            field="last_chunk",
+            value=last_chunk,
+            allowed=f"<= {most // 2}",
+        )
     try:
         sparse = SparsePrefill(budget=arguments.sparse_budget, rule=arguments.sparse_rule, min_tokens=1)
     except ValueError as error:
@@ -206,7 +214,7 @@ def _bench(arguments: argparse.Namespace, options: SliceOptions, drafts: Sequenc
         phases=on_gpu and not arguments.no_phases,
         graphs=on_gpu and not arguments.no_graphs,
         agreement=arguments.agreement,
-        last_chunk=next(iter(parse_lengths("last_chunk", arguments.last_chunk)), 0),
+        last_chunk=last_chunk,
         loops=parse_lengths("loop", arguments.loop),
         captured=next(iter(parse_lengths("capture", arguments.capture)), 0),
     )
@@ -272,7 +280,9 @@ def _rows(steps: SliceSteps, bench: SliceBench) -> Iterator[dict[str, Any]]:
         steps.drafts = 0
         if bench.graphs:
             steps.capture_batches([1], steps.slice.options.config.max_positions, [0])
-        for most, sparse in ((None, False), (None, True), (2 * bench.last_chunk, False)):
+        last = steps.slice.options.config.max_positions
+        in_front = min(last, max(2 * bench.last_chunk, last // 16))
+        for most, sparse in ((last, False), (last, True), (in_front, False)):
             yield measure_last_positions(steps, bench.last_chunk, most=most, sparse=sparse)
     for steps.drafts, batch in itertools.product(bench.drafts, bench.loops):
         if bench.graphs:
