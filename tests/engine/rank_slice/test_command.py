@@ -87,7 +87,7 @@ def test_workload_by_step_times(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["slice", *BUILD, "--rank", "2"], "rank=2, expected 0 to 1"),
         (["slice", *BUILD, "--drafts", "1,9"], "drafts '1,9': expected 0 to 3, or several of them"),
         (["slice", *BUILD, "--prefill", "", "--sparse-budget", "2"], "budget is 2.0"),
-        (["slice", *BUILD, "--last-chunk", "9K"], "last_chunk 9216: the model has 16384 positions"),
+        (["slice", *BUILD, "--prefill", "", "--last-chunk", "9K"], "last_chunk 9216: the model has 16384 positions"),
         (["slice", "--plan", "tp2x"], "parallel plan 'tp2x'"),
         (["workload", "--step-times", "/no/such/file"], "step_times: /no/such/file has none"),
         (["workload", "--step-times", MODEL + "/config.json", "--rates", "0"], "step_times"),

@@ -32,7 +32,7 @@ def measure_last_positions(
     steps: SliceSteps, chunk: int, *, most: int | None = None, sparse: bool = False
 ) -> dict[str, Any]:
     """A row of a results file: seconds of the last ``chunk`` tokens of a prompt that leaves room for 32 decodes, what
-    stands before it being what the pages hold. Positions end at ``most`` (256 at least), by default where the model's do.
+    stands before it being what the pages hold. Positions end at ``most``, by default the model's last; 256 at least.
 
     The row tells besides: a decode step's seconds; at how many places a prompt of these tokens has the decoded one as
     its likeliest, and how much less likely it is at most (natural logarithm).
