@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from katydid_engine.model_config import read_model_config
 from katydid_engine.rank_slice.__main__ import main
 from katydid_engine.rank_slice.lengths import parse_lengths
@@ -104,3 +105,12 @@ def test_lengths() -> None:
     assert parse_lengths("prefill", " ") == []
     with pytest.raises(SettingsError, match="batch: '0'"):
         parse_lengths("batch", "1,0")
+
+
+def test_a_large_model_is_not_begun_on_a_machine_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for command in ("slice", "workload"):
+        assert main([command, "--plan", "tp8"]) == 2
+        assert "torch sees no GPU, and hy3 is made for one" in capsys.readouterr().err

@@ -155,6 +155,14 @@ def options_of(arguments: argparse.Namespace, *, drafts: int = 0, most_tokens: i
     name = arguments.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if arguments.device == "auto" and name == "cpu" and arguments.model in KNOWN_MODELS:
+        # A rank of it would take tens of gigabytes, and a step minutes.
+        raise SettingsError(
+            f"torch sees no GPU, and {arguments.model} is made for one: --model FOLDER names a small model, "
+            "--device cpu tries all the same",
+            field="device",
+            value=name,
+        )
     if name == "cuda" and not torch.cuda.is_available():
         raise SettingsError("device is cuda, but torch sees no GPU", field="device", value=name, allowed="cpu")
     return SliceOptions(
