@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import random
 from typing import Any
 
+import jsonschema
 import pytest
+import torch
+import xgrammar
 from katydid_engine.json_schema_rules import SchemaError, enforceable
 
 
@@ -43,6 +48,19 @@ def rewritten(schema: Any) -> Any:
         ('{"type": "number", "minimum": "0"}', '#/minimum is "0"'),
         ('{"type": "number", "maximum": Infinity}', "#/maximum is Infinity"),
         ('{"type": "integer", "multipleOf": 0}', "#/multipleOf is 0"),
+        ('{"type": "number", "multipleOf": 2}', "#/multipleOf cannot be enforced but of integers"),
+        ('{"type": "integer", "multipleOf": 0.5}', "#/multipleOf cannot be enforced but of integers"),
+        ('{"type": "integer", "multipleOf": 5, "exclusiveMinimum": 3}', "#/multipleOf cannot be enforced but of"),
+        ('{"type": "object", "propertyNames": {}, "properties": {}}', "#/propertyNames cannot be enforced together"),
+        ('{"type": "object", "propertyNames": {}, "required": ["a"]}', "#/propertyNames cannot be enforced together"),
+        (
+            '{"type": "object", "propertyNames": {}, "additionalProperties": false}',
+            "together with additionalProperties",
+        ),
+        ('{"patternProperties": {"^x": {}}, "required": ["a"]}', "#/patternProperties cannot be enforced together"),
+        ('{"patternProperties": {"^x": {}}, "properties": {"ax": {}, "xa": {}}}', 'for "xa" of properties'),
+        ('{"patternProperties": {"(": {}}}', '#/patternProperties: "("'),
+        ('{"type": "object", "additionalProperties": {}, "minProperties": 2}', "#/minProperties above 1 cannot"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_by_name(schema: str, named: str) -> None:
@@ -87,3 +105,61 @@ def test_everything_else_stays() -> None:
     }
     assert rewritten(schema) == schema
     assert rewritten({"type": "object", "properties": {}}) == {"type": "object", "properties": {}}
+
+
+CHARACTERS = [*map(chr, range(32, 127)), "\n", "é", "</s>"]
+END = len(CHARACTERS) - 1
+
+
+def drawn(schema: Any, chance: random.Random) -> str:
+    """A text that the schema's grammar takes, drawn character by character; quotes and brackets come early."""
+    matcher = xgrammar.GrammarMatcher(compiled(json.dumps(schema)))
+    mask, text = torch.zeros(1, -(-len(CHARACTERS) // 32), dtype=torch.int32), ""
+    while True:
+        matcher.fill_next_token_bitmask(mask)
+        allowed = [token for token in range(END + 1) if int(mask[0, token // 32]) >> token % 32 & 1]
+        if END in allowed and (len(allowed) == 1 or chance.random() < 0.5):
+            return text
+        closing = [token for token in allowed if CHARACTERS[token] in '"}],:']
+        token = chance.choice(closing if closing and chance.random() < len(text) / 60 else allowed)
+        if token == END:
+            return text
+        text += CHARACTERS[token]
+        assert matcher.accept_token(token)
+
+
+@functools.cache
+def compiled(schema: str) -> xgrammar.CompiledGrammar:
+    vocabulary = xgrammar.TokenizerInfo(CHARACTERS, stop_token_ids=[END])
+    compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1)
+    return compiler.compile_json_schema(enforceable(schema), max_whitespace_cnt=32)
+
+
+INTEGER = {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 5},
+        {"type": ["integer", "null"], "multipleOf": 3, "minimum": -4, "exclusiveMaximum": 30},
+        {"type": "number", "exclusiveMinimum": -1.5, "maximum": 0.25},
+        {"type": "string", "format": "date", "minLength": 1, "maxLength": 3},
+        {"type": "string", "format": "uuid", "pattern": "^x+$"},
+        {"type": "string", "pattern": "^[\\^b].$"},
+        {"type": "string", "minLength": 2, "maxLength": 3},
+        {"type": "array", "prefixItems": [INTEGER], "unevaluatedItems": False},
+        {"type": "array", "prefixItems": [INTEGER], "items": {"type": "null"}, "minItems": 2},
+        {"type": "object", "propertyNames": {"pattern": "^[ab]{2}$"}, "maxProperties": 2},
+        {"type": "object", "patternProperties": {"^x": INTEGER}, "properties": {"a": {"type": "null"}}},
+        {"type": "object", "properties": {"a": INTEGER, "b": {}}, "required": ["b"], "additionalProperties": False},
+        {"type": "object", "properties": {"a": INTEGER}, "required": ["z"], "additionalProperties": {"type": "null"}},
+        {"oneOf": [{"type": "object", "properties": {"k": {"const": 1}}, "required": ["k"]}, {"type": "null"}]},
+        {"enum": ['a"b', [1], None, -0.5]},
+    ],
+    ids=json.dumps,
+)
+def test_what_is_enforced_satisfies_what_was_sent(schema: Any) -> None:
+    chance, checked = random.Random(1), jsonschema.Draft202012Validator(schema)
+    for _ in range(25):
+        checked.validate(json.loads(drawn(schema, chance)))

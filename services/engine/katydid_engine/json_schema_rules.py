@@ -139,6 +139,8 @@ def _check(schema: dict[str, Any], path: str) -> None:
         if name in schema and not (types and set(types) & set(holders)):
             raise SchemaError(f"{path}/{name} cannot be enforced without type {holders[-1]} beside it")
     _check_bounds(schema, path)
+    _check_multiples(schema, types, path)
+    _check_names(schema, path)
     if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
         raise SchemaError(f"{path}/pattern cannot be enforced together with a length")
     if _NEEDS_ESCAPE.search(str(schema.get("pattern", ""))):
@@ -157,6 +159,39 @@ def _check_bounds(schema: dict[str, Any], path: str) -> None:
             raise SchemaError(f"{path}/{name} is {json.dumps(schema[name])[:40]}, expected a number")
     if schema.get("multipleOf", 1) <= 0:
         raise SchemaError(f"{path}/multipleOf is {schema['multipleOf']}, expected a number above 0")
+
+
+def _check_multiples(schema: dict[str, Any], types: list[str], path: str) -> None:
+    """The library counts multiples of whole numbers, between two bounds or without any."""
+    if "multipleOf" not in schema:
+        return
+    least, most = ({name, f"exclusive{name.title()}"} & schema.keys() for name in ("minimum", "maximum"))
+    if "number" in types or schema["multipleOf"] % 1 or bool(least) != bool(most):
+        raise SchemaError(f"{path}/multipleOf cannot be enforced but of integers, with both bounds beside it or none")
+
+
+def _check_names(schema: dict[str, Any], path: str) -> None:
+    """Of what says which properties there are the library follows one alone."""
+    if "propertyNames" in schema:
+        others = {"properties", "patternProperties", "required"} & schema.keys()
+        if schema.get("additionalProperties") is False:
+            others.add("additionalProperties")
+        if others:
+            raise SchemaError(f"{path}/propertyNames cannot be enforced together with {min(others)}")
+    for pattern in schema.get("patternProperties", ()):
+        if "required" in schema:
+            raise SchemaError(f"{path}/patternProperties cannot be enforced together with required")
+        try:
+            matches = re.compile(pattern).search
+        except re.error as error:
+            raise SchemaError(f"{path}/patternProperties: {json.dumps(pattern)[:60]}: {error}") from error
+        both = next((name for name in schema.get("properties", ()) if matches(name)), None)
+        if both is not None:
+            raise SchemaError(f"{path}/patternProperties cannot be enforced for {json.dumps(both)[:60]} of properties")
+    # Names that the schema does not list may come twice, and are counted twice.
+    free = schema.keys() & {"patternProperties", "propertyNames"} or schema.get("additionalProperties", False)
+    if free is not False and schema.get("minProperties", 0) > 1:
+        raise SchemaError(f"{path}/minProperties above 1 cannot be enforced where names are free")
 
 
 def _number(value: Any) -> bool:
@@ -211,7 +246,7 @@ def _constants(schema: Any) -> frozenset[str] | None:
 def _widen(schema: dict[str, Any]) -> None:
     """In place: arrays without items hold anything; required properties are declared ones."""
     types = schema.get("type")
-    if types == "array" or (isinstance(types, list) and "array" in types):
+    if "unevaluatedItems" not in schema and (types == "array" or (isinstance(types, list) and "array" in types)):
         schema.setdefault("items", {})
     if isinstance(schema.get("required"), list):
         schema["required"] = list(dict.fromkeys(schema["required"]))
@@ -234,6 +269,8 @@ def _limit_length(schema: dict[str, Any]) -> None:
     if "minLength" in schema or "maxLength" in schema:
         least, most = int(schema.pop("minLength", 0)), schema.pop("maxLength", None)
         schema["pattern"] = f"^{_CHARACTER}{{{least},{'' if most is None else int(most)}}}$"
+    if "pattern" in schema:
+        schema.pop("format", None)  # of the two the library would follow it alone
 
 
 def _keep_types(schema: dict[str, Any], path: str) -> None:
