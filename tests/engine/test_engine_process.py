@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import urllib.request
 from array import array
 from collections.abc import Coroutine, Iterator
@@ -45,6 +46,24 @@ def running(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     options += ["--http-listen=127.0.0.1:0", f"--profile-folder={tmp_path_factory.mktemp('profiles')}"]
     with engine(folder, tmp_path_factory.mktemp("engine"), *options) as service:
         yield service
+
+
+def shown(running: Service) -> dict[str, float]:
+    """Its /metrics, which it serves a moment after it says READY."""
+    deadline = time.monotonic() + 20
+    while not (told := [line["address"] for line in running.lines() if line["message"] == "metrics"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (address,) = told
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as response:
+        lines = [line.rsplit(" ", 1) for line in response.read().decode().splitlines() if line[0] != "#"]
+    return {name: float(value) for name, value in lines}
+
+
+def test_an_engine_that_has_had_no_request_shows_its_pages(running: Service) -> None:
+    metrics = shown(running)
+    assert metrics['katydid_engine_free_pages{dp_rank="0"}'] == metrics['katydid_engine_total_pages{dp_rank="0"}'] == 96
+    assert metrics['katydid_engine_running_choices{dp_rank="0"}'] == 0
 
 
 def test_describes_itself(running: Service, folder: Path) -> None:
@@ -107,12 +126,10 @@ def test_a_crowd_of_64_says_what_each_says_alone(running: Service) -> None:
             await until_idle(client)
 
     run(scenario())
-    (address,) = [line["address"] for line in running.lines() if line["message"] == "metrics"]
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as response:
-        metrics = dict(line.rsplit(" ", 1) for line in response.read().decode().splitlines() if line[0] != "#")
-    assert float(metrics["katydid_engine_in_flight_requests"]) == 0
-    assert float(metrics['katydid_engine_running_choices{dp_rank="0"}']) == 0
-    assert float(metrics['katydid_engine_finished_choices_total{reason="length"}']) > 64
+    metrics = shown(running)
+    assert metrics["katydid_engine_in_flight_requests"] == 0
+    assert metrics['katydid_engine_running_choices{dp_rank="0"}'] == 0
+    assert metrics['katydid_engine_finished_choices_total{reason="length"}'] > 64
 
 
 def test_says_where_the_prompt_came_from_and_how_long_it_took(running: Service) -> None:

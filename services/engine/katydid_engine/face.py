@@ -101,6 +101,8 @@ class Face:
         self._live: dict[int, _Live] = {}
         self._sessions: dict[str, Session] = {}
         self._loads = list(loads)
+        for dp_rank, load in enumerate(loads):
+            self._show(dp_rank, load)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -353,12 +355,16 @@ class Face:
         for handle in list(session.requests.values()):
             self._abort(handle, self._live[handle])
 
-    def _count(self, dp_rank: int, report: StepReport) -> None:
-        metrics, rank, load = self._metrics, str(dp_rank), report.load
+    def _show(self, dp_rank: int, load: Load) -> None:
+        metrics, rank = self._metrics, str(dp_rank)
         metrics.running.labels(rank).set(load.running)
         metrics.waiting.labels(rank).set(load.waiting)
         metrics.free_pages.labels(rank).set(load.free_pages)
         metrics.total_pages.labels(rank).set(load.total_pages)
+
+    def _count(self, dp_rank: int, report: StepReport) -> None:
+        metrics, rank = self._metrics, str(dp_rank)
+        self._show(dp_rank, report.load)
         if report.computed_tokens:
             metrics.step.labels(rank).observe(report.step_s)
             metrics.computed.labels(rank).inc(report.computed_tokens)
