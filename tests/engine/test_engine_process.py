@@ -61,8 +61,12 @@ def shown(running: Service) -> dict[str, float]:
 
 
 def test_an_engine_that_has_had_no_request_shows_its_pages(running: Service) -> None:
-    metrics = shown(running)
-    assert metrics['katydid_engine_free_pages{dp_rank="0"}'] == metrics['katydid_engine_total_pages{dp_rank="0"}'] == 96
+    free, total = 'katydid_engine_free_pages{dp_rank="0"}', 'katydid_engine_total_pages{dp_rank="0"}'
+    deadline = time.monotonic() + 60
+    while free not in (metrics := shown(running)):
+        assert time.monotonic() < deadline, "it has loaded its model, and shows nothing"
+        time.sleep(0.05)
+    assert metrics[free] == metrics[total] == 96
     assert metrics['katydid_engine_running_choices{dp_rank="0"}'] == 0
 
 
