@@ -69,6 +69,7 @@ EVERY_PLAN = {
     "pp2": ("--micro-batches", "2"),
     "dp2,ep2": ("--micro-batches", "2"),
     "dp2,ep2+2": ("--rebalance-passes", "8"),
+    "tp2,sp,ep2+2": ("--rebalance-passes", "8"),
     "tp2,sp,dp2,ep4": (),
 }
 
