@@ -14,7 +14,7 @@ def test_waits_double_to_eight_seconds_and_jitter_takes_at_most_half(failures: i
     wait = delay_s(UnavailableError("gone"), failures, 40, 100.0, lambda: dice)
     longest = min(8.0, [0.5, 1.0, 2.0, 4.0, 8.0][min(failures, 5) - 1])
     assert wait is not None
-    assert longest / 2 <= wait < longest
+    assert longest / 2 <= wait <= longest
 
 
 def test_it_gives_up() -> None:
