@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from array import array
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -43,6 +44,17 @@ class Service:
 
     def lines(self) -> list[dict[str, object]]:
         return [json.loads(line) for line in self._log.read_bytes().splitlines() if line.startswith(b"{")]
+
+    def metrics(self) -> dict[str, float]:
+        """Its /metrics, which it serves a moment after it says READY."""
+        deadline = time.monotonic() + 20
+        while not (told := [line["address"] for line in self.lines() if line["message"] == "metrics"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        (address,) = told
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as response:
+            lines = [line.rsplit(" ", 1) for line in response.read().decode().splitlines() if line[0] != "#"]
+        return {name: float(value) for name, value in lines}
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import urllib.request
 from array import array
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -48,22 +47,10 @@ def running(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield service
 
 
-def shown(running: Service) -> dict[str, float]:
-    """Its /metrics, which it serves a moment after it says READY."""
-    deadline = time.monotonic() + 20
-    while not (told := [line["address"] for line in running.lines() if line["message"] == "metrics"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    (address,) = told
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as response:
-        lines = [line.rsplit(" ", 1) for line in response.read().decode().splitlines() if line[0] != "#"]
-    return {name: float(value) for name, value in lines}
-
-
 def test_an_engine_that_has_had_no_request_shows_its_pages(running: Service) -> None:
     free, total = 'katydid_engine_free_pages{dp_rank="0"}', 'katydid_engine_total_pages{dp_rank="0"}'
     deadline = time.monotonic() + 60
-    while free not in (metrics := shown(running)):
+    while free not in (metrics := running.metrics()):
         assert time.monotonic() < deadline, "it has loaded its model, and shows nothing"
         time.sleep(0.05)
     assert metrics[free] == metrics[total] == 96
@@ -130,7 +117,7 @@ def test_a_crowd_of_64_says_what_each_says_alone(running: Service) -> None:
             await until_idle(client)
 
     run(scenario())
-    metrics = shown(running)
+    metrics = running.metrics()
     assert metrics["katydid_engine_in_flight_requests"] == 0
     assert metrics['katydid_engine_running_choices{dp_rank="0"}'] == 0
     assert metrics['katydid_engine_finished_choices_total{reason="length"}'] > 64
