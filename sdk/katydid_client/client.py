@@ -8,6 +8,7 @@ async with AsyncKatydid("gateway:8001", api_key=key) as client:
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Sequence
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Self, Unpack
 
 from katydid.gateway.v1 import gateway_pb2 as pb
-from katydid_runtime.errors import DeadlineExceededError, KatydidError
+from katydid_runtime.errors import DeadlineExceededError, InvalidRequestError, KatydidError
 
 from katydid_client import wire
 from katydid_client.retry import delay_s
@@ -37,6 +38,10 @@ from katydid_client.types import (
 __all__ = ["AsyncKatydid"]
 
 
+# gRPC takes what is much longer for a deadline that has passed.
+_LONGEST_S = 366 * 86_400.0
+
+
 @dataclass(frozen=True, slots=True)
 class _Policy:
     """What every call of a client obeys."""
@@ -44,6 +49,12 @@ class _Policy:
     metadata: Metadata
     timeout_s: float
     max_retries: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.timeout_s, int | float) or math.isnan(self.timeout_s):
+            raise InvalidRequestError(
+                f"timeout is {self.timeout_s}", field="timeout", value=self.timeout_s, allowed="a number of seconds"
+            )
 
 
 class AsyncKatydid:
@@ -204,7 +215,7 @@ class _Tries:
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise DeadlineExceededError(f"no answer within {self._policy.timeout_s:g} s")
-        return left
+        return min(left, _LONGEST_S)
 
     async def wait_after(self, error: KatydidError) -> None:
         """Return when it is time to try again; raise `error` when it is not to be tried again."""

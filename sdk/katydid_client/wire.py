@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from google.protobuf.descriptor import FieldDescriptor
 from katydid.gateway.v1 import gateway_pb2 as pb
 from katydid_runtime.block_hash import pack_ids, unpack_ids
 from katydid_runtime.duration import to_seconds
@@ -50,9 +51,22 @@ _FINISH_REASONS = {
     pb.FINISH_REASON_ABORT: FinishReason.ABORT,
 }
 _OPTIONS = ("priority", "prompt_cache_key", "bypass_cache", "allow_sparse_prefill", "request_id")
+_CHAT = ("model", "tool_choice", "reasoning_effort", "parallel_tool_calls")
 _FORMATS = ("json_schema", "json_object", "regex", "grammar", "choice", "structural_tag")
 
-M = TypeVar("M", pb.SamplingOptions, pb.RequestOptions)
+# By the type of a field, repeated or not.
+_ALLOWED = {
+    FieldDescriptor.CPPTYPE_UINT32: "integers of 0 to 4294967295",
+    FieldDescriptor.CPPTYPE_UINT64: "integers of 0 to 18446744073709551615",
+    FieldDescriptor.CPPTYPE_INT32: "integers of -2147483648 to 2147483647",
+    FieldDescriptor.CPPTYPE_FLOAT: "numbers",
+    FieldDescriptor.CPPTYPE_DOUBLE: "numbers",
+    FieldDescriptor.CPPTYPE_BOOL: "True or False",
+    FieldDescriptor.CPPTYPE_STRING: "text",
+}
+
+T = TypeVar("T")
+M = TypeVar("M", pb.SamplingOptions, pb.RequestOptions, pb.ChatRequest, pb.GenerateRequest)
 
 
 def prompt(value: str | Sequence[int]) -> pb.Prompt:
@@ -60,36 +74,31 @@ def prompt(value: str | Sequence[int]) -> pb.Prompt:
 
 
 def chat_messages(values: Iterable[MessageLike]) -> list[pb.ChatMessage]:
-    return [_message(value, f"messages[{i}]") for i, value in enumerate(values)]
+    return [_message(value, f"messages[{i}]") for i, value in enumerate(_each(values, "messages"))]
 
 
 def chat_tools(values: Iterable[ToolLike]) -> list[pb.Tool]:
-    return [_tool(value, f"tools[{i}]") for i, value in enumerate(values)]
+    return [_tool(value, f"tools[{i}]") for i, value in enumerate(_each(values, "tools"))]
 
 
 def chat_request(messages: Iterable[MessageLike], arguments: ChatArguments) -> pb.ChatRequest:
     _refuse_unknown(arguments, ChatArguments)
-    return pb.ChatRequest(
-        model=arguments.get("model", ""),
+    request = pb.ChatRequest(
         messages=chat_messages(messages),
-        tools=chat_tools(arguments.get("tools", ())),
-        tool_choice=arguments.get("tool_choice", ""),
-        reasoning_effort=arguments.get("reasoning_effort", ""),
-        parallel_tool_calls=arguments.get("parallel_tool_calls"),
+        tools=chat_tools(arguments.get("tools") or ()),
         template_options=json.dumps(arguments["template_options"]) if "template_options" in arguments else "",
         sampling=_sampling(arguments),
         options=request_options(arguments),
     )
+    return _fill(request, {name: value for name, value in arguments.items() if name in _CHAT})
 
 
 def generate_request(text_or_ids: str | Sequence[int], arguments: RequestArguments) -> pb.GenerateRequest:
     _refuse_unknown(arguments, RequestArguments)
-    return pb.GenerateRequest(
-        model=arguments.get("model", ""),
-        prompt=prompt(text_or_ids),
-        sampling=_sampling(arguments),
-        options=request_options(arguments),
+    request = pb.GenerateRequest(
+        prompt=prompt(text_or_ids), sampling=_sampling(arguments), options=request_options(arguments)
     )
+    return _fill(request, {"model": arguments.get("model")})
 
 
 def request_options(arguments: RequestArguments) -> pb.RequestOptions:
@@ -166,7 +175,8 @@ def _fill(message: M, values: Mapping[str, Any]) -> M:
         try:
             message.MergeFrom(type(message)(**{name: value}))
         except (TypeError, ValueError) as error:
-            raise InvalidRequestError(f"{name}: {error}", field=name, value=value) from None
+            allowed = _ALLOWED.get(message.DESCRIPTOR.fields_by_name[name].cpp_type)
+            raise InvalidRequestError(f"{name}: {error}", field=name, value=value, allowed=allowed) from None
     return message
 
 
@@ -201,7 +211,7 @@ def _response_format(arguments: RequestArguments) -> dict[str, pb.ResponseFormat
 
 
 def _message(value: MessageLike, field: str) -> pb.ChatMessage:
-    message = value if isinstance(value, Message) else _message_from_mapping(value, field)
+    message = value if isinstance(value, Message) else _message_from_mapping(_mapping(value, field), field)
     if message.role not in _ROLES:
         raise InvalidRequestError(
             f"{field}.role is {message.role!r}", field=f"{field}.role", value=message.role, allowed=", ".join(_ROLES)
@@ -219,26 +229,43 @@ def _message(value: MessageLike, field: str) -> pb.ChatMessage:
     )
 
 
+def _each(values: Iterable[T], field: str) -> Iterable[T]:
+    if not isinstance(values, Iterable):
+        raise InvalidRequestError(f"{field} is no list", field=field, value=values, allowed="a list of mappings")
+    return values
+
+
+def _mapping(value: Any, field: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidRequestError(f"{field} is no mapping", field=field, value=value, allowed="a mapping")
+    return value
+
+
 def _message_from_mapping(value: Mapping[str, Any], field: str) -> Message:
     content = value.get("content")
     if not (content is None or isinstance(content, str)):
         raise InvalidRequestError(f"{field}.content is no string", field=f"{field}.content", allowed="a string")
-    calls = [{**call, **call.get("function", {})} for call in value.get("tool_calls") or ()]
+    calls = [_call(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(value.get("tool_calls") or ())]
     return Message(
         role=str(value.get("role", "")),
         content=content or "",
         reasoning=value.get("reasoning_content") or "",
-        tool_calls=tuple(
-            ToolCall(call.get("name", ""), call.get("arguments", ""), call.get("id", "")) for call in calls
-        ),
+        tool_calls=tuple(calls),
         tool_call_id=value.get("tool_call_id") or "",
         name=value.get("name") or "",
     )
 
 
+def _call(value: Any, field: str) -> ToolCall:
+    given = _mapping(value, field)
+    given = {**given, **_mapping(given.get("function", {}), f"{field}.function")}
+    return ToolCall(given.get("name", ""), given.get("arguments", ""), given.get("id", ""))
+
+
 def _tool(value: ToolLike, field: str) -> pb.Tool:
     if not isinstance(value, Tool):
-        function = value.get("function", value)
+        given = _mapping(value, field)
+        function = _mapping(given.get("function", given), f"{field}.function")
         value = Tool(function.get("name", ""), function.get("description", ""), function.get("parameters", {}))
     if not value.name:
         raise InvalidRequestError(f"{field} has no name", field=f"{field}.name", allowed="a function's name")
