@@ -21,6 +21,8 @@ _INLINE_S = 0.002
 _LITTLE = 8.0
 # A message weighs 1, and so do so many characters; a tool is written out of a whole schema.
 _CHARACTERS = 1024
+# Of a call's arguments, which templates go through one by one.
+_ARGUMENT_CHARACTERS = 64
 _TOOL = 8.0
 _NEW_SHARE = 0.2
 # Reading a thread's clock takes tens of microseconds: of conversations that take little more, one in so many is timed.
@@ -31,7 +33,9 @@ _CHEAP_TIMED = 16
 def weight_of(conversation: Conversation) -> float:
     """How much there is to render."""
     texts = (text for message in conversation.messages for text in (message.content, message.reasoning) if text)
-    return len(conversation.messages) + _TOOL * len(conversation.tools) + sum(map(len, texts)) / _CHARACTERS
+    arguments = sum(len(call.arguments) for message in conversation.messages for call in message.tool_calls)
+    written = sum(map(len, texts)) / _CHARACTERS + arguments / _ARGUMENT_CHARACTERS
+    return len(conversation.messages) + _TOOL * len(conversation.tools) + written
 
 
 class RenderPace:
