@@ -13,7 +13,7 @@ from katydid_gateway.chain_cache import ChainCache
 from katydid_gateway.text.prefixes import RecentPrefixes
 from katydid_gateway.text.tokenizer import SegmentCache, TextTokenizer, load_tokenizer
 from katydid_runtime.block_hash import ChainKey
-from katydid_runtime.errors import ModelFolderError
+from katydid_runtime.errors import ModelFolderError, PromptTooLongError
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers, processors
 
 from tests.gateway.model_folders import tiny_tokenizer
@@ -97,6 +97,14 @@ def test_a_vocabulary_that_marks_the_first_word_is_tokenised_whole() -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     text = "one<|im_end|>two"
     assert encode(TextTokenizer(tokenizer, 1 << 20), text) == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_more_added_tokens_than_a_model_takes_are_not_tokenised() -> None:
+    tokenizer = TextTokenizer(TOKENIZER, cache_bytes=1 << 20)
+    text = "<|im_start|>word<|im_end|>" * 20
+    assert asyncio.run(tokenizer.encode_prompt(text, 40)).ids == asyncio.run(tokenizer.encode_prompt(text)).ids
+    with pytest.raises(PromptTooLongError, match="maximum context length is 39 tokens; the prompt has more than 39"):
+        asyncio.run(tokenizer.encode_prompt(text, 39))
 
 
 def test_long_texts_leave_the_loop_running() -> None:

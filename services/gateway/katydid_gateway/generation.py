@@ -185,7 +185,7 @@ class Generator:
         with clock.phase("tokenise"):
             if self._delays_s and (delay_s := self._delays_s.get("tokenise")):
                 await asyncio.sleep(delay_s)
-            return await self.text.encode(request.prompt)
+            return await self.text.encode(request.prompt, self.fleet.limits.max_model_tokens)
 
     def _open(self, prepared: Prepared, prompt: Prompt, clock: RequestClock) -> Answer:
         format = prepared.sampling.format

@@ -38,7 +38,15 @@ from katydid_gateway.requests import (
     Tool,
 )
 
-__all__ = ["ModelLimits", "check_model", "check_options", "check_prompt", "check_template_options", "resolve_sampling"]
+__all__ = [
+    "ModelLimits",
+    "check_model",
+    "check_options",
+    "check_prompt",
+    "check_template_options",
+    "prompt_too_long",
+    "resolve_sampling",
+]
 
 MAX_REQUEST_ID = 128
 MAX_STOPS = 16
@@ -103,6 +111,18 @@ def check_template_options(options: Mapping[str, object], field: str) -> None:
             )
 
 
+def prompt_too_long(limit: int, tokens: str) -> PromptTooLongError:
+    """What a prompt of so many `tokens` hears from a model of `limit`."""
+    return PromptTooLongError(
+        # Frameworks know this error, and shorten their prompts, by OpenAI's own words.
+        f"this model's maximum context length is {limit} tokens; the prompt has {tokens}, "
+        "which leaves no room for an answer",
+        field="prompt",
+        value=f"{tokens} tokens",
+        allowed=f"at most {limit - 1} tokens",
+    )
+
+
 def resolve_sampling(
     asked: SamplingOptions, defaults: SamplingOptions, limits: ModelLimits, prompt_tokens: int
 ) -> Sampling:
@@ -114,14 +134,7 @@ def resolve_sampling(
     if prompt_tokens < 1:
         raise InvalidRequestError("the prompt is empty", field="prompt", allowed="at least one token")
     if room < 1:
-        raise PromptTooLongError(
-            # Frameworks know this error, and shorten their prompts, by OpenAI's own words.
-            f"this model's maximum context length is {limits.max_model_tokens} tokens; the prompt has {prompt_tokens}, "
-            "which leaves no room for an answer",
-            field="prompt",
-            value=f"{prompt_tokens} tokens",
-            allowed=f"at most {limits.max_model_tokens - 1} tokens",
-        )
+        raise prompt_too_long(limits.max_model_tokens, f"{prompt_tokens}")
     return Sampling(
         seed=_seed(asked.seed),
         max_tokens=_max_tokens(asked.max_tokens, room, prompt_tokens, limits),

@@ -62,8 +62,9 @@ class ModelText:
             raise InvalidRequestError("the model's chat template takes no tools", field="tools")
         return self.template.render(conversation)
 
-    async def encode(self, prompt: Prompt) -> EncodedPrompt:
-        """Any prompt as token ids."""
+    async def encode(self, prompt: Prompt, most: int | None = None) -> EncodedPrompt:
+        """Any prompt as token ids. Raises PromptTooLongError for a conversation that is seen to have more than `most`
+        before all of it is tokenised."""
         if isinstance(prompt, TokenPrompt):
             return EncodedPrompt(prompt.ids, "")
         if isinstance(prompt, TextPrompt):
@@ -74,7 +75,7 @@ class ModelText:
             text = self.pace.timed(weight, lambda: self.render(prompt))
         else:
             text = await asyncio.to_thread(self.pace.timed, weight, lambda: self.render(prompt))
-        encoded = await self.tokenizer.encode_prompt(text)
+        encoded = await self.tokenizer.encode_prompt(text, most)
         return EncodedPrompt(encoded.ids, text, encoded.known, encoded.prefix)
 
     def parser(self, prompt: Prompt, text: str) -> OutputParser:

@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 
 from katydid_gateway.text.prefixes import Prefix, RecentPrefixes
 from katydid_gateway.text.words import WordCache, cuts_at_words
+from katydid_gateway.validation import prompt_too_long
 
 __all__ = ["EncodedText", "SegmentCache", "TextTokenizer", "load_tokenizer"]
 
@@ -102,12 +103,18 @@ class TextTokenizer:
         body = (await self.encode_prompt(text)).ids
         return self._before + body + self._after if special_tokens else body
 
-    async def encode_prompt(self, text: str) -> EncodedText:
-        """The same without tokens around it, and with what is known of its beginning."""
+    async def encode_prompt(self, text: str, most: int | None = None) -> EncodedText:
+        """The same without tokens around it, and with what is known of its beginning.
+
+        Raises PromptTooLongError where the added tokens alone are more than `most`: a million of them would take the
+        loop's time for seconds, to be refused in the end.
+        """
         if self._boundary is None:
             return EncodedText(b"".join(await self._segments([text])))
         known = self._prefixes.of(text)
         pieces = self._boundary.split(text[known.length :] if known is not None else text)
+        if most is not None and len(pieces) // 2 > most:
+            raise prompt_too_long(most, f"more than {most}")
         ids = await self._segments(pieces)
         body = b"".join(ids if known is None else (known.ids, *ids))
         if known is not None and len(pieces) == 1:
