@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -105,6 +108,31 @@ def test_more_added_tokens_than_a_model_takes_are_not_tokenised() -> None:
     assert asyncio.run(tokenizer.encode_prompt(text, 40)).ids == asyncio.run(tokenizer.encode_prompt(text)).ids
     with pytest.raises(PromptTooLongError, match="maximum context length is 39 tokens; the prompt has more than 39"):
         asyncio.run(tokenizer.encode_prompt(text, 39))
+
+
+def test_very_long_texts_go_one_by_one_and_leave_no_memory_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = TextTokenizer(TOKENIZER)
+    given_back: list[int] = []
+    under_way: list[int] = []
+    most: list[int] = []
+
+    def slow(segments: Sequence[str]) -> list[bytes]:
+        under_way.append(1)
+        most.append(len(under_way))
+        time.sleep(0.02)
+        under_way.pop()
+        return [b""] * len(segments)
+
+    async def several() -> None:
+        await asyncio.gather(*(tokenizer.encode("x" * (2**20 + number)) for number in range(1, 4)))
+
+    monkeypatch.setattr(tokenizer, "_encode_segments", slow)
+    monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace(malloc_trim=given_back.append))
+    asyncio.run(several())
+    assert most == [1, 1, 1]
+    assert given_back == [0, 0, 0]
+    asyncio.run(tokenizer.encode("x" * 2**18))
+    assert given_back == [0, 0, 0], "those that are only long cost no search of the heap"
 
 
 def test_long_texts_leave_the_loop_running() -> None:

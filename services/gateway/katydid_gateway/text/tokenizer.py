@@ -9,6 +9,7 @@ takes (600 KB: half a second).
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import re
 from array import array
@@ -31,6 +32,8 @@ __all__ = ["EncodedText", "SegmentCache", "TextTokenizer", "load_tokenizer"]
 # Short misses are cheaper to tokenise here than to hand to a thread; looked up word by word, longer ones are too.
 _INLINE_CHARACTERS = 2048
 _INLINE_WORDS = 32_768
+# The tokenizer takes 200 bytes a character where each is a token, so texts of more go one by one, and memory goes back.
+_LARGE = 2**20
 # What an entry costs beside its text and ids: dict node, str and bytes headers.
 _ENTRY_BYTES = 256
 
@@ -96,6 +99,7 @@ class TextTokenizer:
         self._boundary = _boundary_pattern(tokenizer)
         self._before, self._after = _affixes(tokenizer)
         self._words = WordCache(self._encode_whole) if cache_bytes and cuts_at_words(tokenizer) else None
+        self._large = asyncio.Lock()
         self._inline = _INLINE_CHARACTERS if self._words is None else _INLINE_WORDS
 
     async def encode(self, text: str, *, special_tokens: bool = False) -> bytes:
@@ -132,8 +136,12 @@ class TextTokenizer:
         missing = [place for place, found in enumerate(ids) if found is None]
         if missing:
             segments = [pieces[place] for place in missing]
-            if sum(map(len, segments)) <= self._inline:
+            characters = sum(map(len, segments))
+            if characters <= self._inline:
                 encoded = self._encode_segments(segments)
+            elif characters > _LARGE:
+                async with self._large:
+                    encoded = await asyncio.to_thread(self._encode_large, segments)
             else:
                 encoded = await asyncio.to_thread(self._encode_segments, segments)
             for place, packed in zip(missing, encoded, strict=True):
@@ -146,6 +154,14 @@ class TextTokenizer:
 
     def _encode_segments(self, segments: Sequence[str]) -> list[bytes]:
         return self._encode_whole(segments) if self._words is None else self._words.ids(segments)
+
+    def _encode_large(self, segments: Sequence[str]) -> list[bytes]:
+        try:
+            return self._encode_segments(segments)
+        finally:
+            # Every thread's part of the heap would keep as much as its largest text took.
+            if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+                trim(0)
 
     def _encode_whole(self, segments: Sequence[str]) -> list[bytes]:
         encodings = self._tokenizer.encode_batch_fast(list(segments), add_special_tokens=False)
