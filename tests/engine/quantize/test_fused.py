@@ -36,6 +36,7 @@ def cases() -> dict[str, tuple[Chain, list[Tensor], list[Tensor]]]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of Inductor's own import
 @pytest.mark.parametrize("name", ["rows", "norm", "gated", "rotary", "pages", "int4", "e4m3", "divergence"])
 def test_a_gpu_makes_the_same(name: str) -> None:
     chain, given, constant = cases()[name]
