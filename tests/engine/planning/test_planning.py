@@ -81,8 +81,9 @@ def test_more_work_takes_longer(plan: str) -> None:
 
 
 def test_two_micro_batches_pay_where_sending_is_long_and_read_weights_twice() -> None:
-    plan, slow = ParallelPlan.parse("dp32,ep32"), replace(H200, figures={**H200.figures, "network_s": 2e-3})
-    one, two = Phases(HY3, plan, H200).decode(64, 8192), Phases(HY3, plan, slow).decode(64, 8192)
+    plan = ParallelPlan.parse("dp32,ep32")
+    quick, slow = (replace(H200, figures={**H200.figures, "network_s": seconds}) for seconds in (0.0, 2e-3))
+    one, two = Phases(HY3, plan, quick).decode(16, 8192), Phases(HY3, plan, slow).decode(64, 8192)
     assert (one.micro_batches, two.micro_batches) == (1, 2)
     assert one.exposed == one.sending
     assert two.exposed == pytest.approx((1 - H200["overlapped"]) * two.sending)
