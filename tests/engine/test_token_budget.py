@@ -75,6 +75,19 @@ def test_a_size_that_seems_all_there_is_time_for_is_not_the_last_word() -> None:
     assert chosen == [256, 512, 256, 256, 256, 256], "once is enough"
 
 
+def test_steps_that_the_host_holds_up_say_nothing_of_what_their_pairs_cost() -> None:
+    budget = TokenBudget(0.05, 64, (256, 1024))
+    for context in (0, 2000, 4000, 8000) * 20:
+        for tokens in (256, 1024):
+            budget.took(step(tokens, context), 0.01 + 1e-5 * tokens + 1e-9 * tokens * context)
+        budget.took(step(4096, context), 0.2)  # launched op by op: the same however much stands behind
+    assert budget.step_s(4096, 0) == pytest.approx(0.2, rel=0.1)
+    assert budget.step_s(4096, 1_000_000) == pytest.approx(4.1, rel=0.1)
+    assert budget.prompt_tokens(0.25, 0) > 2048
+    assert budget.prompt_tokens(0.25, 1_000_000) == 256, "the others seem to fit, and would not"
+    assert budget.prompt_s(131_072, 1_000_000, 0.25) > 130
+
+
 def test_how_long_a_prompt_takes() -> None:
     budget = TokenBudget(0.05, 64, (100, 300))
     linear(budget, 0.01, 1e-4)

@@ -39,13 +39,13 @@ class TokenBudget:
 
     def step_s(self, tokens: int, context: float, sparse: bool = False, *, beside: bool = True) -> float:
         """Seconds of a step with so many tokens of one prompt, ``beside`` decodes or not."""
-        return self._cost(tokens, sparse, beside).seconds(tokens, context)
+        return self._seconds(tokens, tokens, context, sparse, beside)
 
     def prompt_s(self, tokens: int, context: float, step_s: float, sparse: bool = False) -> float:
         """Seconds until so many tokens of a prompt are computed beside decodes, in steps that take no longer than
         ``step_s``. ``context`` stands before them, or as much as makes the pairs as many as there are."""
         chunk = self.prompt_tokens(step_s, context + tokens / 2, sparse)
-        return self._cost(chunk, sparse, True).seconds(tokens, context, steps=max(1.0, tokens / chunk))
+        return self._seconds(chunk, tokens, context, sparse, True, steps=max(1.0, tokens / chunk))
 
     def took(self, plan: StepPlan, seconds: float) -> None:
         """A step with prompt tokens has taken so long."""
@@ -54,13 +54,22 @@ class TokenBudget:
         pairs = plan.sparse_pairs if plan.sparse else plan.num_prefill_pairs
         steps.cost(tokens, bool(plan.num_decodes), alone=prompts == 1).took(tokens, pairs, seconds)
 
-    def _cost(self, tokens: int, sparse: bool, beside: bool) -> StepCost:
-        return (self._sparse if sparse else self._dense).cost(tokens, beside)
+    def _seconds(
+        self, chunk: int, tokens: int, context: float, sparse: bool, beside: bool, steps: float = 1.0
+    ) -> float:
+        """Of ``tokens`` in steps of ``chunk``."""
+        of_kind = self._sparse if sparse else self._dense
+        cost = of_kind.cost(chunk, beside)
+        seconds = cost.seconds(tokens, context, steps)
+        if cost is of_kind.others:
+            seconds = max(seconds, of_kind.prepared.seconds(tokens, context, steps))
+        return seconds
 
 
 class _Steps:
     """Of one kind of prompt. A host that launches op by op may take longer than the device, so prepared steps have
-    costs of their own, beside decodes and without."""
+    costs of their own, beside decodes and without. Where the host is the slower, the others' times tell nothing of what
+    their pairs cost: no step is taken to be shorter than a prepared one of as many tokens would be."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = sorted(sizes)
@@ -74,10 +83,13 @@ class _Steps:
 
     def tokens(self, seconds: float, context: float, least: int) -> int:
         """As many as a step beside decodes may compute in that time."""
-        others = max(least, self.others.tokens(seconds, context))
-        if not self.sizes or others >= 2 * self.sizes[-1]:
-            return others
+        others = self.others.tokens(seconds, context)
+        if not self.sizes:
+            return max(least, others)
         prepared = self.prepared.tokens(seconds, context)
+        others = max(least, min(others, prepared) if self.prepared else others)
+        if others >= 2 * self.sizes[-1]:
+            return others
         chosen = max((size for size in self.sizes if size <= prepared), default=self.sizes[0])
         if chosen == self.prepared.only_size and self.prepared.seconds(chosen, context) <= seconds:
             # A larger one is tried once: it may take no longer.
