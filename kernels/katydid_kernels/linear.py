@@ -4,12 +4,14 @@ CPU BLAS picks its inner kernel by the number of rows, and one to three rows (or
 differently from the same rows in a larger batch. The reference therefore pads to a multiple of eight rows, where
 every row is computed by the same full tile: the same request then gets the same bits whatever else is in the batch.
 MKL on Intel's CPUs also cuts the sums over ``in`` by the number of rows unless its results are to be strictly
-reproducible (conditional numerical reproducibility); it reads that from the environment at its first product.
+reproducible (conditional numerical reproducibility); it reads that from the environment at its first product. On other
+CPUs the same request would undo the promise.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,8 @@ __all__ = ["linear", "linear_reference", "linear_unrounded"]
 
 _ROW_TILE = 8
 
-if (_VECTORS := torch.backends.cpu.get_cpu_capability()) in ("AVX2", "AVX512"):
+_VECTORS, _CPU = torch.backends.cpu.get_cpu_capability(), Path("/proc/cpuinfo")
+if _VECTORS in ("AVX2", "AVX512") and _CPU.exists() and "GenuineIntel" in _CPU.read_text():
     os.environ.setdefault("MKL_CBWR", f"{_VECTORS},STRICT")
 
 
