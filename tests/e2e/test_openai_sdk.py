@@ -196,7 +196,7 @@ BAD: dict[str, tuple[dict[str, Any], type[openai.APIStatusError], str, str]] = {
         {"messages": [{"role": "user", "content": "x " * 20_000}]},
         openai.BadRequestError,
         "context_length_exceeded",
-        "prompt",
+        "messages",
     ),
     "unknown field": ({"extra_body": {"temperatur": 1}}, openai.BadRequestError, "invalid_request", "temperatur"),
     "grammar": (

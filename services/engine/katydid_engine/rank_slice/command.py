@@ -152,7 +152,7 @@ def run_slice(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def options_of(arguments: argparse.Namespace, *, drafts: int = 0, most_tokens: int) -> SliceOptions:
     """Raises SettingsError for what cannot be built, ModelFolderError for a folder that is no model."""
-    name = arguments.device
+    plan, name = ParallelPlan.parse(arguments.plan), arguments.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if arguments.device == "auto" and name == "cpu" and arguments.model in KNOWN_MODELS:
@@ -167,7 +167,7 @@ def options_of(arguments: argparse.Namespace, *, drafts: int = 0, most_tokens: i
         raise SettingsError("device is cuda, but torch sees no GPU", field="device", value=name, allowed="cpu")
     return SliceOptions(
         _config(arguments.model),
-        ParallelPlan.parse(arguments.plan),
+        plan,
         torch.device(name),
         rank=arguments.rank,
         dtype=arguments.dtype,
