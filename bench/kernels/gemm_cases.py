@@ -95,7 +95,7 @@ def few_rows() -> dict[str, Any]:
     with preparing():
         errors = [
             check_gemm(shape, E4M3, _few(shape[0]), promote=True, hooks=True)
-            for shape in ((1, 8, 64), (5, 264, 112), (16, 1000, 1040), (3, 10240, 4096), (63, 4104, 8192))
+            for shape in ((1, 1000, 64), (5, 264, 112), (16, 1000, 1040), (3, 10240, 4096), (63, 4104, 8192))
         ]
         if max(errors) > ROUNDING:
             return {"errors": errors, "rows": []}
