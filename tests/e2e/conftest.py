@@ -31,6 +31,7 @@ def fleet(_fleet: Fleet) -> Iterator[Fleet]:
     """Whole before the test; after it, whole and idle again, with no error logged that the test did not expect."""
     for process in _fleet.processes:
         process.revive()
+    asyncio.run(_fleet.whole())
     before = [len(process.complaints()) for process in _fleet.processes]
     _fleet.expected_errors.clear()
     yield _fleet
