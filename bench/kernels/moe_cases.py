@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from expert_draws import TOP_K, draw_ids, typical_error
 from gemm_timing import BF16, E4M3, compiling, measuring, median_us, preparing
 from katydid_kernels.gemm import experts as launches
 from katydid_kernels.gemm.checking import block_operands, check_block_experts, check_experts, expert_operands
@@ -22,7 +23,6 @@ from torch import Tensor
 
 __all__ = ["SHARDS", "experts", "odd_shapes", "tiles"]
 
-TOP_K = 8
 QUANTISED_HIDDEN = 1.5e-2
 
 
@@ -84,9 +84,7 @@ class Batch:
         self.workspace = ExpertWorkspace.allocate(
             tokens, TOP_K, weights[0][1].shape, dtype, self.x.device, of_blocks=shard.of_blocks
         )
-        # Few tokens hit few experts: many draws, so that no weight is still in L2 when it comes again.
-        draws = 12 if tokens <= 4 else 1
-        self.ids = [_ids(tokens, count) for _ in range(draws)]
+        self.ids = draw_ids(tokens, count)
 
     def run(self, pair: tuple[Tensor, Tensor], ids: Tensor, tile: Tile | None = None) -> Tensor:
         return run_experts(
@@ -126,12 +124,6 @@ class Batch:
         return {name: round(median_us(call, 8), 1) for name, call in calls.items()}
 
 
-def _ids(tokens: int, experts: int) -> Tensor:
-    """Uniform routing, the same every 2,048 tokens."""
-    draw = torch.rand(min(tokens, 2048), experts, device="cuda").topk(TOP_K).indices.int()
-    return draw.repeat(max(1, tokens // 2048), 1)
-
-
 def _weights(shard: Shard) -> list[tuple[Tensor, Tensor]]:
     _, w13, w2, *_ = expert_operands((shard.experts, shard.width, 1, TOP_K, 0), shard.hidden, shard.dtype)
     # Two layers, unless one is far beyond L2 already.
@@ -149,15 +141,17 @@ def experts(name: str) -> dict[str, Any]:
         for batch in batches:
             batch.run(weights[0], batch.ids[0])
         for case in checked:
-            Batch(shard, case[2], weights, token_scales=case[2] % 2 == 1).run(weights[0], _ids(case[2], shard.experts))
+            batch = Batch(shard, case[2], weights, token_scales=case[2] % 2 == 1)
+            batch.run(weights[0], batch.ids[0])
     errors = []
     for case in checked:
+        check = (
+            partial(check_block_experts, case, shard.hidden)
+            if shard.of_blocks
+            else partial(check_experts, case, shard.hidden, shard.dtype)
+        )
         with preparing():
-            errors.append(
-                check_block_experts(case, shard.hidden)
-                if shard.of_blocks
-                else check_experts(case, shard.hidden, shard.dtype)
-            )
+            errors.append(typical_error(check, case[2]))
     if max(errors) > QUANTISED_HIDDEN:
         return {"errors": errors, "measured": [], "rows": []}
     measured = []

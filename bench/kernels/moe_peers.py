@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from expert_draws import TOP_K, draw_ids
 from gemm_timing import BF16, E4M3, compiling, measuring, median_us, preparing
 from torch import Tensor
 
 __all__ = ["PEER_SIZES", "cutlass", "deepgemm", "search", "triton"]
 
 CONFIGS = Path(__file__).parent.parent / "results" / "moe_triton_configs.json"
-HIDDEN, TOP_K = 4096, 8
+HIDDEN = 4096
 PEER_SIZES = {"TP8": (1, 4, 16, 64, 256, 1024, 4096, 16384), "EP8": (16, 64, 128, 1024)}
 SHAPES = {"TP8": (192, 192), "EP8": (24, 1536)}
 ONE, WEIGHT_SCALE = 0.05, 0.02
@@ -31,15 +32,13 @@ Found = dict[str, Any]
 
 
 class _Batch:
-    """Operands as vLLM takes them; many draws of few tokens, so that no weight is still in L2 when it comes again."""
+    """Operands as vLLM takes them, for the experts that ours are timed on."""
 
     def __init__(self, shard: str, tokens: int, weights: list[tuple[Tensor, Tensor]]) -> None:
         experts = SHAPES[shard][0]
         self.x = torch.randn(tokens, HIDDEN, device="cuda", dtype=BF16)
         self.weights = torch.rand(tokens, TOP_K, device="cuda")
-        draws = 12 if tokens <= 4 else 1
-        rows = [torch.rand(min(tokens, 2048), experts, device="cuda").topk(TOP_K).indices.int() for _ in range(draws)]
-        self.ids = [draw.repeat(max(1, tokens // 2048), 1) for draw in rows]
+        self.ids = draw_ids(tokens, experts)
         self.experts = weights
 
     def calls(self, call: Callable[..., object]) -> list[Callable[[], object]]:

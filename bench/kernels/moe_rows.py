@@ -6,8 +6,9 @@ import math
 from typing import Any
 
 import torch
+from expert_draws import TOP_K
 from gemm_timing import BF16_TFLOPS, COPY_TB_PER_S, E4M3, FP8_TFLOPS, Row, row
-from moe_cases import SHARDS, TOP_K
+from moe_cases import SHARDS
 
 __all__ = ["moe_rows"]
 

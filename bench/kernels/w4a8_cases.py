@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from expert_draws import TOP_K, draw_ids, typical_error
 from gemm_timing import BF16, COPY_TB_PER_S, E4M3, FP8_TFLOPS, Row, measuring, median_us, preparing, row
 from katydid_kernels import ExpertScales, fused_moe, fused_moe_w4a8, linear_fp8, linear_w4a8
 from katydid_kernels.linear_few import linear_few, takes_few
@@ -15,7 +16,7 @@ from katydid_kernels.w4a8.tuning import FewTile, grouped_tile, narrow_tile
 
 __all__ = ["experts", "linear"]
 
-HIDDEN, TOP_K = 4096, 8
+HIDDEN = 4096
 # Rounding of the result to bf16; of h to e4m3, where a tie can fall either way.
 ROUNDING, QUANTISED_HIDDEN = 2.2e-3, 1.5e-2
 BYTES_A_CODE = 0.5 + 2 / GROUP
@@ -91,7 +92,7 @@ def experts(shard: str) -> dict[str, Any]:
     count, width = (24, 1536) if shard == "EP8" else (192, 192)
     with preparing():
         errors = [
-            check_experts((count, width, tokens, TOP_K, 0), HIDDEN, crowd=tokens == 100)
+            typical_error(partial(check_experts, (count, width, tokens, TOP_K, 0), HIDDEN, crowd=tokens == 100), tokens)
             for tokens in sorted({1, 6, 7, 100, 8 * count + 1} | {int(m * count / TOP_K) for m in (2, 8, 20, 60)})
         ] + [
             check_experts((16, 384, 41, 8, 4), HIDDEN),
@@ -139,9 +140,7 @@ class _Batch:
         )  # fmt: skip
         self.router_weights = torch.rand(tokens, TOP_K, device="cuda")
         self.shared = torch.randn(tokens, HIDDEN, device="cuda").bfloat16()
-        # Few tokens hit few experts: many draws, so that no weight is still in L2 when it comes again.
-        draws = 12 if tokens <= 4 else 1
-        self.ids = [torch.rand(tokens, count, device="cuda").topk(TOP_K).indices.int() for _ in range(draws)]
+        self.ids = draw_ids(tokens, count)
 
     def w4a8(self, pair: tuple[Int4Weight, Int4Weight], ids: torch.Tensor) -> torch.Tensor:
         return fused_moe_w4a8(
