@@ -5,13 +5,13 @@
 
 Parts:
 
-    prefill      32K tokens under a split residual in two parts, as a graph, with what is sent taking its time and not
-    by_op        the same, with what is sent, launched op by op
+    prefill      32K tokens under a split residual in two parts, as a graph, with what is sent taking its time and not,
+                 and op by op
     decode       steps of data-parallel attention with shared experts, in one part and in two, as graphs
     rebalance    such steps while redundant experts move, and while they do not
 
-The link is the one of `planning/h200.json`: copies within the GPU's memory, by a copy engine, that take as long. With
-`--far 1` they go to the memory of GPU 1 instead, over the link there is.
+The link is the one of `planning/h200.json`: copies to the host's memory, by a copy engine, that take as long. With
+`--far 1` they go to the memory of GPU 1 instead, over the link there is; with `--far 0` they stay within GPU 0.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ from katydid_engine.planning.known_models import KNOWN_MODELS
 from katydid_engine.planning.measured import measured
 from katydid_engine.rank_slice.build import RankSlice, SliceOptions, build_slice, fill_pages
 from katydid_engine.rank_slice.emulated_link import EmulatedLink
-from katydid_engine.rank_slice.steps import SliceSteps
 from torch import Tensor
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("prefill", "by_op", "decode", "rebalance")
+PARTS = ("prefill", "decode", "rebalance")
 PROMPT = 32_768
 PREFILL = {"tp8,sp,fp8": (0.45, 24.5), "tp8,sp,ep8,fp8": (0.40, 24.5)}
 DECODE, ROWS, CONTEXT = "dp8,ep8", (128, 256, 512), 1024
@@ -53,10 +52,24 @@ Rows = list[dict[str, Any]]
 
 
 class Bench:
-    def __init__(self, device: torch.device, far: torch.device | None, repeats: int, sizes: Sequence[int]) -> None:
-        self.device, self.far, self.repeats, self.sizes = device, far, repeats, sizes
+    """Writes ``out`` with every row: what was measured stays whatever comes behind it."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.device = torch.device("cuda", options.gpu)
+        self.far = None if options.far is None else torch.device("cuda", options.far)
+        self.repeats, self.sizes = options.repeats, options.sizes
+        self.plans = {plan: PREFILL[plan] for plan in options.plans}
         self.links = measured("h200")["nvlink_bytes_per_s"]
         self.rows: Rows = []
+        self._out: Path = options.out
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+        self._record = {
+            "gpu": torch.cuda.get_device_name(),
+            "versions": {"torch": torch.__version__},
+            "commit": os.environ.get("KATYDID_COMMIT") or head.stdout.strip(),
+            "command": " ".join(sys.argv),
+        }
+        self._old: Rows = json.loads(self._out.read_text())["rows"] if self._out.exists() else []
 
     def note(self, figure: str, value: float, unit: str, bar: float | None = None, *, most: bool = True) -> None:
         met = None if bar is None else bool(value <= bar if most else value >= bar)
@@ -64,6 +77,9 @@ class Bench:
         row = {"figure": figure, "value": round(value, 5), "unit": unit, **none, "bar": bar, "met": met}
         self.rows.append(row)
         print(json.dumps(row), flush=True)
+        new = {row["figure"] for row in self.rows}
+        rows = [*(row for row in self._old if row["figure"] not in new), *self.rows]
+        self._out.write_text(json.dumps({**self._record, "rows": rows}, indent=1) + "\n")
 
     def slice_of(self, plan: str, layers: int, *, micro_batches: int, dense_first: bool = True) -> RankSlice:
         hy3 = KNOWN_MODELS["hy3"]
@@ -83,7 +99,7 @@ class Bench:
 
     def prefill(self, layers: int) -> None:
         whole = tp8_seconds() * layers / 80
-        for plan, (most_s, least_percent) in PREFILL.items():
+        for plan, (most_s, least_percent) in self.plans.items():
             made, name = self.slice_of(plan, layers, micro_batches=2), in_two_parts(plan, layers)
             link, cache = made.link, made.model.new_kv_cache(PROMPT // 64)
             assert link is not None
@@ -94,6 +110,7 @@ class Bench:
             self.note(f"{name}: with transfers", both, "s", most_s * layers / 80)
             lower = 100 * (1 - both / whole)
             self.note(f"{name}: with transfers, lower than tp8", lower, "%", least_percent, most=False)
+            self.note(f"{name}: with transfers, op by op", seconds(work, 1, tries=1), "s")
             free()
             link.on = False
             alone = seconds(captured(work), self.repeats)
@@ -103,40 +120,33 @@ class Bench:
             del made, link, cache, work
             free()
 
-    def by_op(self, layers: int) -> None:
-        for plan in PREFILL:
-            made = self.slice_of(plan, layers, micro_batches=2)
-            steps = SliceSteps(made, PROMPT)
-            steps.prefill(PROMPT, PROMPT)
-            took = min(steps.prefill(PROMPT, PROMPT) for _ in range(self.repeats))
-            self.note(f"{in_two_parts(plan, layers)}: with transfers, op by op", took, "s")
-            del made, steps
-            free()
-
     def decode(self, layers: int) -> None:
-        for rows in self.sizes:
-            took = {}
-            for parts in (1, 2):
-                made = self.slice_of(DECODE, layers, micro_batches=parts, dense_first=False)
-                link = made.link
-                assert link is not None
+        took, sending = {}, {}
+        for parts in (1, 2):
+            made = self.slice_of(DECODE, layers, micro_batches=parts, dense_first=False)
+            link = made.link
+            assert link is not None
+            for rows in self.sizes:
                 batch, cache = decodes(made, rows)
                 for on in (False, True):
                     link.on, link.carried = on, 0
                     made.model.forward(batch, cache)
-                    if parts == 1:
-                        sending = link.carried / self.links
+                    sending.setdefault(rows, link.carried / self.links)
                     step = captured(partial(made.model.forward, batch, cache))
-                    took[parts, on] = seconds(step, 10 * self.repeats)
-                del made, link, batch, cache, step
+                    took[rows, parts, on] = seconds(step, 10 * self.repeats)
+                    del step
+                del batch, cache
                 free()
+            del made, link
+            free()
+        for rows in self.sizes:
             name = f"decode of {rows} rows a rank, {DECODE}, {layers} layers"
             for parts in (1, 2):
-                self.note(f"{name}: {parts} micro-batches, nothing sent", 1e3 * took[parts, False], "ms")
-                self.note(f"{name}: {parts} micro-batches, with transfers", 1e3 * took[parts, True], "ms")
-            seen = 100 * (took[2, True] - took[2, False]) / sending
+                self.note(f"{name}: {parts} micro-batches, nothing sent", 1e3 * took[rows, parts, False], "ms")
+                self.note(f"{name}: {parts} micro-batches, with transfers", 1e3 * took[rows, parts, True], "ms")
+            seen = 100 * (took[rows, 2, True] - took[rows, 2, False]) / sending[rows]
             self.note(f"{name}: of the time for sending, seen with two micro-batches", seen, "%", 15.0)
-            self.note(f"{name}: two micro-batches over one", took[2, True] / took[1, True], "x")
+            self.note(f"{name}: two micro-batches over one", took[rows, 2, True] / took[rows, 1, True], "x")
 
     def rebalance(self, layers: int) -> None:
         made = self.slice_of(REBALANCE, layers, micro_batches=1)
@@ -253,10 +263,10 @@ def captured(work: Callable[[], object]) -> Callable[[], None]:
     return graph.replay
 
 
-def seconds(step: Callable[[], None], repeats: int) -> float:
-    """Of a step, one after the other without a pause; the best of three."""
+def seconds(step: Callable[[], object], repeats: int, tries: int = 3) -> float:
+    """Of a step, one after the other without a pause; the best of ``tries``."""
     best = float("inf")
-    for _ in range(3):
+    for _ in range(tries):
         step()
         torch.cuda.synchronize()
         started = time.perf_counter()
@@ -295,24 +305,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "overlap.json")
     options = parser.parse_args()
-    for plan in set(PREFILL) - set(options.plans):
-        del PREFILL[plan]
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    far = None if options.far is None else torch.device("cuda", options.far)
-    bench = Bench(torch.device("cuda", options.gpu), far, options.repeats, options.sizes)
+    bench = Bench(options)
     torch.cuda.set_device(bench.device)
     for part in options.parts:
         getattr(bench, part)(options.layers or (12 if part == "decode" else 80))
-        first = {row["figure"] for row in bench.rows}
-        old = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
-        record = {
-            "gpu": torch.cuda.get_device_name(),
-            "versions": {"torch": torch.__version__},
-            "commit": os.environ.get("KATYDID_COMMIT") or head.stdout.strip(),
-            "command": " ".join(sys.argv),
-            "rows": [*(row for row in old if row["figure"] not in first), *bench.rows],
-        }
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

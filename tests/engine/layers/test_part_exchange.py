@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,14 +34,23 @@ class ReferenceCopies:
         self._sent: dict[int, list[Tensor]] = {}
         self._leaving: dict[int, Tensor] = {}
         self._gathered: dict[int, tuple[list[Tensor], list[Tensor | None]]] = {}
+        self._beside = False
         self.joined = 0
         self.ways: list[int] = []
         self.order: list[tuple[str, int]] = []
 
-    def beside(self, part: int) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def beside(self, part: int) -> Iterator[None]:
+        self._beside = True
+        yield
+        self._beside = False
+
+    def quantize(self, part: int, x: Tensor) -> None:
+        assert not self._beside, "it would wait for the product behind it"
+        self.order.append(("quantize", part))
 
     def scatter(self, part: int, x: Tensor) -> None:
+        assert self._beside
         assert part not in self._sent
         assert part not in self._gathered
         self.order.append(("scatter", part))
@@ -114,9 +123,9 @@ def test_copies_take_turns_and_lose_what_fp8_loses(plan: str, tmp_path: Path) ->
         assert copies.joined == 2
         assert set(copies.ways) == {0, 1}
         # A part is on its way from one block to the next while the other part computes one.
-        between = [("scatter", 0), ("sum", 0), ("gather", 0)], [("scatter", 1), ("sum", 1), ("gather", 1)]
-        assert copies.order[:6] == [*between[0], *between[1]]
-        assert copies.order[6:14] == [("gathered", 0), *between[0], ("gathered", 1), *between[1]]
+        between = [[(step, part) for step in ("quantize", "scatter", "sum", "gather")] for part in (0, 1)]
+        assert copies.order[:8] == [*between[0], *between[1]]
+        assert copies.order[8:18] == [("gathered", 0), *between[0], ("gathered", 1), *between[1]]
 
 
 def test_a_long_kernel_waits_until_the_other_parts_rows_leave(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,3 +160,18 @@ def test_what_leaves_a_rank_is_copied_before_its_own_rows() -> None:
         rows, _, others = PartCopies(memory, 16, **sizes).gathered(0, 8, 2)
         assert (rows.float().sum(1) != 0).tolist() == [False] * 2 + [True] * 2 + [False] * 4
         assert torch.equal(others[2:4], told)
+
+
+def test_summands_made_ready_before_are_those_that_are_sent() -> None:
+    sizes = {"tokens": 8, "told": 0}
+    memories = emulated_peers(2, PartCopies.nbytes(2, 16, **sizes), "cpu")
+    ends = [PartCopies(memory, 16, **sizes) for memory in memories]
+    summands = [torch.randn(8, 16, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(2)]
+    for end, x in zip(ends, summands, strict=True):
+        end.quantize(0, x)
+        end.scatter(0, x)
+    for rank, end in enumerate(ends):
+        values, scales = quantize_fp8(summands[1 - rank][4 * rank :][:4])
+        first = 4 * (1 - rank)
+        assert torch.equal(end._rows("summands", 0, 8)[first : first + 4].float(), values.float())
+        assert torch.equal(end._scales("summand scales", 0, 8)[first : first + 4], scales)

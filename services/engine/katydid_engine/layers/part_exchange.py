@@ -73,6 +73,8 @@ class RowCopies(Protocol):
 
     def beside(self, part: int) -> AbstractContextManager[object]: ...
 
+    def quantize(self, part: int, x: Tensor) -> None: ...
+
     def scatter(self, part: int, x: Tensor) -> None: ...
 
     def sum(self, part: int, x: Tensor, residual: Tensor, weight: Tensor, eps: float, own: Tensor) -> Tensor: ...
@@ -104,6 +106,7 @@ class CopiedPartExchange(PartExchange):
     ) -> Steps[tuple[Entered, Tensor]]:
         assert isinstance(x, Summand)
         copies, part, summand = self._copies, self._part, x.rows.contiguous()
+        copies.quantize(part, summand)
         with copies.beside(part):
             copies.scatter(part, summand)
             own = torch.empty_like(residual)

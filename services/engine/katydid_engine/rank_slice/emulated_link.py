@@ -1,8 +1,9 @@
-"""A link that is not there: copies within one GPU's memory that take as long as what is sent would take on the way.
+"""A link that is not there: copies to the host's memory that take as long as what is sent would take on the way.
 
-A copy engine carries them beside the step, as one carries what is sent between GPUs; they are as many more bytes as
-memory is faster than the link, so that a step beside them loses more of its bandwidth than it would, never less. Where
-there is another GPU, the copies can go to its memory: then the link is one, and nothing is multiplied.
+A copy engine carries them beside the step, as one carries what is sent between GPUs; a copy within a GPU would need its
+multiprocessors. They are as many fewer bytes as the way to the host is slower than the link, so that a step beside them
+loses less of its own memory's bandwidth than it would: at most what the link is of it, a tenth each way. Where there is
+another GPU, the copies can go to its memory: then the link is one, and as many bytes are copied as are sent.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from torch import Tensor
 __all__ = ["EmulatedLink"]
 
 _ROOM = 1 << 26
-_TIMED = 16
+_TIMED = 4
 
 
 class EmulatedLink:
     """One way out of a GPU.
 
     Args:
-        far: another GPU to copy to.
+        far: a GPU to copy to.
 
     Attributes:
         stream: where what is sent goes, in order.
@@ -34,11 +35,13 @@ class EmulatedLink:
         self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self.on, self.carried = True, 0
         self._from = torch.zeros(_ROOM, dtype=torch.uint8, device=device)
-        self._to = torch.zeros(_ROOM, dtype=torch.uint8, device=far or device)
-        self._far = far is not None
-        if self._far:
+        if far is None:
+            self._to = torch.zeros(_ROOM, dtype=torch.uint8, pin_memory=True)
+            self._times = self._speed() / bytes_per_s
+        else:
+            self._to = torch.zeros(_ROOM, dtype=torch.uint8, device=far)
             self._to.copy_(self._from)  # from here on one GPU may write to the other
-        self._times = 1.0 if far is not None else max(1.0, self._memory_speed() / bytes_per_s)
+            self._times = 1.0
 
     def carry(self, nbytes: int) -> None:
         """By the present stream."""
@@ -46,17 +49,15 @@ class EmulatedLink:
         left = round(nbytes * self._times) if self.on else 0
         while left > 0:
             part = min(left, _ROOM)
-            if self._far:
-                _copy(self._to, self._from, part)
-            else:
-                self._to[:part].copy_(self._from[:part])
+            _copy(self._to, self._from, part)
             left -= part
 
-    def _memory_speed(self) -> float:
+    def _speed(self) -> float:
+        """Bytes a second of the copies."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         for event in (begin, end):
             for _ in range(_TIMED):
-                self._to.copy_(self._from)
+                _copy(self._to, self._from, _ROOM)
             event.record()
         end.synchronize()
         return _TIMED * _ROOM / (1e-3 * float(begin.elapsed_time(end)))
