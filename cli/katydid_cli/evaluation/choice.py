@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from katydid_cli.evaluation.figures import Figure, Item, estimate
 from katydid_cli.evaluation.held_out import HeldOut, Kind
@@ -21,41 +22,67 @@ def _paragraph(lines: list[str], start: int) -> str:
     return "".join(lines[start : start + ANSWER_LINES])
 
 
-def choice_item(scorer: Scorer, text: ModelText, document: HeldOut, rng: random.Random) -> Item | None:
-    """One question from a document, or None where it is too short; wrong answers come from elsewhere in the same file.
+@dataclass(frozen=True)
+class Question:
+    """Four continuations of a prompt, the real one first.
 
-    A choice's score is its log probability per byte. A token that spans the end of the prompt counts as the choice's.
+    Attributes:
+        ids: of each, with the prompt's.
+        scored: places in ``ids`` of the tokens that are the choice's, less one: what a scorer's log probabilities
+            speak of. A token that spans the end of the prompt counts.
+        sizes: bytes of each choice.
     """
+
+    ids: list[list[int]]
+    scored: list[list[int]]
+    sizes: list[int]
+
+
+def places(document: HeldOut) -> list[int]:
+    """Lines of a document whose continuation may be asked for; none where it is too short."""
     lines = document.text.splitlines(keepends=True)
-    places = [i for i in range(PROMPT_LINES, len(lines) - ANSWER_LINES) if len(_paragraph(lines, i).strip()) >= 24]
-    if len(places) < 4 * CHOICES:
-        return None
-    right = rng.choice(places)
-    wrong = rng.sample([i for i in places if abs(i - right) > ANSWER_LINES], CHOICES - 1)
+    found = [i for i in range(PROMPT_LINES, len(lines) - ANSWER_LINES) if len(_paragraph(lines, i).strip()) >= 24]
+    return found if len(found) >= 4 * CHOICES else []
+
+
+def question(text: ModelText, document: HeldOut, right: int, rng: random.Random) -> Question:
+    """What follows before the line ``right`` of a document; wrong answers come from elsewhere in the same file."""
+    lines = document.text.splitlines(keepends=True)
+    wrong = rng.sample([i for i in places(document) if abs(i - right) > ANSWER_LINES], CHOICES - 1)
     prompt = "".join(lines[right - PROMPT_LINES : right])[-LONGEST_PROMPT:]
-    answers = [_paragraph(lines, place) for place in [right, *wrong]]
-    made = scorer.score_many([[text.bos, *text.encode(prompt + answer)] for answer in answers])
-    scores = []
-    for answer, scored in zip(answers, made, strict=True):
+    asked = Question([], [], [])
+    for place in [right, *wrong]:
+        answer = _paragraph(lines, place)
         offsets = text.offsets(prompt + answer)
-        chosen = [p for p, (_, end) in zip(scored.logprobs, offsets, strict=True) if end > len(prompt)]
-        scores.append(sum(chosen) / len(answer.encode()))
+        asked.ids.append([text.bos, *text.encode(prompt + answer)])
+        asked.scored.append([i for i, (_, end) in enumerate(offsets) if end > len(prompt)])
+        asked.sizes.append(len(answer.encode()))
+    return asked
+
+
+def choice_item(scorer: Scorer, asked: Question) -> Item:
+    """Whether the real continuation is the likeliest; a choice's score is its log probability per byte."""
+    made = scorer.score_many(asked.ids)
+    scores = [
+        sum(answer.logprobs[i] for i in scored) / size
+        for answer, scored, size in zip(made, asked.scored, asked.sizes, strict=True)
+    ]
     return Item(float(scores[0] > max(scores[1:])), 1)
 
 
-def multiple_choice(
-    scorer: Scorer, text: ModelText, documents: Sequence[HeldOut], kind: Kind, questions: int
-) -> Figure:
-    """`choice.<kind>.accuracy` over `questions` questions, one of each document in turn; chance is one in four."""
-    items: list[Item] = []
-    for turn in itertools.count():
-        before = len(items)
-        for n, document in enumerate(documents):
-            if len(items) == questions:
-                break
-            item = choice_item(scorer, text, document, random.Random(f"choice/{kind}/{turn}/{n}"))
-            if item is not None:
-                items.append(item)
-        if len(items) in (before, questions):
-            break
-    return estimate(f"choice.{kind}.accuracy", items, "share", "higher")
+def questions(text: ModelText, documents: Sequence[HeldOut], kind: Kind) -> Iterator[Question]:
+    """One of each document in turn, every place of a document once."""
+    orders = []
+    for n, document in enumerate(documents):
+        found = places(document)
+        orders.append(random.Random(f"choice/{kind}/{n}").sample(found, len(found)))
+    for turn in range(max(map(len, orders), default=0)):
+        for n, (document, order) in enumerate(zip(documents, orders, strict=True)):
+            if turn < len(order):
+                yield question(text, document, order[turn], random.Random(f"choice/{kind}/{turn}/{n}"))
+
+
+def multiple_choice(scorer: Scorer, text: ModelText, documents: Sequence[HeldOut], kind: Kind, count: int) -> Figure:
+    """`choice.<kind>.accuracy` over `count` questions, fewer where no more can be asked; chance is one in four."""
+    asked = itertools.islice(questions(text, documents, kind), count)
+    return estimate(f"choice.{kind}.accuracy", [choice_item(scorer, one) for one in asked], "share", "higher")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from katydid_cli.evaluation.acceptance import acceptance
 from katydid_cli.evaluation.bits import bits_per_byte, windows
-from katydid_cli.evaluation.choice import choice_item, multiple_choice
+from katydid_cli.evaluation.choice import multiple_choice, places, questions
 from katydid_cli.evaluation.facts import FORMS, draw_keys, make_fact
 from katydid_cli.evaluation.held_out import HeldOut, load_held_out
 from katydid_cli.evaluation.recall import context_item, evaluation_words, recall
@@ -101,11 +101,20 @@ def test_choice_prefers_the_likelier_continuation_by_byte(text: ModelText, docum
     every = multiple_choice(PaperScorer(), text, documents, "code", 5 * len(documents))
     assert every.items == 5 * len(documents), "documents are asked about again until there are enough questions"
     short = HeldOut("made", "short", "x = 1\n" * 10)
-    assert choice_item(PaperScorer(), text, short, random.Random(1)) is None
+    assert not places(short)
     assert multiple_choice(PaperScorer(), text, [short, documents[0]], "code", 3).items == 3
     rng = random.Random(2)
     chance = multiple_choice(PaperScorer(logprob=lambda ids, at: -rng.random()), text, documents * 20, "code", 200)
     assert 0.1 < chance.value < 0.45
+
+
+def test_choice_asks_about_every_place_once(text: ModelText, documents: list[HeldOut]) -> None:
+    asked = list(questions(text, documents[:1], "code"))
+    assert len(asked) == sum(len(places(document)) for document in documents[:1])
+    assert len({(len(one.ids[0]), *one.ids[0]) for one in asked}) == len(asked)
+    for one in asked[:3]:
+        for ids, scored, size in zip(one.ids, one.scored, one.sizes, strict=True):
+            assert text.decode([ids[i + 1] for i in scored]).encode()[-size:] == text.decode(ids).encode()[-size:]
 
 
 def test_acceptance_is_prefixes_over_steps(text: ModelText, documents: list[HeldOut]) -> None:

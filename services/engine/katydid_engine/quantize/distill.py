@@ -90,7 +90,7 @@ def distill(
         part = min(1.0, (step + 1) / _WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / options.steps))
         for group, rate in zip(optimizer.param_groups, by_rate, strict=True):
             group["lr"].fill_(rate * part)
-        with tf32_products(device), fusion(device):
+        with tf32_products(device), fusion(device if options.fused else "cpu"):
             losses.append(float(run(ids[chosen].to(device))))
         report(step + 1, losses[-1])
     return [layer.matrices() for layer in learned], losses

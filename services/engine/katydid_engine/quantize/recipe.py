@@ -77,6 +77,8 @@ class Distillation(_Strict):
         rounding_rate: of where a weight lies between two values of its format, in their distance; 0 keeps the values.
         sequences: a step sees so many of the sequences.
         calibration: rows to learn by, of which there should be many more than a Hessian needs; None for the recipe's.
+        fused: on a GPU, chains of elementwise operations become kernels of their own; making them takes up to a minute,
+            which few or short steps do not win back.
     """
 
     steps: int = Field(default=300, ge=1)
@@ -84,6 +86,7 @@ class Distillation(_Strict):
     rounding_rate: float = Field(default=0.01, ge=0, le=1, allow_inf_nan=False)
     sequences: int = Field(default=4, ge=1)
     calibration: Calibration | None = None
+    fused: bool = True
 
 
 def _false_is_none(value: Any) -> Any:
