@@ -233,6 +233,8 @@ def test_models_probes_and_metrics(chatml: Path) -> None:
         assert (await built.http.get("/v1/models/mock")).json()["max_model_len"] == 8192
         assert (await built.http.get("/healthz")).status_code == 200
         assert (await built.http.get("/readyz")).status_code == 200
+        head = await built.http.head("/healthz", timeout=30)
+        assert (head.status_code, head.text) == (200, "")
         response = await built.chat()
         assert response.headers["x-request-id"].startswith("req-")
         metrics = (await built.http.get("/metrics")).text

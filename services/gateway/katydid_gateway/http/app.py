@@ -187,4 +187,5 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     failure = NotFoundError(f"there is no {request.method} {request.url.path}", field="path", value=request.url.path)
     response = error_response(failure)
     response.status_code = error.status_code
+    response.headers.update(error.headers or {})
     return response

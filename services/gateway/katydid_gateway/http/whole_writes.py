@@ -18,8 +18,16 @@ _HEAD = b"HTTP/1.1 200 "
 class WholeWrites(BoundedHeads):
     """The protocol over a transport that joins a head to what follows it."""
 
+    _joining: _Joining
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(cast(asyncio.Transport, _Joining(transport)))
+        self._joining = _Joining(transport)
+        super().connection_made(cast(asyncio.Transport, self._joining))
+
+    def on_response_complete(self) -> None:
+        # Behind the head of an answer to HEAD nothing follows.
+        self._joining.flush()
+        super().on_response_complete()
 
 
 class _Joining:
@@ -37,10 +45,13 @@ class _Joining:
             return
         self._transport.write(data)
 
-    def close(self) -> None:
+    def flush(self) -> None:
         if self._head:
             self._transport.write(self._head)
             self._head = b""
+
+    def close(self) -> None:
+        self.flush()
         self._transport.close()
 
     def __getattr__(self, name: str) -> Any:
