@@ -40,12 +40,14 @@ class Counting(Uncaptured):
         super().run(key)
 
 
-def generated(model: DecoderLM, decodes: int, drafts: int, *, prepared: bool) -> tuple[list[list[int]], int]:
+def generated(
+    model: DecoderLM, decodes: int, drafts: int, *, prepared: bool, depths: tuple[int, ...] = ()
+) -> tuple[list[list[int]], int]:
     """Tokens of sequences that decode while a prompt of eight and a half chunks comes, and of that prompt."""
     runner = Runner(model, 24, collectives=SingleRank(), drafts=drafts > 0)
     pieces = Counting()
     if prepared:
-        runner.use_chunk_steps(pieces, rows=12, tokens=200, depths=(0, drafts), chunks=(CHUNK, 32)).prepare()
+        runner.use_chunk_steps(pieces, rows=12, tokens=200, depths=depths, chunks=(CHUNK, 32)).prepare()
     prompts = [array("I", [(7 * place + row) % 250 for place in range(20 + row)]) for row in range(decodes + 1)]
     prompts[-1] = array("I", [place % 240 for place in range(8 * CHUNK + 8)])
     starts = [Start(row, Sampling(ignore_eos=True), len(prompt), prompt) for row, prompt in enumerate(prompts)]
@@ -83,10 +85,14 @@ def generated(model: DecoderLM, decodes: int, drafts: int, *, prepared: bool) ->
     return tokens, pieces.passes
 
 
-@pytest.mark.parametrize(("decodes", "drafts"), [(3, 0), (8, 0), (9, 1)])
-def test_the_same_tokens_as_op_by_op(model: DecoderLM, decodes: int, drafts: int) -> None:
+@pytest.mark.parametrize(
+    ("decodes", "drafts", "depths"),
+    [(3, 0, (0,)), (8, 0, (0, 1)), (9, 1, (0, 1)), (3, 1, (0, 1, 2, 3)), (9, 2, (0, 1, 2, 3))],
+)
+def test_the_same_tokens_as_op_by_op(model: DecoderLM, decodes: int, drafts: int, depths: tuple[int, ...]) -> None:
+    """Rows with fewer drafts than the pass has room for are not told from those that fill it."""
     expected, none = generated(model, decodes, drafts, prepared=False)
-    found, passes = generated(model, decodes, drafts, prepared=True)
+    found, passes = generated(model, decodes, drafts, prepared=True, depths=depths)
     assert found == expected
     # The last chunk is of another size: it is the beginning of a whole one.
     assert (none, passes) == (0, 9)
@@ -148,14 +154,22 @@ def test_sparse_chunks_as_graphs(pages: str) -> None:
         assert graphs < 2 * rounding < 0.1
 
 
-@pytest.mark.parametrize("pieces", [(140, 33), (130, 11, 29), (16, 120, 24), (128, 5, 3, 32), (120, 5, 20)])
-def test_a_prompt_alone_is_computed_by_the_same_passes(model: DecoderLM, pieces: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("pieces", "alone"),
+    [
+        *[(pieces, ()) for pieces in ((140, 33), (130, 11, 29), (16, 120, 24), (128, 5, 3, 32), (120, 5, 20))],
+        ((64, 64, 45), (64,)),
+    ],
+)
+def test_a_prompt_alone_is_computed_by_the_same_passes(
+    model: DecoderLM, pieces: tuple[int, ...], alone: tuple[int, ...]
+) -> None:
     """Of any size, behind a block at least or exactly as many: what is over behind it changes and writes nothing."""
 
     def tokens(*, prepared: bool) -> tuple[list[int], int, Tensor]:
         runner, counting = Runner(model, 6, collectives=SingleRank()), Counting()
         if prepared:
-            runner.use_chunk_steps(counting, rows=8, tokens=200, chunks=(CHUNK, 32)).prepare()
+            runner.use_chunk_steps(counting, rows=8, tokens=200, chunks=(CHUNK, 32), alone=alone).prepare()
         prompt, pages = array("I", [place * 3 % 250 for place in range(sum(pieces))]), array("I", (3, 1, 4))
         start = Start(0, Sampling(ignore_eos=True), len(prompt), prompt)
         first, found = 0, []
@@ -175,8 +189,8 @@ def test_a_prompt_alone_is_computed_by_the_same_passes(model: DecoderLM, pieces:
     torch.testing.assert_close(same, written, atol=1e-5, rtol=0)
     assert not same[:, [0, 2, 5]].any(), "pages of nobody"
     ends = itertools.accumulate(pieces)
-    padded = [piece <= 32 and end >= 128 for piece, end in zip(pieces, ends, strict=True)]
-    assert (none, passes) == (0, sum(padded) + (pieces[0] == 16))
+    padded = [piece <= max((32, *alone)) and end >= 128 for piece, end in zip(pieces, ends, strict=True)]
+    assert (none, passes) == (0, sum(padded) + (pieces[0] in (16, *alone)))
 
 
 def test_which_chunks_are_graphs(model: DecoderLM) -> None:
@@ -190,11 +204,25 @@ def test_which_chunks_are_graphs(model: DecoderLM) -> None:
             found = steps.bucket(batch)
             assert (None if found is None else found[1]) == expected, "256 tokens are more than a sequence has"
     assert steps.bucket(ForwardBatch.pack([run, run], num_decodes=0)) is None, "two prompts"
+    larger = ChunkSteps(model, model.new_kv_cache(1), Uncaptured(), rows=8, pages=3, chunks=(16,), alone=(64, 512))
+    assert [(bucket.tokens, chunk) for bucket, chunk in larger.buckets] == [(0, 64), (8, 16)]
+    for decodes in ([run], []):
+        found = larger.bucket(
+            ForwardBatch.pack([*decodes, TokenRun([7] * 33, 140, [1, 2, 0])], num_decodes=len(decodes))
+        )
+        assert (None if found is None else (found[0].rows, found[1])) == (None if decodes else (0, 64))
     assert steps.bucket(ForwardBatch.pack([run, run], num_decodes=2)) is None, "no prompt"
 
 
 def test_the_largest_bucket_comes_first(model: DecoderLM) -> None:
-    steps = ChunkSteps(model, model.new_kv_cache(1), Uncaptured(), rows=20, pages=5, depths=(0, 2), chunks=(64, 256))
+    """Of drafts the fewest and the most: another number of them is padded."""
+    cache = model.new_kv_cache(1)
+    steps = ChunkSteps(model, cache, Uncaptured(), rows=20, pages=5, depths=(0, 1, 2), chunks=(64, 256))
     sizes = [bucket.tokens + chunk for bucket, chunk in steps.buckets]
-    assert sizes[0] == max(sizes) == 32 * 3 + 256
-    assert len(set(steps.buckets)) == 3 * 2 * 2
+    assert sizes[0] == max(sizes) == 24 * 3 + 256
+    assert len(set(steps.buckets)) == 2 * 2 * 2
+    prompt = TokenRun([7] * 64, 64, [1, 2, 0])
+    for q_len, width in ((1, 1), (2, 3), (3, 3), (4, None)):
+        rows = [TokenRun([5] * q_len, 0, [0])] * 9
+        found = steps.bucket(ForwardBatch.pack([*rows, prompt], num_decodes=9, decode_q_len=q_len))
+        assert (None if found is None else (found[0].rows, found[0].width)) == (None if width is None else (24, width))

@@ -3,9 +3,13 @@ nothing; on a GPU, graphs, drafts and steps ahead give tokens that the reference
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 from array import array
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +18,14 @@ from hypothesis import strategies as st
 from katydid_engine import runner
 from katydid_engine.collectives import SingleRank
 from katydid_engine.decode_buffers import Bucket
-from katydid_engine.decode_steps import DecodeSteps, Uncaptured, row_buckets
+from katydid_engine.decode_steps import Briefly, DecodeSteps, Uncaptured, row_buckets
 from katydid_engine.forward_batch import ForwardBatch, TokenRun
 from katydid_engine.loader import load_model
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.plan import Run, SampleRow, Start, StepPlan
 from katydid_engine.request import Request, Sampling
 from katydid_engine.runner import Runner
+from katydid_engine.sparse_prefill import SparsePrefill
 from katydid_runtime.block_hash import ChainKey
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -111,6 +116,42 @@ def test_a_bucket_is_prepared_without_rows(model: DecoderLM) -> None:
         for kind in ("forward", "choice"):
             pieces.run((kind, bucket))
     assert not any(pages.any() for pages in runner.kv_cache.k_pages)
+
+
+def _noted(passed: list[int], index: int, steps: Callable[..., Any], *args: Any) -> Any:
+    passed.append(index)
+    return steps(*args)
+
+
+class Brief(Uncaptured):
+    """Does as `Captured` what is to be done before a graph is."""
+
+    def prepare(
+        self, key: tuple[str, Bucket], work: Callable[[], None], briefly: Briefly = contextlib.nullcontext
+    ) -> None:
+        with briefly():
+            work()
+        super().prepare(key, work, briefly)
+
+
+def test_one_layer_of_each_kind_goes_before_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that launch other kernels, and nothing is left of it."""
+    torch.set_num_threads(1)
+    model = load_model(write_tiny_model(tmp_path / "six", "hy_v3", num_hidden_layers=6))
+    passed: list[int] = []
+    for index, layer in enumerate(model._layers):
+        monkeypatch.setattr(layer, "steps", functools.partial(_noted, passed, index, layer.steps))
+    runner = Runner(model, 4, collectives=SingleRank())
+    pieces = Brief()
+    steps = runner.use_decode_steps(pieces, rows=1, tokens=128)
+    steps.prepare()
+    assert passed == [0, 1], "a dense one, and the first with experts"
+    model.use_sparse_prefill(SparsePrefill(dense_layers=4, min_tokens=1000))
+    runner.use_chunk_steps(pieces, rows=1, tokens=128, chunks=(64,), sparse=True).prepare()
+    assert passed[2:] == [0, 1, 4]
+    passed.clear()
+    pieces.run(("forward", steps.buckets[0]))
+    assert passed == list(range(6))
 
 
 def test_drafts_agree_as_often_as_told(model: DecoderLM) -> None:

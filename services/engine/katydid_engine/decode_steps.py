@@ -15,6 +15,7 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -35,7 +36,7 @@ from katydid_engine.parted_vocabulary import sample_parts
 from katydid_engine.seen_tokens import SeenTokens
 from katydid_engine.step_outcome import Left
 
-__all__ = ["Captured", "DecodeSteps", "Pieces", "Uncaptured", "row_buckets"]
+__all__ = ["Briefly", "Captured", "DecodeSteps", "Pieces", "Uncaptured", "row_buckets"]
 
 _PARTED_CHOICES = tuple(Asked(parted=True, filters=filters) for filters in (False, True))
 _SMALL = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -47,11 +48,16 @@ def row_buckets(most: int) -> list[int]:
     return [*(rows for rows in (*_SMALL, *larger) if rows < most), most]
 
 
+Briefly = Callable[[], AbstractContextManager[None]]
+_WHOLE: Briefly = contextlib.nullcontext
+
+
 class Pieces(Protocol):
     """How pieces of work are carried out."""
 
-    def prepare(self, key: tuple[str, Bucket], work: Callable[[], None]) -> None:
-        """Before the first step; ``work`` reads and writes the same memory whenever it is done."""
+    def prepare(self, key: tuple[str, Bucket], work: Callable[[], None], briefly: Briefly = _WHOLE) -> None:
+        """Before the first step; ``work`` reads and writes the same memory whenever it is done, and within ``briefly``
+        launches each of its kernels, if seldomer."""
         ...
 
     def run(self, key: tuple[str, Bucket]) -> None: ...
@@ -66,7 +72,7 @@ class Uncaptured:
     def __len__(self) -> int:
         return len(self._works)
 
-    def prepare(self, key: tuple[str, Bucket], work: Callable[[], None]) -> None:
+    def prepare(self, key: tuple[str, Bucket], work: Callable[[], None], briefly: Briefly = _WHOLE) -> None:  # noqa: ARG002
         self._works[key] = work
 
     def run(self, key: tuple[str, Bucket]) -> None:
@@ -84,14 +90,16 @@ class Captured:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def prepare(self, key: tuple[str, Bucket], work: Callable[[], None]) -> None:
+    def prepare(self, key: tuple[str, Bucket], work: Callable[[], None], briefly: Briefly = _WHOLE) -> None:
         # Once outside: kernels are compiled and loaded, scratch that outlives the graph is allocated.
-        work()
+        with briefly():
+            work()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph, which collects garbage and empties the allocator each time.
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            # A kernel that was not met outside may still be loaded.
+            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:
                 work()
             except BaseException:
@@ -175,7 +183,7 @@ class DecodeSteps:
     def _prepare(self, bucket: Bucket) -> None:
         self.buffers.clear(bucket)
         self._room[bucket] = self._model.exchange_rows(bucket.tokens)
-        self._pieces.prepare(("forward", bucket), lambda: self._forward(bucket))
+        self._pieces.prepare(("forward", bucket), lambda: self._forward(bucket), self._model.one_layer_of_a_kind)
         for asked in self._choices:
             self._pieces.prepare((_name(asked), bucket), functools.partial(self._choice, bucket, asked))
 

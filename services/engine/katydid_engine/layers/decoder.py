@@ -102,6 +102,13 @@ class DecoderLayer:
             out, residual = block.after_norm(self._post_norm, exchange.leave_in_parts(attended), residual)
         return exchange.leave_open([out]), residual
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Equal for layers that launch the same kernels, as far as is known here."""
+        wanted = self._attention.input
+        rows = None if wanted is None else (wanted.scale is None, wanted.group)
+        return type(self.feed_forward), self._attention.sparse, rows
+
     def attend_sparsely(self) -> None:
         """From now on prompts that a batch plans sparsely are computed so in this layer."""
         self._attention.sparse = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -143,6 +143,7 @@ class DecoderLM:
             self._decoder_layer(weights.scope(f"model.layers.{index}"), index, feed_forward)
             for index in self._stage.layers(config.num_layers)
         ]
+        self._passed: Sequence[int] = range(len(self._layers))
         if self._stage.first:
             self._embedding = Embedding(weights.scope("model.embed_tokens"), config.vocab_size, config.hidden_size)
             self.head = LmHead(
@@ -289,6 +290,16 @@ class DecoderLM:
             for block, room in zip(self.dispatched, rooms, strict=True):
                 block.exchange.capacity = room
 
+    @contextlib.contextmanager
+    def one_layer_of_a_kind(self) -> Iterator[None]:
+        """Passes within go through the first layer of each kind alone: enough to load every kernel."""
+        kinds = {layer.kind: index for index, layer in reversed(list(enumerate(self._layers)))}
+        whole, self._passed = self._passed, sorted(kinds.values())
+        try:
+            yield
+        finally:
+            self._passed = whole
+
     def _agree(self, kind: int, batch: ForwardBatch) -> None:
         if self.before_pass is None:
             return
@@ -319,15 +330,16 @@ class DecoderLM:
         kv_cache: KvCache,
         exchange: Exchange | None = None,
     ) -> Steps[tuple[BlockOutput, Tensor]]:
-        for index, layer in enumerate(self._layers):
+        for index in self._passed:
+            layer = self._layers[index]
             k_pages, v_pages = kv_cache.layer(index)
             x, residual = yield from layer.steps(x, residual, self._table, batch, k_pages, v_pages, exchange)
         assert residual is not None
         return x, residual
 
     def _nothing(self) -> Steps[Tensor]:
-        for layer in self._layers:
-            yield from layer.take_part()
+        for index in self._passed:
+            yield from self._layers[index].take_part()
         return torch.empty((0, self.config.hidden_size), dtype=self.dtype, device=self.device)
 
     def _pipelined(self, parts: list[ForwardBatch], kv_cache: KvCache) -> Tensor:
