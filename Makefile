@@ -20,6 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 check: install ## lint, types, import rules, protos
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --explicit-package-bases tools
 	$(BIN)/lint-imports
 	cd protos && ../$(BIN)/buf lint
 	$(BIN)/python scripts/protos.py --check

@@ -136,7 +136,7 @@ class Maker:
         return Batch(length, ids, weights)
 
 
-def _work(maker: Maker, first: int, stride: int, start: int, queue: mp.Queue) -> None:
+def _work(maker: Maker, first: int, stride: int, start: int, queue: mp.Queue[Batch]) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     for step in range(start + first, maker.steps, stride):
         queue.put(maker.batch(step))

@@ -158,7 +158,7 @@ def load_checkpoint(net: Hy3Tiny, folder: Path) -> None:
 def _targets(net: Hy3Tiny) -> list[tuple[str, Tensor]]:
     """Hub names with the slices of `net` that they fill."""
     mtp = f"model.layers.{net.shape.layers}"
-    named = [
+    named: list[tuple[str, Tensor]] = [
         ("model.embed_tokens.weight", net.embed),
         ("model.norm.weight", net.norm),
         ("lm_head.weight", net.head),

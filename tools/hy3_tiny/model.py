@@ -67,9 +67,9 @@ def qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normed, rotated heads of x [T, hidden]: q [T, heads, head_dim], k and v [T, kv_heads, head_dim]."""
     h = rms_norm(x, norm, eps)
-    q = F.linear(h, wq.to(h.dtype)).unflatten(-1, (-1, head_dim))
-    k = F.linear(h, wk.to(h.dtype)).unflatten(-1, (-1, head_dim))
-    v = F.linear(h, wv.to(h.dtype)).unflatten(-1, (-1, head_dim))
+    q = F.linear(h, wq.to(h.dtype)).unflatten(-1, (-1, head_dim))  # type: ignore[no-untyped-call]
+    k = F.linear(h, wk.to(h.dtype)).unflatten(-1, (-1, head_dim))  # type: ignore[no-untyped-call]
+    v = F.linear(h, wv.to(h.dtype)).unflatten(-1, (-1, head_dim))  # type: ignore[no-untyped-call]
     return rotate(rms_norm(q, q_norm, eps), cos, sin), rotate(rms_norm(k, k_norm, eps), cos, sin), v
 
 
@@ -110,7 +110,8 @@ def moe_ffn(
     weights, load = route(h, router, bias, top_k, scale)
     with_shared = torch.cat((weights, torch.ones_like(weights[:, :1])), dim=-1).to(h.dtype)
     hidden = F.silu(F.linear(h, gate.to(h.dtype))) * F.linear(h, up.to(h.dtype))
-    hidden = (hidden.unflatten(-1, (with_shared.shape[-1], -1)) * with_shared.unsqueeze(-1)).flatten(-2)
+    by_expert = hidden.unflatten(-1, (with_shared.shape[-1], -1))  # type: ignore[no-untyped-call]
+    hidden = (by_expert * with_shared.unsqueeze(-1)).flatten(-2)
     return x + F.linear(hidden, down.to(h.dtype)), load
 
 
@@ -123,6 +124,8 @@ def head_loss(h: Tensor, head: Tensor, labels: Tensor, weight: Tensor) -> tuple[
 
 class Block(nn.Module):
     """One decoder layer: dense when `moe` is false."""
+
+    bias: Tensor
 
     def __init__(self, shape: Shape, moe: bool) -> None:
         super().__init__()
@@ -150,7 +153,7 @@ class Block(nn.Module):
         q, k, v = qkv(
             x, self.input_norm, self.wq, self.wk, self.wv, self.q_norm, self.k_norm, cos, sin, s.head_dim, s.eps
         )
-        q, k, v = (t.unflatten(0, (-1, length)).transpose(1, 2) for t in (q, k, v))
+        q, k, v = (t.view(-1, length, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         attended = attended.transpose(1, 2).reshape(x.shape[0], -1)
         if not self.moe:
@@ -173,6 +176,9 @@ class Block(nn.Module):
 
 class Hy3Tiny(nn.Module):
     """The decoder and its multi-token-prediction layer."""
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -234,7 +240,7 @@ class Hy3Tiny(nn.Module):
 
     def moe_blocks(self) -> list[Block]:
         """The blocks whose selection bias is balanced, in the order of their loads (MTP last)."""
-        return [b for b in self.blocks if b.moe] + [self.mtp_block]
+        return [b for b in self.blocks if isinstance(b, Block) and b.moe] + [self.mtp_block]
 
 
 def mtp_input(embedded: Tensor, hidden: Tensor, enorm: Tensor, hnorm: Tensor, proj: Tensor, eps: float) -> Tensor:

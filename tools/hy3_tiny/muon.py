@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from torch import Tensor
 def orthogonalise(g: Tensor, steps: int = 5) -> Tensor:
     """Nearly orthogonal matrices with the singular vectors of g [batch, rows, columns]."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = g.bfloat16() if g.is_cuda else g.float()
+    x: Tensor = g.bfloat16() if g.is_cuda else g.float()
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
@@ -28,7 +30,11 @@ class Muon:
     """
 
     def __init__(
-        self, views: list[tuple[Tensor, tuple[int, int, int]]], lr: float, momentum: float = 0.95, decay: float = 0.0
+        self,
+        views: Sequence[tuple[Tensor, tuple[int, int, int]]],
+        lr: float,
+        momentum: float = 0.95,
+        decay: float = 0.0,
     ) -> None:
         self.lr, self.momentum, self.decay = lr, momentum, decay
         self.groups: dict[tuple[int, int], list[tuple[Tensor, tuple[int, int, int]]]] = {}
@@ -43,7 +49,7 @@ class Muon:
     def step(self, scale: float) -> None:
         """One update at learning rate `lr * scale`."""
         for key, members in self.groups.items():
-            grads = torch.cat([as_matrices(p.grad, s) for p, s in members])
+            grads = torch.cat([as_matrices(_gradient(p), s) for p, s in members])
             buffer = self.state[key]
             buffer.lerp_(grads, 1 - self.momentum)
             update = orthogonalise(grads.lerp(buffer, self.momentum)).float()
@@ -54,6 +60,11 @@ class Muon:
                     p.mul_(1 - self.lr * scale * self.decay)
                 as_matrices(p, s).sub_(update[offset : offset + s[0]], alpha=self.lr * scale)
                 offset += s[0]
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "a step comes after a backward pass through every parameter"
+    return parameter.grad
 
 
 def as_matrices(t: Tensor, shape: tuple[int, int, int]) -> Tensor:

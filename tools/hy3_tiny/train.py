@@ -183,7 +183,7 @@ def train(data: Path, out: Path, recipe: Recipe, resume: Path | None, device: st
             ids = torch.from_numpy(batch.ids.astype("int64")).to(device, non_blocking=True)
             weights = torch.from_numpy(batch.weights.astype("float32")).to(device, non_blocking=True)
             made = losses(net, (ids, weights), batch.length, dtype, progress > recipe.decay_from)
-            (made.main + MTP_WEIGHT * made.mtp).backward()
+            (made.main + MTP_WEIGHT * made.mtp).backward()  # type: ignore[no-untyped-call]
             muon.step(scale)
             for group in adam.param_groups:
                 group["lr"] = group["base"] * scale
