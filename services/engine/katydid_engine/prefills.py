@@ -9,6 +9,7 @@ counts, and few answers end with the next tokens.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence as Several
 
 from katydid_engine.prompt_order import Due, in_time, in_turn, next_prompt
@@ -23,6 +24,8 @@ __all__ = ["Prefills"]
 _SPENT, _LONGEST, _TO_COME = 0.5, 8.0, 40
 _SURE = 0.9
 _TURNS = 8
+# A prompt's work is looked at in pieces of so many tokens, or in so many pieces.
+_PIECE, _PIECES = 16_384, 4
 
 
 class Prefills:
@@ -107,7 +110,9 @@ class Prefills:
 
     def pairs(self, sequence: Sequence, count: int) -> float:
         """About how many pairs of its next so many tokens and what they attend to there are."""
-        start = sequence.num_scheduled
+        return self._pairs(sequence, sequence.num_scheduled, count)
+
+    def _pairs(self, sequence: Sequence, start: int, count: int) -> float:
         if self._sparse is None or not self.sparse(sequence):
             return count * (start + (count + 1) / 2)
         return self._sparse.pairs(start, count, sequence.num_prompt)
@@ -126,9 +131,18 @@ class Prefills:
         ]
 
     def _work_s(self, sequence: Sequence, step_s: float) -> float:
-        count = sequence.num_unscheduled
-        context = self.pairs(sequence, count) / count - (count + 1) / 2
-        return self._budget.prompt_s(count, context, step_s, self.sparse(sequence))
+        """Summed over pieces: steps have fewer tokens the more stands before these, and the last blocks of a sparse
+        prompt attend to more than all before them."""
+        start, end, sparse = sequence.num_scheduled, sequence.num_tokens, self.sparse(sequence)
+        borders = {end, *range(start, end, max(_PIECE, -(-(end - start) // _PIECES)))}
+        if self._sparse is not None and sparse:
+            borders.add(min(max(start, self._sparse.tail(sequence.num_prompt)), end))
+        seconds = 0.0
+        for first, last in itertools.pairwise(sorted(borders)):
+            count = last - first
+            context = self._pairs(sequence, first, count) / count - (count + 1) / 2
+            seconds += self._budget.prompt_s(count, context, step_s, sparse)
+        return seconds
 
 
 def _ahead(sequence: Sequence, target_s: float, now: float) -> float:

@@ -5,10 +5,13 @@
 of prompt tokens, and of pairs of one with a token that it attends to; decodes beside them are in ``a``, which changes
 little while they come and go. The three are fitted to the newest steps by least squares of relative errors, to some
 of each size of late, and held by a small weight to what they were, for steps that are all alike do not tell them apart.
+No three numbers fit every size: what a step may take at most goes by the newest of its own size as well.
 """
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections import Counter
 from collections.abc import Sequence
 
@@ -21,6 +24,8 @@ _Seen = tuple[int, int, tuple[float, float, float]]
 _STEPS, _OF_A_SIZE, _LATELY = 48, 6, 256
 # Of the old values against one step; how far a step's time may jump (a first use, a page fault).
 _HOLD, _MOST_JUMP = 0.02, 4.0
+# What a size that is hardly known may take of what was fitted; the least that was fitted of what a step took.
+_UNKNOWN, _LEAST_SHARE = 1.02, 1e-3
 
 
 class StepCost:
@@ -31,6 +36,7 @@ class StepCost:
         self._seen: list[_Seen] = []  # the newest first
         self._count = 0
         self._sizes: set[int] = set()
+        self._most: dict[int, float] = {}
 
     def __bool__(self) -> bool:
         return bool(self._seen)
@@ -49,6 +55,15 @@ class StepCost:
         """Of ``tokens`` of a prompt behind ``context``, in so many steps."""
         first, token, pair = self._known
         return steps * first + token * tokens + pair * tokens * (context + (tokens + 1) / 2)
+
+    def most_s(self, tokens: int, context: float) -> float:
+        """What a step with so many tokens will hardly exceed: as much more than was fitted as the newest steps of that
+        size took, all but one of them (a hiccup tells nothing of the next)."""
+        if tokens not in self._most:
+            shares = itertools.islice((shares for _, count, shares in self._seen if count == tokens), _OF_A_SIZE)
+            found = sorted(1 / max(_LEAST_SHARE, sum(map(operator.mul, self._known, step))) for step in shares)
+            self._most[tokens] = found[-2] if len(found) > 2 else max([_UNKNOWN, *found])
+        return self._most[tokens] * self.seconds(tokens, context)
 
     def tokens(self, seconds: float, context: float) -> int:
         """How many prompt tokens behind ``context`` fit that time; 0 if none do."""
@@ -73,6 +88,7 @@ class StepCost:
             [(self._count, tokens, (1 / seconds, tokens / seconds, pairs / seconds)), *self._seen]
         )
         self._known = _fitted([shares for _, _, shares in self._seen], self._known)
+        self._most.clear()
 
     def _lately(self, steps: Sequence[_Seen]) -> list[_Seen]:
         sizes = Counter[int]()

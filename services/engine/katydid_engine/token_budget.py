@@ -90,7 +90,8 @@ class _Steps:
         others = max(least, min(others, prepared) if self.prepared else others)
         if others >= 2 * self.sizes[-1]:
             return others
-        chosen = max((size for size in self.sizes if size <= prepared), default=self.sizes[0])
+        fitting = (size for size in reversed(self.sizes) if self.prepared.most_s(size, context) <= seconds)
+        chosen = next(fitting, self.sizes[0]) if self.prepared else self.sizes[0]
         if chosen == self.prepared.only_size and self.prepared.seconds(chosen, context) <= seconds:
             # A larger one is tried once: it may take no longer.
             return min((size for size in self.sizes if size > chosen), default=chosen)
