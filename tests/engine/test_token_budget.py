@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import random
 from array import array
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
 
 import pytest
@@ -73,6 +74,24 @@ def test_a_size_that_seems_all_there_is_time_for_is_not_the_last_word() -> None:
         chosen.append(slow.prompt_tokens(0.045))
         slow.took(step(chosen[-1]), 1e-3 + 1.6e-4 * chosen[-1])
     assert chosen == [256, 512, 256, 256, 256, 256], "once is enough"
+
+
+@given(st.lists(st.floats(0.92, 1.08), min_size=5, max_size=5), st.integers(0, 1000))
+def test_a_size_of_whose_steps_many_were_too_long_is_left(shares: list[float], seed: int) -> None:
+    """Sizes take more and less than any line through them says. One that turns out too long is given up after it has
+    been so a few times; a prompt of 60,000 tokens grows meanwhile."""
+    sizes, chance, context, steps = (256, 512, 1024, 1536, 2048), random.Random(seed), 0, 0
+    budget, late = TokenBudget(0.05, 64, sizes), Counter[int]()
+    share = dict(zip(sizes, shares, strict=True))
+    while context < 60_000:
+        tokens = budget.prompt_tokens(0.05, context)
+        seconds = share[tokens] * (0.012 + 1.2e-5 * tokens + 6e-10 * tokens * (context + tokens / 2))
+        seconds *= chance.uniform(0.998, 1.002)
+        budget.took(step(tokens, context), seconds)
+        late[tokens] += seconds > 0.0505
+        context, steps = context + tokens, steps + 1
+    assert max(late.values()) <= 3
+    assert late.total() <= 0.1 * steps
 
 
 def test_steps_that_the_host_holds_up_say_nothing_of_what_their_pairs_cost() -> None:
@@ -172,3 +191,15 @@ def test_running_streams_keep_their_pace_while_a_long_prompt_comes(
     assert gaps[len(gaps) * 99 // 100] <= 0.052
     work = 128_000 * (1e-4 + 64_000 * 2e-9)
     assert ended[long] - submitted[long] < 1.35 * work, "and the long one gets what the streams leave"
+
+
+def test_larger_steps_without_decodes_are_prepared_where_there_are_any() -> None:
+    plain, larger = (TokenBudget(0.05, 64, (256, 1024), alone_sizes=sizes) for sizes in ((), (2048, 4096)))
+    for budget in (plain, larger):
+        for tokens in (256, 1024, 4096, 6000) * 20:
+            beside = step(tokens)
+            budget.took(replace(beside, runs=beside.runs[1:], num_decodes=0), 1e-5 * tokens)
+            budget.took(beside, 0.2 + 1e-5 * tokens)
+        assert budget.step_s(4096, 0) == pytest.approx(0.241, rel=0.15)
+    assert plain.step_s(4096, 0, beside=False) > 0.1, "of all that are launched op by op"
+    assert larger.step_s(4096, 0, beside=False) == pytest.approx(0.041, rel=0.05)

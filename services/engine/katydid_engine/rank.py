@@ -156,6 +156,7 @@ def _warm_up(config: WorkerConfig, model: DecoderLM, drafts: DraftDepth | None) 
         capture=captures(config, model),
         chunks=not model.dispatched,
         sparse=config.sparse_prefill is not None,
+        alone=config.plan.sp,
     )
 
 
@@ -189,7 +190,10 @@ def _lead(
         config.staging.writing if config.staging is not None else range(0),
         drafts,
         TokenBudget(
-            config.tpot_target_s, BLOCK_TOKENS, *(warm_up.chunk_sizes.get(sparse, ()) for sparse in (False, True))
+            config.tpot_target_s,
+            BLOCK_TOKENS,
+            *(warm_up.chunk_sizes.get(sparse, ()) for sparse in (False, True)),
+            alone_sizes=warm_up.alone_sizes,
         ),
         config.ttft_target_s,
     )

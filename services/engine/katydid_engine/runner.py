@@ -152,13 +152,14 @@ class Runner:
         tokens: int,
         depths: Iterable[int] = (0,),
         chunks: Sequence[int] = CHUNKS,
+        alone: Sequence[int] = (),
         sparse: bool = False,
     ) -> ChunkSteps:
         """From now on passes of decodes with a chunk of such a size beside them, of a ``sparse`` prompt or of another,
-        run over tensors that never move; the rest is as of ``use_decode_steps``."""
-        pages = pages_for(tokens + MAX_Q_LEN)
+        and such of a chunk ``alone``, run over tensors that never move; the rest is as of ``use_decode_steps``."""
+        model, cache, pages = self._model, self._kv_cache, pages_for(tokens + MAX_Q_LEN)
         steps = ChunkSteps(
-            self._model, self._kv_cache, pieces, rows=rows, pages=pages, depths=depths, chunks=chunks, sparse=sparse
+            model, cache, pieces, rows=rows, pages=pages, depths=depths, chunks=chunks, alone=alone, sparse=sparse
         )
         if sparse:
             self._sparse_chunk_steps = steps
@@ -266,12 +267,11 @@ class Runner:
 
     def _forward(self, plan: StepPlan, batch: ForwardBatch) -> Tensor:
         steps = self._sparse_chunk_steps if batch.prefills else self._chunk_steps
-        prepared = None
         if steps is not None and not plan.waits and self._model.before_pass is None:
             prepared = steps.bucket(batch)
-        if steps is None or prepared is None:
-            return self._model.forward(batch, self._kv_cache)
-        return steps.forward(*prepared, batch)
+            if prepared is not None:
+                return steps.forward(*prepared, batch)
+        return self._model.forward(batch, self._kv_cache)
 
     def _bucket(self, plan: StepPlan) -> Bucket | None:
         """Of a step of decodes alone; None where it is of another kind."""

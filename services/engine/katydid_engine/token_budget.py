@@ -20,14 +20,20 @@ class TokenBudget:
     """``target_s`` is the time a row may wait for a token; None for no limit. ``least`` prompt tokens go into a step in
     any case, so that a prompt comes to its end on a machine that is too slow for the target. With ``sizes`` it is one
     of these, for which steps are prepared, or at least twice the largest; with ``sparse_sizes`` likewise of prompts
-    that are computed sparsely."""
+    that are computed sparsely. Steps without decodes are prepared for ``alone_sizes``, too, which are larger."""
 
     def __init__(
-        self, target_s: float | None, least: int, sizes: Sequence[int] = (), sparse_sizes: Sequence[int] = ()
+        self,
+        target_s: float | None,
+        least: int,
+        sizes: Sequence[int] = (),
+        sparse_sizes: Sequence[int] = (),
+        *,
+        alone_sizes: Sequence[int] = (),
     ) -> None:
         self.target_s = target_s
         self._least = least
-        self._dense, self._sparse = _Steps(sizes), _Steps(sparse_sizes)
+        self._dense, self._sparse = _Steps(sizes, alone_sizes), _Steps(sparse_sizes)
 
     def prompt_tokens(self, seconds: float, context: float = 0, sparse: bool = False) -> int:
         """Prompt tokens behind ``context`` for a step beside decodes that may take so long."""
@@ -71,13 +77,14 @@ class _Steps:
     costs of their own, beside decodes and without. Where the host is the slower, the others' times tell nothing of what
     their pairs cost: no step is taken to be shorter than a prepared one of as many tokens would be."""
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, sizes: Sequence[int], alone_sizes: Sequence[int] = ()) -> None:
         self.sizes = sorted(sizes)
+        self._most = {beside: max((*sizes, *(() if beside else alone_sizes)), default=0) for beside in (False, True)}
         self.prepared, self.without, self.others = StepCost(), StepCost(), StepCost()
 
     def cost(self, tokens: int, beside: bool, alone: bool = True) -> StepCost:
         """Of steps with so many tokens of prompts, ``beside`` decodes or not, of one prompt ``alone`` or several."""
-        if not (alone and self.sizes and tokens <= self.sizes[-1]):
+        if not (alone and tokens <= self._most[beside]):
             return self.others
         return self.prepared if beside else self.without
 

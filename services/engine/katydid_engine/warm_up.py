@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from katydid_engine.chunk_steps import CHUNKS, SPARSE_CHUNKS, ChunkSteps
+from katydid_engine.chunk_steps import ALONE_CHUNKS, CHUNKS, SPARSE_CHUNKS, ChunkSteps
 from katydid_engine.collectives import Collectives
 from katydid_engine.decode_steps import Captured, DecodeSteps
 from katydid_engine.models.decoder_lm import DecoderLM
@@ -33,6 +33,7 @@ class WarmUp:
         capture: whether decodes become CUDA graphs.
         chunks: whether chunks of prompts beside them do.
         sparse: whether there are prompts that are computed sparsely.
+        alone: whether larger chunks, without decodes, do: a host takes longer to launch them than a GPU to compute.
     """
 
     batch_tokens: int
@@ -42,6 +43,7 @@ class WarmUp:
     capture: bool
     chunks: bool = True
     sparse: bool = False
+    alone: bool = False
 
     @property
     def chunk_sizes(self) -> dict[bool, Sequence[int]]:
@@ -49,6 +51,12 @@ class WarmUp:
         if not (self.capture and self.chunks):
             return {}
         return {False: CHUNKS, True: SPARSE_CHUNKS} if self.sparse else {False: CHUNKS}
+
+    @property
+    def alone_sizes(self) -> Sequence[int]:
+        """Of larger chunks without decodes that become graphs; of prompts that are not sparse."""
+        wanted = self.capture and self.chunks and self.alone
+        return [size for size in ALONE_CHUNKS if size <= self.batch_tokens] if wanted else []
 
     def run(self, runner: Runner) -> None:
         """So that no request pays for first use, nor finds too little memory."""
@@ -94,7 +102,15 @@ class WarmUp:
     def _chunk_steps(self, runner: Runner, pieces: Captured) -> list[ChunkSteps]:
         rows, tokens, depths = self.sequences, self.tokens, self.depths
         return [
-            runner.use_chunk_steps(pieces, rows=rows, tokens=tokens, depths=depths, chunks=chunks, sparse=sparse)
+            runner.use_chunk_steps(
+                pieces,
+                rows=rows,
+                tokens=tokens,
+                depths=depths,
+                chunks=chunks,
+                alone=() if sparse else self.alone_sizes,
+                sparse=sparse,
+            )
             for sparse, chunks in self.chunk_sizes.items()
         ]
 
