@@ -18,7 +18,7 @@ ANSWER_LINES = 2
 LONGEST_PROMPT = 2400  # characters, the last ones of the lines
 
 
-def _paragraph(lines: list[str], start: int) -> str:
+def _paragraph(lines: Sequence[str], start: int) -> str:
     return "".join(lines[start : start + ANSWER_LINES])
 
 
@@ -38,20 +38,17 @@ class Question:
     sizes: list[int]
 
 
-def places(document: HeldOut) -> list[int]:
+def places(lines: Sequence[str]) -> list[int]:
     """Lines of a document whose continuation may be asked for; none where it is too short."""
-    lines = document.text.splitlines(keepends=True)
     found = [i for i in range(PROMPT_LINES, len(lines) - ANSWER_LINES) if len(_paragraph(lines, i).strip()) >= 24]
     return found if len(found) >= 4 * CHOICES else []
 
 
-def question(text: ModelText, document: HeldOut, right: int, rng: random.Random) -> Question:
-    """What follows before the line ``right`` of a document; wrong answers come from elsewhere in the same file."""
-    lines = document.text.splitlines(keepends=True)
-    wrong = rng.sample([i for i in places(document) if abs(i - right) > ANSWER_LINES], CHOICES - 1)
+def question(text: ModelText, lines: Sequence[str], right: int, wrong: Sequence[int]) -> Question:
+    """Whether a document goes on with its line ``right`` or with one of the lines ``wrong``."""
     prompt = "".join(lines[right - PROMPT_LINES : right])[-LONGEST_PROMPT:]
     asked = Question([], [], [])
-    for place in [right, *wrong]:
+    for place in (right, *wrong):
         answer = _paragraph(lines, place)
         offsets = text.offsets(prompt + answer)
         asked.ids.append([text.bos, *text.encode(prompt + answer)])
@@ -71,15 +68,16 @@ def choice_item(scorer: Scorer, asked: Question) -> Item:
 
 
 def questions(text: ModelText, documents: Sequence[HeldOut], kind: Kind) -> Iterator[Question]:
-    """One of each document in turn, every place of a document once."""
-    orders = []
-    for n, document in enumerate(documents):
-        found = places(document)
-        orders.append(random.Random(f"choice/{kind}/{n}").sample(found, len(found)))
+    """One of each document in turn, every place of a document once; wrong answers come from elsewhere in the same."""
+    split = [document.text.splitlines(keepends=True) for document in documents]
+    found = [places(lines) for lines in split]
+    orders = [random.Random(f"choice/{kind}/{n}").sample(one, len(one)) for n, one in enumerate(found)]
     for turn in range(max(map(len, orders), default=0)):
-        for n, (document, order) in enumerate(zip(documents, orders, strict=True)):
+        for n, order in enumerate(orders):
             if turn < len(order):
-                yield question(text, document, order[turn], random.Random(f"choice/{kind}/{turn}/{n}"))
+                right, rng = order[turn], random.Random(f"choice/{kind}/{turn}/{n}")
+                elsewhere = [i for i in found[n] if abs(i - right) > ANSWER_LINES]
+                yield question(text, split[n], right, rng.sample(elsewhere, CHOICES - 1))
 
 
 def multiple_choice(scorer: Scorer, text: ModelText, documents: Sequence[HeldOut], kind: Kind, count: int) -> Figure:
