@@ -217,6 +217,24 @@ def test_phases_follow_each_other_without_a_gap() -> None:
     rig.check_outputs()
 
 
+def test_a_token_counts_from_when_the_device_was_done_with_its_step() -> None:
+    """Not from when the host came to see it; a phase ends where it began at the earliest."""
+
+    def borders(late_s: float) -> list[float]:
+        rig = Rig()
+        run = rig.runner.run
+        rig.runner.run = lambda plan: replace(run(plan), late_s=late_s)  # type: ignore[method-assign]
+        rig.submit(STREAMS[0][:70], sampling=Sampling(max_tokens=3, ignore_eos=True))
+        rig.run_out()
+        (first,) = [first for outcome in rig.outcomes for first in outcome.first_tokens]
+        (end,) = [end for outcome in rig.outcomes for end in outcome.ends]
+        return [interval.end for interval in (*first.intervals, *end.intervals)]
+
+    queued, prefilled, decoded = borders(0.0)
+    assert borders(0.004) == pytest.approx([queued, max(queued, prefilled - 0.004), decoded - 0.004])
+    assert borders(60.0) == [queued] * 3
+
+
 def test_pages_of_an_aborted_request_stay_taken_while_its_step_runs() -> None:
     rig = Rig()
     request = rig.submit(STREAMS[0][:100])

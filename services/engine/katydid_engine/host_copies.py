@@ -6,6 +6,7 @@ given again before the copies that read it are done, so what is copied here may 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -52,13 +53,29 @@ class Arriving:
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
+        self._done_at: float | None = None
+        self._late = False
         if device.type == "cuda":
             self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
+        if self._event is None or self._done_at is not None:
+            return
+        self._late = self._event.query()  # type: ignore[no-untyped-call]
+        self._event.synchronize()
+        self._done_at = time.monotonic()
+
+    def done_at(self, before: Arriving | None) -> float | None:
+        """When the device was done, on this process's monotonic clock, when both have arrived; None on a host. Where
+        nobody waited then, it is told by the device's clock from ``before``, and never later than it was seen."""
+        if self._late and before is not None and before._done_at is not None:
+            after = self.seconds_since(before)
+            assert after is not None
+            assert self._done_at is not None
+            self._done_at = min(self._done_at, before._done_at + after)
+        self._late = False
+        return self._done_at
 
     def seconds_since(self, other: Arriving) -> float | None:
         """On the device, when both have arrived; None on a host."""

@@ -168,6 +168,7 @@ class StepOutput:
     ``packed`` and ``unpacked`` are what ended of transfers, each in the order of steps; all that the runs waited for is
     among it.
     ``after_s``: seconds on the device from the end of the step before to this one's; None where it is not known.
+    ``late_s``: seconds that a device had been done with the step when the host came to see it.
     """
 
     tokens: tuple[array[int], ...] = ()
@@ -180,6 +181,7 @@ class StepOutput:
     packed: tuple[Moved, ...] = ()
     unpacked: tuple[Moved, ...] = ()
     after_s: float | None = None
+    late_s: float = 0.0
 
     def seconds(self, at_most: float) -> float:
         """What the step took, by a host that saw it begin and end ``at_most`` apart. It began when it was launched or,

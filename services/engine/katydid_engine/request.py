@@ -97,7 +97,9 @@ class PhaseLog:
             self._phase, self._tier, self._span_id = phase, tier, span_id
 
     def close(self, now: float) -> None:
-        """Ends the present interval; the next begins here."""
+        """Ends the present interval; the next begins here. What a device did is told with its time, which may be before
+        what a host has noted since."""
+        now = max(now, self._since)
         self._intervals.append(Interval(self._phase, self._since, now, self._tier, self._span_id))
         self._since = now
 

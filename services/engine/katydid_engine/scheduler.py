@@ -189,6 +189,7 @@ class Scheduler:
             raise IntegrityError(f"step {plan.number} is not the next to be committed")
         flight = self._flights.popleft()
         now = self._clock()
+        done_at = now - output.late_s
         self._queues.step_done(plan.number)
         for moved in output.packed:
             for store, checksum in self._queues.moves.packed(moved):
@@ -209,7 +210,7 @@ class Scheduler:
         sampled = [self._choice(flight.sequence(row.run), row.choice) for row in plan.samples]
         for index, sequence in enumerate(sampled):
             if sequence is not None:
-                self._commit_tokens(sequence, flight, index, output, now)
+                self._commit_tokens(sequence, flight, index, output, done_at)
 
     def took(self, plan: StepPlan, seconds: float) -> None:
         """How long a step took."""
@@ -303,10 +304,12 @@ class Scheduler:
             for sequence in list(live.choices.values()):
                 self._end(sequence, reason, error, message)
 
-    def _end(self, sequence: Sequence, reason: FinishReason, error: str = "", message: str = "") -> None:
+    def _end(
+        self, sequence: Sequence, reason: FinishReason, error: str = "", message: str = "", at: float | None = None
+    ) -> None:
         self._queues.leave(sequence)
         sequence.state = State.FINISHED
-        self._ledger.end(sequence, reason, self._clock(), error, message)
+        self._ledger.end(sequence, reason, self._clock() if at is None else at, error, message)
 
     def _end_broken(self, sequence: Sequence) -> None:
         """The model made no numbers of a sequence: it ends alone, and nobody reads what it left in the cache."""
@@ -328,7 +331,7 @@ class Scheduler:
         self._queues.fork(sequence, twin)
         return twin
 
-    def _commit_tokens(self, sequence: Sequence, flight: StepFlight, row: int, output: StepOutput, now: float) -> None:
+    def _commit_tokens(self, sequence: Sequence, flight: StepFlight, row: int, output: StepOutput, at: float) -> None:
         plan, tokens = flight.plan, output.tokens[row]
         decoded = plan.samples[row].run < plan.num_decodes
         reason = None
@@ -356,9 +359,9 @@ class Scheduler:
         if decoded:
             self._publish(sequence)
         logprobs = output.logprobs.get(row)
-        self._ledger.new_tokens(sequence, new, None if logprobs is None else logprobs.first(len(new)), now)
+        self._ledger.new_tokens(sequence, new, None if logprobs is None else logprobs.first(len(new)), at)
         if reason is not None:
-            self._end(sequence, reason)
+            self._end(sequence, reason, at=at)
 
     def _publish(self, sequence: Sequence) -> None:
         if not sequence.request.bypass_cache:

@@ -6,6 +6,7 @@ event says when they are there. On a host they are there at once.
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -108,7 +109,10 @@ class Launched:
             if self._check is not None:
                 self._check()
             after_s = None if self._before is None else self._arriving.seconds_since(self._before)
-            self._output, self._before = replace(self._told(), after_s=after_s), None
+            done_at = self._arriving.done_at(self._before)
+            told = self._told()
+            late_s = 0.0 if done_at is None else time.monotonic() - done_at
+            self._output, self._before = replace(told, after_s=after_s, late_s=late_s), None
         return self._output
 
     def _told(self) -> StepOutput:
