@@ -177,14 +177,17 @@ def memory_figures(rank_slice: RankSlice) -> list[dict[str, Any]]:
 
 
 def measure_capture(steps: SliceSteps, sequences: int) -> dict[str, Any]:
-    """Seconds until all graphs are captured of an engine with so many sequences of the longest; how many, and bytes."""
+    """Seconds until all graphs are captured of an engine with so many sequences of the longest, which chooses among
+    all numbers of drafts up to the slice's; how many, and bytes."""
     device = steps.slice.model.device
     steps.synchronize()
     free, began = torch.cuda.mem_get_info(device)[0], time.perf_counter()
-    graphs = steps.capture(sequences, steps.slice.options.config.max_positions, chunks=True)
+    graphs = steps.capture(
+        sequences, steps.slice.options.config.max_positions, chunks=True, depths=range(steps.drafts + 1)
+    )
     steps.synchronize()
     seconds = time.perf_counter() - began
-    drafts = f" with 0 or {steps.drafts} drafts" if steps.drafts else ""
+    drafts = f" with 0 to {steps.drafts} drafts" if steps.drafts else ""
     return {
         "figure": f"{prefix(steps.slice)}: all graphs of {sequences} sequences{drafts}",
         "value": seconds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -70,11 +70,20 @@ class SliceSteps:
         page = model.new_kv_cache(1).bytes_per_page
         return page * min(plan.tp, model.config.num_kv_heads)
 
-    def capture(self, rows: int, tokens: int, *, agreement: float | None = None, chunks: bool = False) -> int:
+    def capture(
+        self,
+        rows: int,
+        tokens: int,
+        *,
+        agreement: float | None = None,
+        chunks: bool = False,
+        depths: Iterable[int] | None = None,
+    ) -> int:
         """Decode steps of up to ``rows`` sequences of up to ``tokens`` tokens are graphs from now on; ``agreement`` is
         the share of drafts that count as right, for these weights predict nothing; with ``chunks`` also passes with a
-        chunk of a prompt beside the decodes. How many graphs."""
-        pieces, depths = Captured(), {0, self.drafts}
+        chunk of a prompt beside the decodes; ``depths``: numbers of drafts, by default none and ``drafts``. How many
+        graphs."""
+        pieces, depths = Captured(), {0, self.drafts} if depths is None else set(depths)
         steps = self.runner.use_decode_steps(pieces, rows=rows, tokens=tokens, depths=depths, agreement=agreement)
         steps.prepare()
         if chunks:
