@@ -223,7 +223,7 @@ def measured(model: Path, rounds: int, peers: Path | None, only: tuple[str, ...]
         for name, (mock, case) in cases.items():
             processes, port = started(model, 2, **mock)
             try:
-                figures = uvloop.run(case(port, random.Random(number)))  # type: ignore[arg-type]
+                figures: Figures = uvloop.run(case(port, random.Random(number)))  # type: ignore[arg-type]
             finally:
                 for process in reversed(processes):
                     process.stop()

@@ -91,7 +91,7 @@ def memory_rows(
 ) -> list[Row]:
     """The rows of one direction. Shares and costs are medians over rounds of what one round gave."""
     copy = "copy_in" if way == "put" else "copy_out"
-    peers = {name: medians[name][way] for name in ("redis", "mooncake", "lmcache") if name in medians}
+    peers: dict[str, float] = {name: medians[name][way] for name in ("redis", "mooncake", "lmcache") if name in medians}
     best = max(peers, key=lambda name: peers[name], default=None)
 
     def beside(name: str | None) -> Row:
@@ -150,8 +150,8 @@ def disk(rounds: int, folder: Path) -> list[Row]:
     ran = [asyncio.run(cases.disk(folder)) for _ in range(rounds)]
     rows = []
     for way in ("write", "read"):
-        speeds = [one[way] for one in ran]
-        shares = [100 * one[way] / fio for one in ran if (fio := one[f"fio_{way}"]) is not None]
+        speeds = [ours[way] for ours, _ in ran]
+        shares = [100 * ours[way] / fio for ours, beside in ran if (fio := beside[way]) is not None]
         value = statistics.median(speeds)
         share = statistics.median(shares) if shares else None
         rows += [

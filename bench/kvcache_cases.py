@@ -91,10 +91,10 @@ def _fio(folder: Path, *options: str) -> float | None:
     except FileNotFoundError:
         return None
     job = json.loads(ran.stdout)["jobs"][0]
-    return max(job["read"]["bw_bytes"], job["write"]["bw_bytes"]) / 1e9
+    return float(max(job["read"]["bw_bytes"], job["write"]["bw_bytes"])) / 1e9
 
 
-async def disk(parent: Path) -> dict[str, float | None]:
+async def disk(parent: Path) -> tuple[dict[str, float], dict[str, float | None]]:
     """GB/s of durable writes and of cold reads into memory, 2 MiB blocks, and of fio beside them on the same disk."""
     gigabytes = DISK_BLOCKS * LAYOUT.block_bytes / 1e9
     hashes = [os.urandom(32) for _ in range(DISK_BLOCKS)]
@@ -129,7 +129,7 @@ async def disk(parent: Path) -> dict[str, float | None]:
                 read_s = time.perf_counter() - started
                 if fetched.blocks != DISK_BLOCKS:
                     raise SystemExit(f"read {fetched.blocks} of {DISK_BLOCKS}")
-    return {"write": gigabytes / write_s, "read": gigabytes / read_s, "fio_write": fio_write, "fio_read": fio_read}
+    return {"write": gigabytes / write_s, "read": gigabytes / read_s}, {"write": fio_write, "read": fio_read}
 
 
 async def restart(parent: Path) -> dict[str, float]:

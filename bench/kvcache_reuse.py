@@ -78,8 +78,10 @@ def fleet(stack: ExitStack, model: Path, cache: str | None, clock: Path) -> Iter
     ]
     path = os.pathsep.join(filter(None, (str(CLOCK), os.environ.get("PYTHONPATH"))))
     # One thread computes, and it is the step loop's.
-    counting = {"PYTHONPATH": path, "KVCACHE_CLOCK": str(clock), "OMP_NUM_THREADS": "1"}
-    pid = stack.enter_context(running([sys.executable, *engine, "--device", "cpu"], **counting))
+    counting = running(
+        [sys.executable, *engine, "--device", "cpu"], PYTHONPATH=path, KVCACHE_CLOCK=str(clock), OMP_NUM_THREADS="1"
+    )
+    pid = stack.enter_context(counting)
     stack.enter_context(running([sys.executable, *gateway]))
     deadline = time.monotonic() + START_S
     while True:

@@ -58,7 +58,7 @@ async def bare_server() -> None:
         return b""
 
     server = grpc.aio.server(options=CHANNEL)
-    handlers = {
+    handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
         "Get": grpc.unary_stream_rpc_method_handler(get),
         "Put": grpc.stream_unary_rpc_method_handler(put),
     }
@@ -98,7 +98,8 @@ async def bare_costs() -> dict[str, tuple[float, float]]:
         async with open_channel(address, None, CHANNEL, ()) as channel:
 
             async def get() -> None:
-                async for _ in channel.unary_stream("/Bare/Get")(str(frames).encode()):
+                call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/Bare/Get")
+                async for _ in call(str(frames).encode()):
                     pass
 
             async def put() -> None:
@@ -106,7 +107,8 @@ async def bare_costs() -> dict[str, tuple[float, float]]:
                     for _ in range(frames):
                         yield FRAME
 
-                await channel.stream_unary("/Bare/Put")(messages())
+                call: grpc.aio.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary("/Bare/Put")
+                await call(messages())
 
             return {"put": await cost(pid, put), "get": await cost(pid, get)}
 
