@@ -65,3 +65,24 @@ def test_a_size_that_did_not_fit_is_remembered() -> None:
         cost.took(1536, pairs(1536, 17_000), (0.02 + 1536 * 1.5e-5) * (1 - 1e-4 * step))
     assert cost.seconds(2048, 17_000) == pytest.approx(0.02 + 2048 * 1.5e-5, rel=0.005)
     assert cost.tokens(0.049, 17_000) < 2048
+
+
+def test_what_a_step_takes_at_most_goes_by_the_newest_of_its_size() -> None:
+    """No line goes through sizes that take one 10 % more than it, another as much less."""
+    cost, share = StepCost(), {256: 1.0, 512: 1.1, 1024: 0.9}
+
+    def takes(tokens: int) -> float:
+        return share[tokens] * (0.01 + 2e-5 * tokens)
+
+    assert cost.most_s(512, 0) == 0.0
+    for _ in range(20):
+        for tokens in share:
+            cost.took(tokens, pairs(tokens, 0), takes(tokens))
+    assert cost.seconds(512, 0) < 0.97 * takes(512)
+    for tokens in share:
+        assert cost.most_s(tokens, 0) == pytest.approx(takes(tokens), rel=1e-6)
+    cost.took(512, pairs(512, 0), 1.5 * takes(512))
+    assert cost.most_s(512, 0) == pytest.approx(takes(512), rel=1e-6), "once is a hiccup"
+    cost.took(512, pairs(512, 0), 1.5 * takes(512))
+    assert cost.most_s(512, 0) == pytest.approx(1.5 * takes(512), rel=1e-6)
+    assert cost.seconds(768, 0) < cost.most_s(768, 0) < 1.1 * cost.seconds(768, 0), "of a new size little is known"

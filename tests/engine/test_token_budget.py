@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from array import array
-from collections import Counter, deque
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -76,22 +76,19 @@ def test_a_size_that_seems_all_there_is_time_for_is_not_the_last_word() -> None:
     assert chosen == [256, 512, 256, 256, 256, 256], "once is enough"
 
 
-@given(st.lists(st.floats(0.92, 1.08), min_size=5, max_size=5), st.integers(0, 1000))
-def test_a_size_of_whose_steps_many_were_too_long_is_left(shares: list[float], seed: int) -> None:
-    """Sizes take more and less than any line through them says. One that turns out too long is given up after it has
-    been so a few times; a prompt of 60,000 tokens grows meanwhile."""
-    sizes, chance, context, steps = (256, 512, 1024, 1536, 2048), random.Random(seed), 0, 0
-    budget, late = TokenBudget(0.05, 64, sizes), Counter[int]()
-    share = dict(zip(sizes, shares, strict=True))
-    while context < 60_000:
-        tokens = budget.prompt_tokens(0.05, context)
-        seconds = share[tokens] * (0.012 + 1.2e-5 * tokens + 6e-10 * tokens * (context + tokens / 2))
-        seconds *= chance.uniform(0.998, 1.002)
-        budget.took(step(tokens, context), seconds)
-        late[tokens] += seconds > 0.0505
-        context, steps = context + tokens, steps + 1
-    assert max(late.values()) <= 3
-    assert late.total() <= 0.1 * steps
+def test_sizes_whose_newest_steps_were_too_long_are_left() -> None:
+    """Sizes take up to 8 % more or less than any line through them says, while 40 prompts of 60,000 tokens grow."""
+    sizes, late, count = (256, 512, 1024, 1536, 2048), 0, 0
+    for seed in range(40):
+        chance, context, budget = random.Random(seed), 0, TokenBudget(0.05, 64, sizes)
+        share = {size: chance.uniform(0.92, 1.08) for size in sizes}
+        while context < 60_000:
+            tokens = budget.prompt_tokens(0.05, context)
+            seconds = share[tokens] * (0.012 + 1.2e-5 * tokens + 6e-10 * tokens * (context + tokens / 2))
+            seconds *= chance.uniform(0.998, 1.002)
+            budget.took(step(tokens, context), seconds)
+            context, count, late = context + tokens, count + 1, late + (seconds > 0.0505)
+    assert late < 0.003 * count, "and it was 0.009 by the line alone"
 
 
 def test_steps_that_the_host_holds_up_say_nothing_of_what_their_pairs_cost() -> None:
