@@ -238,7 +238,7 @@ def decodes(made: RankSlice, rows: int) -> tuple[ForwardBatch, KvCache]:
     fill_pages(cache)
     ids = made.token_ids(rows)
     runs = [TokenRun([ids[row]], CONTEXT, range(row * each, (row + 1) * each)) for row in range(rows)]
-    made.model.exchange_rows(rows)
+    made.model.exchange_rows(made.model.rows_at_once(rows, 1))
     return ForwardBatch.pack(runs, num_decodes=rows, device=made.model.device), cache
 
 

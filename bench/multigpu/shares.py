@@ -12,7 +12,8 @@ import torch.distributed as dist
 from katydid_engine.layers.part_exchange import RowCopies
 from katydid_engine.loader import build_model
 from katydid_engine.model_config import ModelConfig
-from katydid_engine.models.decoder_lm import HALVED_FROM, DecoderLM, RankPeers
+from katydid_engine.models.decoder_lm import DecoderLM
+from katydid_engine.models.rank_context import HALVED_FROM, RankPeers
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.planning.known_models import KNOWN_MODELS
 from katydid_engine.quantization import Scheme

@@ -97,8 +97,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", "hy_v3")
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_ranks_with_more_and_fewer_rows_and_none(folder: Path, ahead: bool) -> None:
+@pytest.mark.parametrize(("ahead", "parts"), [(False, 1), (True, 1), (False, 2), (True, 2)])
+def test_ranks_with_more_and_fewer_rows_and_none(folder: Path, ahead: bool, parts: int) -> None:
+    """In two parts each takes half the room on its way."""
     of_rank = [[0, 1, 2, 3, 4], [5], [], [6, 7]]
     alone = Requests(load_model(folder), [number for numbers in of_rank for number in numbers])
     alone.prompt()
@@ -106,7 +107,7 @@ def test_ranks_with_more_and_fewer_rows_and_none(folder: Path, ahead: bool) -> N
         alone.step()
 
     def work(group: ThreadGroup) -> tuple[dict[int, list[int]], int]:
-        model = load_model(folder, plan=ParallelPlan.parse("dp4,ep4"), experts=group)
+        model = load_model(folder, plan=ParallelPlan.parse("dp4,ep4"), experts=group, micro_batches=parts)
         graphs = 0
         requests = Requests(model, of_rank[group.rank], ahead=ahead)
         steps = requests.runner.use_decode_steps(Uncaptured(), rows=8, tokens=128)
@@ -119,6 +120,7 @@ def test_ranks_with_more_and_fewer_rows_and_none(folder: Path, ahead: bool) -> N
         def counted(bucket):  # type: ignore[no-untyped-def]
             nonlocal graphs
             graphs += 1
+            assert {block.exchange.capacity for block in model.dispatched} == {8 // parts}
             return forward(bucket)
 
         steps.forward = counted  # type: ignore[method-assign]
@@ -156,8 +158,9 @@ class Passes:
         pass
 
 
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("drafts", [[2, 0, 2, 2], [1, 0, 2, 1]], ids=["as many", "not as many"])
-def test_ranks_draft_together(tmp_path: Path, drafts: list[int]) -> None:
+def test_ranks_draft_together(tmp_path: Path, drafts: list[int], parts: int) -> None:
     """Three with requests and one without: what each says alone, and no round for drafts where all have as many."""
     folder = write_tiny_model(tmp_path / "mtp", "hy_v3", num_nextn_predict_layers=1)
     of_rank = [[0, 1, 2], [], [3], [4]]
@@ -174,7 +177,7 @@ def test_ranks_draft_together(tmp_path: Path, drafts: list[int]) -> None:
         return requests.tokens
 
     def work(group: ThreadGroup) -> tuple[dict[int, list[int]], int]:
-        model = load_model(folder, plan=ParallelPlan.parse("dp4,ep4"), experts=group)
+        model = load_model(folder, plan=ParallelPlan.parse("dp4,ep4"), experts=group, micro_batches=parts)
         passes = Passes()
         requests = requests_of(model, group.rank)
         lockstep = Lockstep(group, model.take_part, passes)

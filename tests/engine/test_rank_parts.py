@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from katydid_engine import rank
-from katydid_engine.models.decoder_lm import HALVED_FROM
+from katydid_engine.models.rank_context import HALVED_FROM
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.rank_groups import RankGroups
 from katydid_engine.settings import EngineSettings

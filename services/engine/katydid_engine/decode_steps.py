@@ -182,7 +182,7 @@ class DecodeSteps:
 
     def _prepare(self, bucket: Bucket) -> None:
         self.buffers.clear(bucket)
-        self._room[bucket] = self._model.exchange_rows(bucket.tokens)
+        self._room[bucket] = self._model.exchange_rows(self._model.rows_at_once(bucket.rows, bucket.width))
         self._pieces.prepare(("forward", bucket), lambda: self._forward(bucket), self._model.one_layer_of_a_kind)
         for asked in self._choices:
             self._pieces.prepare((_name(asked), bucket), functools.partial(self._choice, bucket, asked))

@@ -14,11 +14,12 @@ from katydid_engine.checkpoint import Checkpoint
 from katydid_engine.collectives import Collectives, SingleRank
 from katydid_engine.layers.part_exchange import RowCopies
 from katydid_engine.model_config import ModelConfig, read_model_config
-from katydid_engine.models.decoder_lm import HALVED_FROM, DecoderLM, RankContext, RankPeers
+from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.models.dense import build_dense
 from katydid_engine.models.hy_v3 import build_hy_v3, count_mtp_layers
 from katydid_engine.models.pipeline import Stage
 from katydid_engine.models.qwen3_moe import build_qwen3_moe
+from katydid_engine.models.rank_context import HALVED_FROM, RankContext, RankPeers
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.quantization import Scheme, kv_dtype, scheme_to_apply
 from katydid_engine.weights import TensorSource, Weights

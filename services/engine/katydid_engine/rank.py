@@ -28,7 +28,8 @@ from katydid_engine.loader import load_model
 from katydid_engine.lockstep import Lockstep
 from katydid_engine.messages import ExpertBalance, Ready, Stop
 from katydid_engine.model_config import ModelConfig, read_model_config
-from katydid_engine.models.decoder_lm import HALVED_FROM, DecoderLM, dispatches
+from katydid_engine.models.decoder_lm import DecoderLM
+from katydid_engine.models.rank_context import HALVED_FROM, dispatches
 from katydid_engine.page_budget import count_pages
 from katydid_engine.plan import StepOutput, StepPlan
 from katydid_engine.plan_ring import PlanReader, PlanWriter

@@ -283,10 +283,10 @@ class Runner:
         if pages_for(longest) > steps.buffers.pages:
             return None
         rows, width = len(plan.runs), plan.decode_q_len
-        bucket = steps.bucket(rows, width)
-        if bucket is None or self._model.before_pass is None:
+        if (bucket := steps.bucket(rows, width)) is None or self._model.before_pass is None:
             return bucket
-        return steps.bucket_in(rows, width, self._model.agree(0, rows * width, plan.drafts))
+        most = self._model.rows_at_once(rows, width, plan.drafts)
+        return steps.bucket_in(rows, width, self._model.agree(0, most, plan.drafts))
 
     @property
     def _left_fits(self) -> bool:

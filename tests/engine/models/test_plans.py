@@ -13,7 +13,7 @@ import pytest
 import torch
 from katydid_engine.forward_batch import ForwardBatch, TokenRun
 from katydid_engine.loader import load_model
-from katydid_engine.models.decoder_lm import HALVED_FROM
+from katydid_engine.models.rank_context import HALVED_FROM
 from katydid_engine.parallel import ParallelPlan
 from katydid_runtime.errors import SettingsError
 from transformers import HYV3Config, LlamaConfig

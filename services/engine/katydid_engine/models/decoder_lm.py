@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from katydid_engine.attention_plan import MAX_Q_LEN, AttentionPlanner
-from katydid_engine.collectives import Collectives
 from katydid_engine.fixed_prefill import FixedPrefill
 from katydid_engine.forward_batch import ForwardBatch
 from katydid_engine.kv_cache import KvCache
@@ -20,91 +17,24 @@ from katydid_engine.layers.decoder import DecoderLayer, FeedForward
 from katydid_engine.layers.dispatched_moe import DispatchedMoe
 from katydid_engine.layers.embedding import Embedding, LmHead
 from katydid_engine.layers.exchange import BlockOutput, Exchange
-from katydid_engine.layers.expert_share import ExpertShare
-from katydid_engine.layers.few_rows_exchange import FewRowPeers, FewRowsExchange
+from katydid_engine.layers.few_rows_exchange import FewRowsExchange
 from katydid_engine.layers.norm import RmsNorm
-from katydid_engine.layers.part_exchange import CopiedPartExchange, PartExchange, RowCopies
-from katydid_engine.layers.peer_exchange import PeerExchange, RowPeers
+from katydid_engine.layers.part_exchange import CopiedPartExchange, PartExchange
+from katydid_engine.layers.peer_exchange import PeerExchange
 from katydid_engine.layers.rotary import rotary_table
 from katydid_engine.layers.steps import Steps, finish, interleave
-from katydid_engine.model_config import ModelConfig
-from katydid_engine.models.pipeline import Stage
-from katydid_engine.parallel import ParallelPlan
+from katydid_engine.models.rank_context import RankContext
 from katydid_engine.parted_vocabulary import likeliest
 from katydid_engine.sparse_prefill import SparsePrefill
 from katydid_engine.weights import Weights
 
-__all__ = [
-    "HALVED_FROM",
-    "MOST_FIXED_ROWS",
-    "DecoderLM",
-    "FeedForward",
-    "FeedForwardBuilder",
-    "RankContext",
-    "RankPeers",
-    "dispatches",
-]
-
-
-class RankPeers(RowPeers, FewRowPeers, Protocol):
-    """The memory of a TP group's GPUs."""
-
-
-# Halves of fewer tokens would cost more, for every expert's weights are read twice, than their transfers.
-HALVED_FROM = 8192
+__all__ = ["MOST_FIXED_ROWS", "DecoderLM", "FeedForward", "FeedForwardBuilder"]
 
 # With more rows on a rank, sending room that stays empty takes longer than to tell and read how many go where.
 MOST_FIXED_ROWS = 512
 
-FeedForwardBuilder = Callable[["RankContext", Weights, int], FeedForward | DispatchedMoe]
+FeedForwardBuilder = Callable[[RankContext, Weights, int], FeedForward | DispatchedMoe]
 """Builds the feed-forward block of layer ``index`` from that layer's scope: where architectures differ."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankContext:
-    """What every part of a model on this rank is built with.
-
-    Attributes:
-        collectives: the TP group.
-        experts: the ranks that hold whole experts between them; a group of one where experts are cut by column.
-        kv_dtype: of the pages.
-        micro_batches: parts that a batch is cut into so that one computes while another's rows are under way, or so
-            that pipeline stages work at the same time.
-        peers: what sums few rows, or sends rows of a split residual, where all ranks are GPUs of one host.
-        copies: likewise what sends rows of a part of a chunk while another part is computed.
-        halved_from: tokens of a pass from which a split residual's are computed in two parts, with micro-batches.
-    """
-
-    config: ModelConfig
-    plan: ParallelPlan
-    collectives: Collectives
-    experts: Collectives
-    stage: Stage
-    kv_dtype: torch.dtype
-    micro_batches: int = 1
-    peers: RankPeers | None = None
-    copies: RowCopies | None = None
-    halved_from: int = HALVED_FROM
-
-    @property
-    def dispatches(self) -> bool:
-        """As the function has it."""
-        return dispatches(self.config, self.plan)
-
-    def expert_share(self, num_experts: int) -> ExpertShare:
-        if self.plan.ep == 1:
-            return ExpertShare.of_columns(num_experts, self.collectives.rank, self.collectives.size)
-        return ExpertShare.of_whole(num_experts, self.experts, self.plan.redundant_experts)
-
-
-def dispatches(config: ModelConfig, plan: ParallelPlan) -> bool:
-    """Whether rows are sent to the ranks of their experts, each to those that it needs. Where that is most of them
-    rows go to all ranks of the TP group instead, in the exchange that there is anyway."""
-    moe = config.moe
-    if moe is None or not plan.dispatches:
-        return False
-    gathers = plan.ep == plan.tp and plan.ep <= moe.top_k and not plan.redundant_experts
-    return not gathers or moe.shared_intermediate_size % plan.tp > 0
 
 
 class DecoderLM:
@@ -262,6 +192,12 @@ class DecoderLM:
         """The token of each row's largest logit, int32 ``[rows]``, of hidden rows ``[rows, hidden]``."""
         return likeliest(self.head, self._context.collectives, hidden)
 
+    def rows_at_once(self, decodes: int, width: int, drafts: int = 0) -> int:
+        """Rows of the largest part of a step of so many decodes: as many take room on their way at once. Where drafts
+        are verified or made it is one part: a draft layer's passes are."""
+        parts = 1 if width > 1 or drafts or self._part_exchanges else min(self._context.micro_batches, max(1, decodes))
+        return -(-decodes // parts) * width
+
     def agree(self, kind: int, tokens: int, behind: int = 0) -> int | None:
         """Waits, before a pass of so many tokens, for its turn among the ranks that compute together, and settles the
         form of their exchange: also of ``behind`` passes of the draft layer after it, where all have as many. Returns
@@ -304,7 +240,8 @@ class DecoderLM:
         if self.before_pass is None:
             return
         if not self.agreed_passes:
-            self.agree(kind, batch.num_tokens)
+            alone = kind == 0 and batch.num_decodes == batch.num_seqs
+            self.agree(kind, self.rows_at_once(batch.num_seqs, batch.decode_q_len) if alone else batch.num_tokens)
         self.agreed_passes -= 1
 
     def _every_layer(self) -> list[DecoderLayer]:

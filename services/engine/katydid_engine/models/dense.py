@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from katydid_engine.layers.decoder import FeedForward
 from katydid_engine.layers.mlp import DenseMlp
-from katydid_engine.models.decoder_lm import DecoderLM, RankContext
+from katydid_engine.models.decoder_lm import DecoderLM
+from katydid_engine.models.rank_context import RankContext
 from katydid_engine.weights import Weights
 
 __all__ = ["build_dense", "dense_feed_forward"]

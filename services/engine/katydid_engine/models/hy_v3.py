@@ -25,8 +25,9 @@ from katydid_engine.layers.routing import MoeNames
 from katydid_engine.layers.steps import Steps, finish
 from katydid_engine.matrices import has_matrix
 from katydid_engine.model_config import ModelConfig
-from katydid_engine.models.decoder_lm import DecoderLM, RankContext
+from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.models.dense import dense_feed_forward
+from katydid_engine.models.rank_context import RankContext
 from katydid_engine.models.sparse import sparse_feed_forward
 from katydid_engine.weights import Weights
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from katydid_engine.layers.decoder import FeedForward
 from katydid_engine.layers.dispatched_moe import DispatchedMoe
 from katydid_engine.layers.routing import MoeNames
-from katydid_engine.models.decoder_lm import DecoderLM, RankContext
+from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.models.dense import dense_feed_forward
+from katydid_engine.models.rank_context import RankContext
 from katydid_engine.models.sparse import sparse_feed_forward
 from katydid_engine.weights import Weights
 

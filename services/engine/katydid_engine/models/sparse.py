@@ -5,7 +5,7 @@ from __future__ import annotations
 from katydid_engine.layers.dispatched_moe import DispatchedMoe
 from katydid_engine.layers.moe import SparseMoe
 from katydid_engine.layers.routing import MoeNames
-from katydid_engine.models.decoder_lm import RankContext
+from katydid_engine.models.rank_context import RankContext
 from katydid_engine.weights import Weights
 
 __all__ = ["sparse_feed_forward"]
