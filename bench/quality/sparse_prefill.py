@@ -26,41 +26,34 @@ from katydid_engine.scoring import ModelScorer, TokenScores
 from katydid_engine.sparse_prefill import SparsePrefill
 
 LENGTH, TAIL = 16384, 400
+_FIELDS: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((f"{budget:.0%}", {"budget": budget}) for budget in (0.25, 0.4, 0.5, 0.6)),
+    *((f"{budget:.0%}, 4 blocks of tail", {"budget": budget, "tail_blocks": 4}) for budget in (0.25, 0.4, 0.5, 0.6)),
+    *((f"25%, {layers} dense layers", {"budget": 0.25, "dense_layers": layers}) for layers in (3, 4)),
+    *((f"60%, {layers} dense layers", {"budget": 0.6, "dense_layers": layers}) for layers in (3, 4)),
+    ("the paper's rule", {"rule": "paper"}),
+    ("the paper's rule, 4 blocks of tail", {"rule": "paper", "tail_blocks": 4}),
+    *(
+        (
+            f"{budget:.0%}, {layers} dense layers, 4 blocks of tail",
+            {"budget": budget, "dense_layers": layers, "tail_blocks": 4},
+        )
+        for budget, layers in ((0.2, 2), (0.25, 1), (0.25, 0), (0.2, 0))
+    ),
+)
 SETTINGS: dict[str, SparsePrefill | None] = {"dense": None} | {
-    name: SparsePrefill(min_tokens=1, **{"tail_blocks": 0, **fields})
-    for name, fields in (
-        *((f"{budget:.0%}", {"budget": budget}) for budget in (0.25, 0.4, 0.5, 0.6)),
-        *(
-            (f"{budget:.0%}, 4 blocks of tail", {"budget": budget, "tail_blocks": 4})
-            for budget in (0.25, 0.4, 0.5, 0.6)
-        ),
-        *((f"25%, {layers} dense layers", {"budget": 0.25, "dense_layers": layers}) for layers in (3, 4)),
-        *((f"60%, {layers} dense layers", {"budget": 0.6, "dense_layers": layers}) for layers in (3, 4)),
-        ("the paper's rule", {"rule": "paper"}),
-        ("the paper's rule, 4 blocks of tail", {"rule": "paper", "tail_blocks": 4}),
-        *(
-            (
-                f"{budget:.0%}, {layers} dense layers, 4 blocks of tail",
-                {"budget": budget, "dense_layers": layers, "tail_blocks": 4},
-            )
-            for budget, layers in ((0.2, 2), (0.25, 1), (0.25, 0), (0.2, 0))
-        ),
-    )
+    name: SparsePrefill(min_tokens=1, **({"tail_blocks": 0} | fields)) for name, fields in _FIELDS
 }
 
 
-class Keeping:
+class Keeping(ModelScorer):
     """A scorer that keeps what it last scored."""
 
-    drafts = False
-
-    def __init__(self, scorer: ModelScorer) -> None:
-        self.scorer, self.vocabulary, self.max_length = scorer, scorer.vocabulary, scorer.max_length
-        self.ids: Sequence[int] = ()
-        self.scores = TokenScores([], [])
+    ids: Sequence[int] = ()
+    scores = TokenScores([], [])
 
     def score(self, ids: Sequence[int]) -> TokenScores:
-        self.ids, self.scores = ids, self.scorer.score(ids)
+        self.ids, self.scores = ids, super().score(ids)
         return self.scores
 
 
@@ -68,7 +61,7 @@ def measure(model: Path, data: Path, contexts: Sequence[int], device: str) -> It
     text, code = ModelText(model), load_held_out(data, "code")
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     scorers = {
-        setting: Keeping(ModelScorer(model, device=device, dtype=dtype, sparse_prefill=option))
+        setting: Keeping(model, device=device, dtype=dtype, sparse_prefill=option)
         for setting, option in SETTINGS.items()
     }
     for index in contexts:
