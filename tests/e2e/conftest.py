@@ -35,6 +35,8 @@ def fleet(_fleet: Fleet) -> Iterator[Fleet]:
     before = [len(process.complaints()) for process in _fleet.processes]
     _fleet.expected_errors.clear()
     yield _fleet
+    for process in _fleet.processes:
+        process.thaw()
 
     async def settle() -> None:
         await _fleet.whole()

@@ -12,12 +12,12 @@ import os
 import re
 import signal
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
-import httpx
 from katydid.engine.v1 import engine_pb2
 from katydid.engine.v1.engine_pb2_grpc import AdminServiceStub
 from katydid.kvcache.v1 import kvcache_pb2
@@ -73,9 +73,9 @@ class Process:
     def kill(self) -> None:
         """kill -9 of the service itself; returns when its workers are gone too."""
         assert self._service is not None
-        self.thaw()
         workers = self.workers
         self._service.kill()
+        self.thaw()
         deadline = time.monotonic() + 20
         while alive := [pid for pid in workers if Path(f"/proc/{pid}").exists()]:
             assert time.monotonic() < deadline, f"workers {alive} outlive {self._module}"
@@ -128,8 +128,10 @@ class Process:
         return [line for line in lines if line["level"] in ("error", "critical")]
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of the samples of `name` that bear `labels`."""
-        text = httpx.get(f"http://{self.http}/metrics", timeout=10).text
+        """Sum of the samples of `name` that bear `labels`; 0 without any, but the service must know the name."""
+        with urllib.request.urlopen(f"http://{self.http}/metrics", timeout=30) as response:
+            text = response.read().decode()
+        assert f"# TYPE {name} " in text, f"{self._module} has no metric {name}"
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         return sum(
             float(value)
@@ -168,9 +170,10 @@ class Fleet:
         return self.gateway.metric("katydid_gateway_resumed_choices_total", engine=engine)
 
     def connected(self) -> set[str]:
-        """Engines whose session with the gateway is up."""
-        gauge = "katydid_gateway_connected_engines"
-        return {name for name in self.engines if self.gateway.metric(gauge, engine=name)}
+        """Engines whose session with the gateway is up, and which it holds for well."""
+        up, ill = (f"katydid_gateway_{state}_engines" for state in ("connected", "ill"))
+        ask = self.gateway.metric
+        return {name for name in self.engines if ask(up, engine=name) and not ask(ill, engine=name)}
 
     async def whole(self) -> None:
         """Waits until the gateway has both engines and both engines the cache service."""
@@ -190,8 +193,8 @@ class Fleet:
         def busy() -> list[str]:
             left = {"gateway requests": self.gateway.metric("katydid_gateway_in_flight_requests")}
             for name, engine in self.engines.items():
-                for gauge in ("in_flight", "running", "waiting"):
-                    left[f"{name} {gauge}"] = engine.metric(f"katydid_engine_{gauge}_requests")
+                for gauge in ("in_flight_requests", "running_choices", "waiting_choices"):
+                    left[f"{name} {gauge}"] = engine.metric(f"katydid_engine_{gauge}")
                 total, free = (engine.metric(f"katydid_engine_{kind}_pages") for kind in ("total", "free"))
                 left[f"{name} pages"] = total - free
             return [f"{what}: {value:g}" for what, value in left.items() if value]
