@@ -1,4 +1,4 @@
-"""Writes docs/api.md out of the gateway's routes and bodies, the protos and the error table; `--check` compares.
+"""Writes docs/api.md out of the gateway's routes and bodies, the protos and the error table.
 
 Bodies are listed field by field as the gateway's typed structs have them, and rpcs with the comments of their protos.
 """
@@ -178,16 +178,5 @@ def _sentence(comment: str) -> str:
     return " ".join(COMMENT.sub("", comment).split())
 
 
-def main() -> int:
-    text = page()
-    if "--check" in sys.argv[1:]:
-        if not PAGE.exists() or PAGE.read_text() != text:
-            print(f"{PAGE.name} is out of date: run python scripts/api_page.py", file=sys.stderr)
-            return 1
-        return 0
-    PAGE.write_text(text)
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    PAGE.write_text(page())

@@ -1,8 +1,7 @@
-"""Writes docs/metrics.md out of what the services register; `--check` says whether it is up to date."""
+"""Writes docs/metrics.md out of what the services register."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +73,5 @@ def _labels(registry: CollectorRegistry) -> dict[str, tuple[str, ...]]:
     }
 
 
-def main() -> int:
-    text = page()
-    if "--check" in sys.argv[1:]:
-        if not PAGE.exists() or PAGE.read_text() != text:
-            print(f"{PAGE.name} is out of date: run python scripts/metrics_page.py", file=sys.stderr)
-            return 1
-        return 0
-    PAGE.write_text(text)
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    PAGE.write_text(page())

@@ -1,8 +1,7 @@
-"""Writes docs/settings.md out of the services' settings classes; `--check` says whether it is up to date."""
+"""Writes docs/settings.md out of the services' settings classes."""
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 
@@ -42,16 +41,5 @@ def _code(default: object) -> str:
     return "-" if default in (None, "", (), {}) else f"`{default}`"
 
 
-def main() -> int:
-    text = page()
-    if "--check" in sys.argv[1:]:
-        if not PAGE.exists() or PAGE.read_text() != text:
-            print(f"{PAGE.name} is out of date: run python scripts/settings_page.py", file=sys.stderr)
-            return 1
-        return 0
-    PAGE.write_text(text)
-    return 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    PAGE.write_text(page())
