@@ -22,7 +22,6 @@ from katydid_runtime.block_hash import ChainKey
 from katydid_engine.plan import Moved, StepOutput, StepPlan
 from katydid_engine.rank_slice.agents import Session
 from katydid_engine.rank_slice.replay_arena import ReplayArena
-from katydid_engine.rank_slice.step_times import StepTimes
 from katydid_engine.request import Request, Sampling
 from katydid_engine.scheduler import Scheduler
 
@@ -81,12 +80,18 @@ class Executor(Protocol):
         ...
 
 
+class Times(Protocol):
+    """Seconds of a step."""
+
+    def of(self, plan: StepPlan) -> float: ...
+
+
 class Simulated:
     """A clock that a step moves on by its time; tokens are drawn."""
 
     ahead = 0
 
-    def __init__(self, times: StepTimes, vocabulary: int) -> None:
+    def __init__(self, times: Times, vocabulary: int) -> None:
         self._times = times
         self._now = 0.0
         self._tokens = itertools.cycle(range(2, vocabulary))

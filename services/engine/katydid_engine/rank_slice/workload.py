@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import statistics
 from array import array
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ from katydid_engine.scheduler import Scheduler, SchedulerConfig
 from katydid_engine.sparse_prefill import SparsePrefill
 from katydid_engine.token_budget import TokenBudget
 
-__all__ = ["add_workload_arguments", "run_workload"]
+__all__ = ["add_workload_arguments", "run_workload", "streams"]
 
 _DECODES = (*((batch, context) for batch in (1, 4, 16, 32, 64) for context in (1024, 4096)), (16, 16384))
 _CHUNKS = (
@@ -119,7 +120,9 @@ def run_workload(arguments: argparse.Namespace) -> dict[str, Any]:
     _write(arguments.json, record)
     times = fit_step_times(known, sparse)
     if steps is not None and arguments.streams:
-        record["rows"].append(_streams(arguments, steps))
+        executor, vocabulary = OnSlice(steps), min(steps.slice.token_ids(1000)) + 1000
+        record["rows"].append(streams(arguments, executor, WallClock(), steps.pages, vocabulary))
+        executor.close()
         _write(arguments.json, record)
     if steps is not None and arguments.real_s:
         record["rows"] += _real(arguments, steps, times)
@@ -183,39 +186,39 @@ def _real(arguments: argparse.Namespace, steps: SliceSteps, times: StepTimes) ->
     ]
 
 
-def _streams(arguments: argparse.Namespace, steps: SliceSteps) -> dict[str, Any]:
-    """Streams that decode; behind them a long prompt. Its TTFT, and the gaps between the others' tokens meanwhile."""
+def streams(
+    arguments: argparse.Namespace, executor: Executor, clock: Clock, pages: int, vocabulary: int
+) -> dict[str, Any]:
+    """Streams that decode; behind them a long prompt. Its TTFT, and the gaps between the others' tokens from when it
+    came."""
     (context,), (prompt,) = (
         parse_lengths(name, getattr(arguments, name)) for name in ("stream_context", "stream_prompt")
     )
-    wall, budget = WallClock(), _budget(arguments)
-    scheduler = _scheduler(arguments, BlockPool(steps.pages), wall, budget)
-    vocabulary = min(steps.slice.token_ids(1000)) + 1000
+    budget = _budget(arguments)
+    scheduler = _scheduler(arguments, BlockPool(pages), clock, budget)
 
     def session(number: int, tokens: int, output: int) -> Session:
-        return Session(number, 0.0, [Turn(tokens, output, 0.0)], array("I"), vocabulary)
+        # Drawn here, where no stream waits for it.
+        ids = array("I", random.Random(number).choices(range(vocabulary), k=tokens - 1))
+        return Session(number, 0.0, [Turn(tokens, output, 0.0)], ids, vocabulary)
 
-    executor, length = OnSlice(steps), 1 << 20
-    replay = Replay(scheduler, executor, wall, sparse=bool(arguments.sparse_prefill))
+    replay, length = Replay(scheduler, executor, clock, sparse=bool(arguments.sparse_prefill)), 1 << 20
+    before, long = (session(arguments.streams + part, prompt // part, 2) for part in (4, 1))
 
     budget.target_s = None  # until they all decode
-    others = [replay.ask(session(1 + index, context, length)) for index in range(arguments.streams)]
+    others = [replay.ask(session(index, context, length)) for index in range(arguments.streams)]
     replay.until(lambda: all(len(answer.times) > _STEADY for answer in others))
     budget.target_s = arguments.step_s
 
-    def beside(number: int, tokens: int) -> tuple[Answer, float]:
-        began = wall()
-        answer = replay.ask(session(number, tokens, 2))
-        replay.until(lambda: answer.done)
-        return answer, began
-
     # Steps' times are known then, as to an engine that has been at work.
-    beside(arguments.streams + 1, prompt // 4)
-    answer, began = beside(arguments.streams + 2, prompt)
+    first = replay.ask(before)
+    replay.until(lambda: first.done)
+    began = clock()
+    answer = replay.ask(long)
+    replay.until(lambda: answer.done)
     replay.abort()
-    executor.close()
     gaps = sorted(
-        later - earlier for other in others for earlier, later in itertools.pairwise(other.times) if earlier >= began
+        later - earlier for other in others for earlier, later in itertools.pairwise(other.times) if later > began
     )
     how = f", {arguments.sparse_prefill}" if arguments.sparse_prefill else ""
     row = {
