@@ -11,11 +11,11 @@ from functools import partial
 
 import numpy as np
 import torch
+from katydid_engine.fixed_room import MOST_FIXED_ROWS
 from katydid_engine.forward_batch import ForwardBatch, TokenRun
 from katydid_engine.layers.activations import Activations
 from katydid_engine.layers.expert_exchange import ExpertExchange
 from katydid_engine.layers.steps import finish
-from katydid_engine.models.decoder_lm import MOST_FIXED_ROWS
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.rank_groups import RankGroups
 from katydid_engine.rank_slice.absent_ranks import AbsentRanks

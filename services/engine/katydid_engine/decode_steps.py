@@ -27,11 +27,12 @@ from torch import Tensor
 from katydid_engine.collectives import Collectives
 from katydid_engine.decode_buffers import Bucket, BucketTensors, DecodeBuffers
 from katydid_engine.drafting import DraftModel, further_drafts
+from katydid_engine.fixed_room import MOST_FIXED_ROWS
 from katydid_engine.forced_agreement import ForcedAgreement
 from katydid_engine.forward_batch import ForwardBatch
 from katydid_engine.kv_cache import KvCache
 from katydid_engine.logit_terms import Asked, LogitTerms
-from katydid_engine.models.decoder_lm import MOST_FIXED_ROWS, DecoderLM
+from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.parted_vocabulary import sample_parts
 from katydid_engine.seen_tokens import SeenTokens
 from katydid_engine.step_outcome import Left

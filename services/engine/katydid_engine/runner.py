@@ -285,7 +285,7 @@ class Runner:
         rows, width = len(plan.runs), plan.decode_q_len
         if (bucket := steps.bucket(rows, width)) is None or self._model.before_pass is None:
             return bucket
-        most = self._model.rows_at_once(rows, width, plan.drafts)
+        most = self._model.rows_at_once(bucket.rows, width, plan.drafts)
         return steps.bucket_in(rows, width, self._model.agree(0, most, plan.drafts))
 
     @property

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from katydid_engine.attention_plan import MAX_Q_LEN, AttentionPlanner
 from katydid_engine.fixed_prefill import FixedPrefill
+from katydid_engine.fixed_room import fixed_room
 from katydid_engine.forward_batch import ForwardBatch
 from katydid_engine.kv_cache import KvCache
 from katydid_engine.layers.by_rows_exchange import ByRowsExchange
@@ -28,10 +29,7 @@ from katydid_engine.parted_vocabulary import likeliest
 from katydid_engine.sparse_prefill import SparsePrefill
 from katydid_engine.weights import Weights
 
-__all__ = ["MOST_FIXED_ROWS", "DecoderLM", "FeedForward", "FeedForwardBuilder"]
-
-# With more rows on a rank, sending room that stays empty takes longer than to tell and read how many go where.
-MOST_FIXED_ROWS = 512
+__all__ = ["DecoderLM", "FeedForward", "FeedForwardBuilder"]
 
 FeedForwardBuilder = Callable[[RankContext, Weights, int], FeedForward | DispatchedMoe]
 """Builds the feed-forward block of layer ``index`` from that layer's scope: where architectures differ."""
@@ -211,7 +209,7 @@ class DecoderLM:
     def exchange_rows(self, most: int) -> int | None:
         """From now on no rank sends more rows to experts than ``most``. Returns the room that each takes in the form
         that a graph can hold, the same for many numbers; None for the other form."""
-        room = 1 << (most - 1).bit_length() if most <= MOST_FIXED_ROWS else None
+        room = fixed_room(most)
         for block in self.dispatched:
             block.exchange.capacity = room
         return room
