@@ -18,7 +18,7 @@ VALUES = [yaml.safe_load(block) for block in re.findall(r"```yaml\n# values\n(.*
 
 
 @pytest.mark.parametrize("values", VALUES, ids=range(len(VALUES)))
-@pytest.mark.parametrize("preset", ["one-gpu", "prefill-decode", None])
+@pytest.mark.parametrize("preset", [*PRESETS, None])
 def test_values_of_the_page_render(preset: str | None, values: dict[str, object]) -> None:
     assert complaints(render(preset, values)) == []
 
