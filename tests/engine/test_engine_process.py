@@ -121,6 +121,7 @@ def test_a_crowd_of_64_says_what_each_says_alone(running: Service) -> None:
     assert metrics["katydid_engine_in_flight_requests"] == 0
     assert metrics['katydid_engine_running_choices{dp_rank="0"}'] == 0
     assert metrics['katydid_engine_finished_choices_total{reason="length"}'] > 64
+    assert metrics['katydid_engine_start_seconds{dp_rank="0",phase="weights"}'] > 0
 
 
 def test_says_where_the_prompt_came_from_and_how_long_it_took(running: Service) -> None:

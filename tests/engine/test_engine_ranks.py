@@ -68,7 +68,9 @@ EVERY_PLAN = {
     "tp4,sp,ep4": (),
     "pp2": ("--micro-batches", "2"),
     "dp2,ep2": ("--micro-batches", "2"),
+    "dp2,ep2 ahead": ("--async-scheduling", "on"),
     "dp2,ep2+2": ("--rebalance-passes", "8"),
+    "dp2,ep2+2 ahead": ("--rebalance-passes", "8", "--async-scheduling", "on"),
     "tp2,sp,ep2+2": ("--rebalance-passes", "8"),
     "tp2,sp,dp2,ep4": (),
 }
@@ -99,7 +101,7 @@ def test_a_trained_model_with_drafts_says_the_same_under_every_plan(plan: str, t
 
     with (
         engine(HY3_TINY, tmp_path, *common) as one,
-        engine(HY3_TINY, tmp_path, *common, "--plan", plan, *EVERY_PLAN[plan]) as many,
+        engine(HY3_TINY, tmp_path, *common, "--plan", plan.removesuffix(" ahead"), *EVERY_PLAN[plan]) as many,
     ):
         run(ask(one.address))
         run(ask(many.address))
@@ -132,9 +134,10 @@ def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
 def test_data_parallel_ranks_are_apart(tmp_path: Path) -> None:
     """They share their experts: each computes for the other's tokens, with none of its own or with some."""
     model = write_tiny_model(tmp_path / "tiny", "hy_v3")
+    options = ("--plan", "dp2,ep2", "--rank-timeout-s", "4", "--async-scheduling", "on")
     with (
         engine(model, tmp_path, "--kv-pages", "64") as one,
-        engine(model, tmp_path, "--kv-pages", "64", "--plan", "dp2,ep2", "--rank-timeout-s", "4") as service,
+        engine(model, tmp_path, "--kv-pages", "64", *options) as service,
     ):
         single: list[Answer] = []
         shared: list[list[Answer]] = []

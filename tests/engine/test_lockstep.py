@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from katydid_engine.draft_depth import MAX_DRAFTS, DraftDepth
 from katydid_engine.lockstep import Lockstep
 
 from tests.engine.thread_group import ThreadGroup, on_ranks
@@ -119,3 +120,45 @@ def test_all_learn_the_most_rows_of_a_pass() -> None:
         return [lockstep.enter(0, 3 + 4 * group.rank)[0]]
 
     assert on_ranks(3, work) == [[7]] * 3
+
+
+def steps_of(group: ThreadGroup, rows: list[int], rates: list[float]) -> list[tuple[int, bool]]:
+    """How many tokens each step drafts, and whether its passes are agreed on at once, of a rank with as many rows in
+    each step, whose drafts are so often right; a step costs the slowest rank's time, a draft a tenth of a step."""
+    depth, steps = DraftDepth(MAX_DRAFTS, automatic=True), []
+    lockstep = Lockstep(group, lambda kind, most, behind: None)
+    depth.follow(lambda: lockstep.drafts)
+    for sampled in rows:
+        drafts = depth.choose(sampled)
+        lockstep.expect(sampled, depth.wish)
+        _, together = lockstep.enter(0, sampled, drafts)
+        for behind in range(0 if together else drafts):
+            lockstep.enter(1 + behind, sampled)
+        for row in range(sampled):
+            depth.verified(drafts, drafts if row < rates[group.rank] * sampled else 0)
+        depth.took(sampled, drafts, 0.010 + 0.001 * drafts)
+        steps.append((drafts, together == drafts))
+    while True:
+        lockstep.idle()
+        if lockstep.patience_s:  # nobody passed
+            break
+    return steps
+
+
+def test_ranks_draft_as_many_though_each_would_choose_another_number() -> None:
+    """The rank with the most rows chooses; the first, where they are as many."""
+    few, many = on_ranks(2, lambda group: steps_of(group, [[8, 32][group.rank]] * 120, [1.0, 0.0]))
+    assert [drafts for drafts, _ in many[40:]] == [0] * 80, "the second rank's drafts are never right"
+    assert [drafts for drafts, _ in few[40:]] == [0] * 80, "which the first one's are"
+    found = on_ranks(2, lambda group: steps_of(group, [16] * 120, [1.0, 0.0]))
+    for steps in found:
+        assert [drafts for drafts, _ in steps[40:]] == [MAX_DRAFTS] * 80
+        assert all(together for _, together in steps), "and no round is for a draft layer's pass alone"
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=12), min_size=3, max_size=3))
+def test_steps_that_begin_together_agree_whatever_each_wishes(rows: list[list[int]]) -> None:
+    found = on_ranks(3, lambda group: steps_of(group, rows[group.rank], [0.0, 0.5, 1.0]))
+    for drafted in zip(*found, strict=False):
+        assert len({drafts for drafts, _ in drafted}) == 1

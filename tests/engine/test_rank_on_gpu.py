@@ -23,6 +23,7 @@ from tests.engine.test_decode_steps import TINY, flips, prompts
 pytestmark = pytest.mark.gpu
 
 CONFIG = WorkerConfig(
+    started_at=0.0,
     folder=str(TINY),
     device="cuda:0",
     dtype="bfloat16",

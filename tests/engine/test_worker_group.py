@@ -15,6 +15,7 @@ from katydid_engine.worker_group import WorkerGroup
 from katydid_runtime.errors import EngineLostError, InternalError, KatydidError
 
 CONFIG = WorkerConfig(
+    started_at=0.0,
     folder="",
     device="cpu",
     dtype="float32",

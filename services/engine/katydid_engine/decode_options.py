@@ -32,18 +32,14 @@ def draft_depth(config: WorkerConfig, model: DecoderLM) -> DraftDepth | None:
 
 
 def plans_ahead(config: WorkerConfig, groups: RankGroups) -> bool:
-    """Raises SettingsError where pipeline stages, or ranks that pass in lockstep on CPUs, are to plan ahead."""
-    on_gpu, together = config.device.startswith("cuda"), groups.step.size > 1
-    can = config.plan.pp == 1 and (on_gpu or not together)
+    """Raises SettingsError where pipeline stages are to plan ahead."""
+    can = config.plan.pp == 1
     if config.async_scheduling == "on" and not can:
         raise SettingsError(
-            "pipeline stages, and ranks that compute in lockstep on CPUs, plan no step ahead",
-            field="async_scheduling",
-            value="on",
-            allowed="auto or off",
+            "pipeline stages plan no step ahead", field="async_scheduling", value="on", allowed="auto or off"
         )
     if config.async_scheduling == "auto":
-        return can and on_gpu and not together
+        return can and config.device.startswith("cuda") and groups.step.size == 1
     return config.async_scheduling == "on"
 
 

@@ -3,10 +3,13 @@
 A row that is given d drafts yields 1 + p1 + p1 p2 + ... + p1 .. pd tokens, where pj is how often draft j is accepted
 when those before it are. A step costs what steps of as many rows and drafts took of late. The depth with the most
 tokens a second is chosen, per power of two of rows; each is tried a few times first, and the others again now and then,
-because models, texts and machines change. Which depth is chosen never changes a token.
+because models, texts and machines change. Which depth is chosen never changes a token. Ranks that pass together draft
+as many: there each chooses for itself, and follows what they agree on.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 __all__ = ["MAX_DRAFTS", "DraftDepth"]
 
@@ -19,7 +22,11 @@ _HOPE = 0.7
 
 
 class DraftDepth:
-    """``most`` drafts at most. ``automatic``: chosen; else always ``most``."""
+    """``most`` drafts at most. ``automatic``: chosen; else always ``most``.
+
+    Attributes:
+        wish: what this rank alone would have chosen last.
+    """
 
     def __init__(self, most: int, *, automatic: bool = False) -> None:
         self.most = most
@@ -30,14 +37,25 @@ class DraftDepth:
         self._samples: dict[tuple[int, int], int] = {}
         self._due: dict[int, int] = {}
         self._next_trial: dict[int, int] = {}
+        self._agreed: Callable[[], int | None] = lambda: None
+        self.wish = most
 
     @property
     def depths(self) -> tuple[int, ...]:
         """What ``choose`` may say."""
         return tuple(range(self.most + 1)) if self._automatic else (self.most,)
 
+    def follow(self, agreed: Callable[[], int | None]) -> None:
+        """From now on ``choose`` says what ``agreed`` does, where that is a number."""
+        self._agreed = agreed
+
     def choose(self, rows: int) -> int:
         """Drafts to make in a step that samples so many rows."""
+        self.wish = self._own_choice(rows)
+        agreed = self._agreed()
+        return self.wish if agreed is None else agreed
+
+    def _own_choice(self, rows: int) -> int:
         if not self._automatic or not self.most:
             return self.most
         size = rows.bit_length()

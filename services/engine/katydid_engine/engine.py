@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import tempfile
+import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -299,6 +300,10 @@ async def _started(settings: EngineSettings, telemetry: Telemetry, metrics: Engi
             # Beside the load of the model, which takes longer.
             stack.callback(asyncio.create_task(checks.warm()).cancel)
         workers = await asyncio.gather(*(start(rank) for rank in range(settings.dp_ranks)))
+        for dp_rank, worker in enumerate(workers):
+            metrics.note_start(dp_rank, worker.ready.start_s)
+            seconds = {phase: round(took, 3) for phase, took in worker.ready.start_s.items()}
+            logger.info("worker ready", extra={"dp_rank": dp_rank, "seconds": seconds})
         if cache is not None:
             keep_buffers_mapped()
             await cache.attach(model.identity, model.layout, arena=True)
@@ -350,6 +355,7 @@ def _worker_config(
     else:
         plan, rank, meet = plan.group(), 0, f"file://{rendezvous}/{dp_rank}"
     return WorkerConfig(
+        started_at=time.monotonic(),
         folder=str(settings.model),
         device="cpu" if settings.device == "cpu" else f"cuda:{dp_rank * members}",
         dtype=model.dtype,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from katydid_runtime.metrics import STEP_SECONDS, TOKENS, TTFT_SECONDS, Metrics
 
 from katydid_engine.messages import ExpertBalance
@@ -65,7 +67,12 @@ class EngineMetrics:
         self.expert_rebalancings = metrics.gauge(
             "expert_rebalancings", "Rebalancings of experts since the start, by outcome", ("dp_rank", "outcome")
         )
+        self.start = metrics.gauge("start_seconds", "Time that a worker's start took, by phase", ("dp_rank", "phase"))
         self.kv_attached = metrics.gauge("attached_caches", "1 while the cache service can be asked")
+
+    def note_start(self, dp_rank: int, seconds: Mapping[str, float]) -> None:
+        for phase, took in seconds.items():
+            self.start.labels(str(dp_rank), phase).set(took)
 
     def note_balance(self, dp_rank: int, balance: ExpertBalance) -> None:
         rank = str(dp_rank)

@@ -8,7 +8,8 @@ takes part with nothing.
     a step      a pass of the target with as many of the draft layer behind it, where all that want the target's mean
                 the same number: one round for all of them, which graphs then carry out without the host
 
-With its turn each rank learns how many rows the others have, so that all choose the same form of exchange.
+With its turn each rank learns how many rows the others have, so that all choose the same form of exchange, and how
+many drafts the next step should make: the number that the rank with the most rows to sample would choose.
 
 Other ranks of a TP group join exactly the rounds that their first rank joins: a plan tells them of a pass, an empty
 record of an idle round. So no rank ever waits for one that does not come, and one that is lost ends the wait by the
@@ -57,6 +58,10 @@ class Lockstep:
         take_part: what this rank owes the others in a pass for which it has no tokens: of its kind, the most rows
             that a rank has in it, and the passes of the draft layer behind it.
         between: None where nothing goes on between passes.
+
+    Attributes:
+        drafts: what all ranks should draft behind the rows of steps that are still to be planned; None before any has
+            said what it would.
     """
 
     def __init__(
@@ -67,6 +72,12 @@ class Lockstep:
         self._between = between
         self._passed_at = -_ACTIVE_S
         self._passed = False
+        self._sampled = self._wished = 0
+        self.drafts: int | None = None
+
+    def expect(self, sampled: int, drafts: int) -> None:
+        """The step that is entered next samples so many rows, and this rank would have it draft so many tokens."""
+        self._sampled, self._wished = sampled, drafts
 
     def enter(self, kind: int, rows: int, behind: int = 0) -> tuple[int, int]:
         """Returns when it is the turn of a pass of ``kind``, 0 for the target's, 1 + depth for a draft layer's: the
@@ -103,14 +114,19 @@ class Lockstep:
         passes behind it."""
         self.meanwhile()
         progress = 0 if self._between is None else self._between.progress()
-        told = self._group.all_gather(torch.tensor([[wanted, progress, rows, behind]]), 0).tolist()
+        sampled = 0 if wanted == _NOTHING else self._sampled
+        own = torch.tensor([[wanted, progress, rows, behind, sampled, self._wished]])
+        told = self._group.all_gather(own, 0).tolist()
         kinds = [kind for kind, *_ in told if kind != _NOTHING]
         if self._between is not None:
             self._between.agreed([progress for _, progress, *_ in told], passing=bool(kinds))
         if not kinds:
             return _NOTHING, 0, 0
         self._passed_at = time.monotonic()
+        *_, sampled, wished = max(told, key=lambda of_rank: of_rank[-2])
+        if sampled:
+            self.drafts = int(wished)
         turn = min(kinds)
-        of_turn = [(rows, behind) for kind, _, rows, behind in told if kind == turn]
+        of_turn = [(rows, behind) for kind, _, rows, behind, *_ in told if kind == turn]
         wished = {behind for _, behind in of_turn}
         return turn, max(rows for rows, _ in of_turn), wished.pop() if len(wished) == 1 else 0

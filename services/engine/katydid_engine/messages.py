@@ -132,11 +132,11 @@ ToWorker: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The worker has its model and waits for requests."""
+    """The worker has its model and waits for requests; ``start_s`` are seconds of its start by phase."""
 
     num_pages: int
     max_model_tokens: int
-    load_s: float
+    start_s: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)

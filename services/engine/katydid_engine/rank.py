@@ -43,6 +43,7 @@ from katydid_engine.scheduler import Scheduler, SchedulerConfig
 from katydid_engine.slot_memory import SlotMemory
 from katydid_engine.sparse_prefill import SparsePrefill
 from katydid_engine.staging import Staging
+from katydid_engine.start_times import StartTimes
 from katydid_engine.step_loop import StepLoop
 from katydid_engine.step_outcome import Launched
 from katydid_engine.step_thread import OwnThread
@@ -69,7 +70,8 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         KatydidError: the model cannot be loaded as configured.
         ChannelClosed: the face is gone.
     """
-    started = time.monotonic()
+    times = StartTimes(config.started_at)
+    times.over("imports")
     torch.set_num_threads(config.threads)
     groups = _join_groups(config)
     collectives = groups.tensor
@@ -79,6 +81,7 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         _check_memory(config, device)
     _meet(config, device)
     peers = _peers(config, groups, device)
+    times.over("ranks and device")
     model = load_model(
         Path(config.folder),
         device=device,
@@ -96,6 +99,7 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
     if config.sparse_prefill is not None:
         model.use_sparse_prefill(SparsePrefill.parse(config.sparse_prefill))
     _meet(config, device)
+    times.over("weights")
     drafts, ahead = draft_depth(config, model), plans_ahead(config, groups)
     warm_up = _warm_up(config, model, drafts)
     num_pages = count_pages(
@@ -104,6 +108,7 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         TorchCollectives() if config.plan.pp > 1 else collectives,
         reserved_bytes=warm_up.measure(model, collectives) if warm_up.capture else 0,
     )
+    times.over("memory of steps")
     grammars = CompiledGrammars(Path(config.folder), model.config.vocab_size, model.config.eos_token_ids)
     runner = Runner(
         model,
@@ -116,18 +121,22 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         check=None if peers is None else functools.partial(_check_peers, peers),
     )
     warm_up.run(runner)
+    times.over("warm-up")
     lockstep = None
     if groups.step.size > 1:
         lockstep = Lockstep(groups.step, model.take_part, _rebalancer(config, model, groups, channel))
         model.before_pass = lockstep.enter
+        if drafts is not None:
+            drafts.follow(lambda: lockstep.drafts)
     ready = Ready(
         num_pages=num_pages,
         max_model_tokens=min(config.max_model_tokens, model.config.max_positions, num_pages * BLOCK_TOKENS),
-        load_s=time.monotonic() - started,
+        start_s=times.seconds,
     )
     if config.member == 0:
-        # A GPU is a thread of its own: its stream carries out what is launched, in order.
-        on_host = ahead and device.type == "cpu"
+        # A GPU is a thread of its own: its stream carries out what is launched, in order. Where ranks pass together
+        # steps begin where they are planned on a CPU too, for that thread and this one would join their rounds.
+        on_host = ahead and device.type == "cpu" and lockstep is None
         thread = OwnThread(functools.partial(torch.set_num_threads, config.threads)) if on_host else None
         loop = _lead(config, channel, runner, model, grammars, lockstep, drafts, thread, ready, warm_up, ahead=ahead)
         channel.send(ready)
@@ -200,18 +209,19 @@ def _lead(
     )
     writer = PlanWriter(config.ring.memory, config.ring.bells) if config.ring is not None else None
     publish = (lambda _: None) if writer is None else writer.write
+    launch = functools.partial(_launch, runner, lockstep, drafts)
     return StepLoop(
         channel,
         scheduler,
         pool,
-        run=lambda plan: _launch(runner, lockstep, plan)(),
+        run=lambda plan: launch(plan)(),
         publish=lambda plan: publish(pickle.dumps(plan)),
         peers=None if lockstep is None else _Peers(lockstep, publish),
         prepare=functools.partial(_prepare, grammars, model),
         profiler=StepProfiler(),
         faults=config.faults,
         thread=thread,
-        launch=functools.partial(_launch, runner, lockstep) if ahead and thread is None else None,
+        launch=launch if ahead and thread is None else None,
     )
 
 
@@ -238,8 +248,12 @@ def _rebalancer(
     return rebalancer
 
 
-def _launch(runner: Runner, lockstep: Lockstep | None, plan: StepPlan) -> Callable[[], StepOutput]:
+def _launch(
+    runner: Runner, lockstep: Lockstep | None, drafts: DraftDepth | None, plan: StepPlan
+) -> Callable[[], StepOutput]:
     """``runner.launch``; while the device computes, this rank does what is due between passes."""
+    if lockstep is not None and drafts is not None:
+        lockstep.expect(len(plan.samples), drafts.wish)
     launched = runner.launch(plan)
     if lockstep is not None:
         lockstep.meanwhile()

@@ -24,6 +24,7 @@ class WorkerConfig:
     """One rank of one group.
 
     Attributes:
+        started_at: when the face began to start this process, of the host's monotonic clock.
         folder: of the model.
         device: "cpu" or "cuda:3".
         dtype: name of a torch dtype; of activations and of weights that are not quantised.
@@ -45,6 +46,7 @@ class WorkerConfig:
         staging, staging_memory: shape and descriptor of the buffer shared with the face; None without a cache service.
     """
 
+    started_at: float
     folder: str
     device: str
     dtype: str

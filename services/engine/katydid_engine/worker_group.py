@@ -78,6 +78,7 @@ class WorkerGroup:
         for member in range(members):
             config = replace(
                 self._config,
+                started_at=time.monotonic(),
                 member=member,
                 rank=_world_rank(self._config, member),
                 device=self._config.device if member == 0 else _next_device(self._config.device, member),
