@@ -6,6 +6,7 @@ The tokenizer is byte-level: 256 tokens for bytes, then the special ones, so any
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ __all__ = ["EOS_ID", "VOCAB_SIZE", "write_tiny_model"]
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCAB_SIZE = 272
+# A prime, so that rows of a matrix differ.
+_POOL = 1_048_573
 EOS_ID = 256 + _SPECIAL.index("<|im_end|>")
 
 _CHAT_TEMPLATE = (
@@ -62,13 +65,17 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_tiny_model(folder: Path, architecture: str = "llama", *, seed: int = 0, **config: Any) -> Path:
+def write_tiny_model(
+    folder: Path, architecture: str = "llama", *, seed: int = 0, quick: bool = False, **config: Any
+) -> Path:
     """A model folder in the layout of Hugging Face; ``architecture`` is "llama" or "hy_v3", ``config`` overrides fields
-    of config.json. Returns ``folder``."""
+    of config.json. ``quick``: gigabytes in seconds, in the config's dtype, from one pool of random numbers. Returns
+    ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_SHAPE | _CONFIGS[architecture] | config, indent=1))
-    source = _RecordedSource(seed)
-    build_model(read_model_config(folder), source)
+    shape = read_model_config(folder)
+    source = _PooledSource(seed, getattr(torch, shape.checkpoint_dtype)) if quick else _RecordedSource(seed)
+    build_model(shape, source)
     save_file(source.tensors, folder / "model.safetensors", metadata={"format": "pt"})
     _tokenizer().save(str(folder / "tokenizer.json"))
     tokenizer_config = {"chat_template": _CHAT_TEMPLATE, "eos_token": "<|im_end|>", "bos_token": "<|endoftext|>"}
@@ -100,6 +107,24 @@ class _RecordedSource:
 
     def skip(self, name: str, shape: tuple[int, ...]) -> None:
         self.read(name, shape, ())
+
+
+class _PooledSource(_RecordedSource):
+    """Pieces of one pool, each from its own place on."""
+
+    def __init__(self, seed: int, dtype: torch.dtype) -> None:
+        super().__init__(seed)
+        self._pool = torch.randn(_POOL, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+    def read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...]) -> Tensor:
+        count, first = math.prod(shape), zlib.crc32(name.encode()) % _POOL
+        numbers = self._pool.repeat(-(-(first + count) // _POOL))[first : first + count].view(shape)
+        if len(shape) == 1:
+            tensor = 1 + 0.1 * numbers
+        else:
+            tensor = numbers * (1.0 if "embed" in name else shape[-1] ** -0.5)
+        self.tensors[name] = tensor
+        return tensor[part]
 
 
 def _tokenizer() -> Tokenizer:

@@ -162,7 +162,8 @@ def engines(gpus: int, parts: list[str], *, dry: bool) -> Iterator[Rows]:
     if not {"agree", "hand-off", "lost"} & set(parts):
         return
     sys.path.insert(0, str(ROOT))
-    from engines import agree, hand_off, lost
+    from engines import agree, lost
+    from handing import hand_off
 
     for part, rows_of in (("agree", agree), ("hand-off", hand_off), ("lost", lost)):
         if part in parts:

@@ -1,0 +1,341 @@
+"""Prompts that one engine computes and another continues, through the cache service: each on a GPU of its own, or both
+on one. Times of the way itself, the same behind a gateway, pages bit for bit, and the loss of either engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import random
+import statistics
+import tempfile
+import time
+import traceback
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from katydid.kvcache.v1 import kvcache_pb2
+from katydid.kvcache.v1.kvcache_pb2_grpc import KvCacheServiceStub
+from katydid_client import AsyncKatydid
+from katydid_runtime.duration import to_duration
+from telling import Rows, missing, row
+
+from bench.kvcache_ttft import DENSE
+from tests.engine.engine_process import Answer, Service, SessionClient, engine, service, session
+from tests.engine.test_engine_kvcache import attached, blocks_held, flush
+from tests.tiny_model import write_tiny_model
+
+NARROW = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
+TAIL, MANY, ROUNDS = 16, 400, 2
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Both:
+    """Two engines beside a cache service; ``options`` and ``gpus`` start one of them again."""
+
+    model: Path
+    folder: Path
+    cache: str
+    block_bytes: int
+    options: list[str]
+    gpus: dict[str, str | None]
+    prefill: Service
+    decode: Service
+
+    @contextlib.contextmanager
+    def again(self, role: str) -> Iterator[Service]:
+        with _seeing(self.gpus[role]), engine(self.model, self.folder, *self.options, "--role", role) as served:
+            yield served
+
+
+def hand_off(gpus: int, *, dry: bool) -> Iterator[Rows]:
+    lengths = [258, 650] if dry else [8202, 32778]
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        model = write_tiny_model(Path(name) / "model", quick=True, **(DENSE | NARROW if dry else DENSE))
+        try:
+            both, start_s = _started(stack, model, Path(name), gpus, max(lengths), dry=dry)
+        except Exception as error:
+            traceback.print_exc()
+            yield [missing("hand-off, start", error)]
+            return
+        yield [row(f"hand-off, start: until {who}", seconds, "s") for who, seconds in start_s.items()]
+        for length in lengths:
+            yield _tried(f"hand-off, {length} tokens", _handed(both, length, dry=dry))
+        yield _tried("hand-off, bit for bit", _bits(both, lengths[0]))
+        where = f"prefill={both.prefill.address},decode={both.decode.address}"
+        gateway = stack.enter_context(_gateway(both, where))
+        yield _tried("hand-off, behind a gateway", _fronted(both, gateway.address, lengths))
+        yield _tried("hand-off, decode engine killed", _lose_decode(both, gateway.address, lengths[0]))
+        yield _tried("hand-off, prefill engine killed", _lose_prefill(both, lengths[-1]))
+
+
+def _tried(name: str, part: Coroutine[Any, Any, Rows]) -> Rows:
+    try:
+        return asyncio.run(part)
+    except Exception as error:
+        traceback.print_exc()
+        return [missing(name, error)]
+
+
+def _started(
+    stack: contextlib.ExitStack, model: Path, folder: Path, gpus: int, longest: int, *, dry: bool
+) -> tuple[Both, dict[str, float]]:
+    """With seconds until the cache service, both engines and their way to it are there."""
+    began = time.monotonic()
+    cache = f"unix:{folder}/cache.sock"
+    options = ["--kvcache-address", cache, "--kvcache-fetch", "always", "--max-model-tokens", str(longest + 128)]
+    options += ["--kv-pages", str(longest // 64 + 64), "--max-sequences", "4"]
+    options += [] if dry else ["--device", "cuda", "--max-batch-tokens", "8192"]
+    memory = str(36 << 30 >> 5 * dry)
+    kvcache = stack.enter_context(service("katydid_kvcache", folder, "--listen", cache, "--memory-bytes", memory))
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+    of_role = {"prefill": seen[0], "decode": seen[min(1, gpus - 1, len(seen) - 1)]}
+    engines = {}
+    for role, gpu in of_role.items():
+        with _seeing(gpu):
+            engines[role] = stack.enter_context(engine(model, folder, *options, "--role", role))
+    took: dict[str, float] = {}
+    for who, served in (("the cache service is ready", kvcache), ("engines are", engines["prefill"])):
+        assert served.address
+        took[who] = time.monotonic() - began
+    assert engines["decode"].address
+    took["engines are"] = time.monotonic() - began
+    asyncio.run(_attached(*engines.values()))
+    took["engines have its memory"] = time.monotonic() - began
+    heads, head_dim = (NARROW if dry else DENSE)["num_key_value_heads"], DENSE["head_dim"]
+    layers = (NARROW if dry else DENSE)["num_hidden_layers"]
+    block_bytes = 64 * layers * heads * head_dim * 2 * (4 if dry else 2)
+    return Both(model, folder, cache, block_bytes, options, dict(of_role), *engines.values()), took
+
+
+async def _attached(*engines: Service) -> None:
+    for served in engines:
+        async with session(served.address) as client:
+            await attached(client, True)
+
+
+async def _handed(both: Both, length: int, *, dry: bool) -> Rows:
+    """Every other prompt as gateways have it: the engine that goes on fetches blocks as they are computed, then waits
+    for the last of them, here for as long as they take. The first prompt of either kind does not count."""
+    took: dict[str, list[float]] = defaultdict(list)
+    equal = 0
+    async with session(both.prefill.address) as giver, session(both.decode.address) as taker:
+        for number in range(2 * ROUNDS + 2):
+            ids = prompt(length, 1000 * length + number)
+            held = await _blocks(both.cache)
+            follows = number % 2 == 1
+            last = {"blocks_within": to_duration(1.0)} if follows else {}
+            following = taker.submit(ids, max_tokens=1, fetch_only=True, **last) if follows else None
+            first, first_s, _ = await _timed(giver, ids, max_tokens=1, hold=to_duration(30.0))
+            if following is None:
+                started = time.perf_counter()
+                await blocks_held([both.cache], held + (length - 1) // 64)
+                took["written"].append(time.perf_counter() - started)
+            rest, gap_s, _ = await _timed(taker, ids, generated_ids=array("I", first.output).tobytes(), **last)
+            if following is not None:
+                await following.done.wait()
+            whole, whole_s, second_s = await _timed(taker, ids, bypass_cache=True)
+            equal += first.output + rest.output == whole.output
+            took["first"].append(first_s)
+            took["followed" if follows else "waited"].append(gap_s)
+            took["reused"].append(sum(rest.cached()) / length)
+            took["alone"].append(whole_s)
+            took["second"].append(second_s)
+    counted = {what: seconds[len(seconds) // (ROUNDS + 1) :] for what, seconds in took.items()}
+    median = {what: statistics.median(seconds) for what, seconds in counted.items()}
+    name, sent = f"hand-off, {length} tokens", (length - 1) // 64 * both.block_bytes / 1e9
+    there_s, prompts = median["first"] + median["written"], 2 * ROUNDS + 2
+    return [
+        row(f"{name}: TTFT on the prefill engine", 1e3 * median["first"], "ms"),
+        row(f"{name}: from that to the next token, on the other engine", 1e3 * median["followed"], "ms"),
+        row(f"{name}: until the cache service has the last blocks", 1e3 * median["written"], "ms"),
+        row(f"{name}: to the cache service, beside the prompt", sent / there_s, "GB/s"),
+        row(f"{name}: the next token on the other engine, nothing fetched before", 1e3 * median["waited"], "ms"),
+        row(f"{name}: from the cache service, with that token", sent / median["waited"], "GB/s"),
+        row(f"{name}: least of a prompt that was not computed again", 100 * min(took["reused"]), "%"),
+        row(f"{name}: TTFT on one engine", 1e3 * median["alone"], "ms"),
+        row(f"{name}: from that to the next token there", 1e3 * median["second"], "ms"),
+        # These weights were never trained: in bf16 their near ties end otherwise where chunks do.
+        row(f"{name}: answers equal, of {prompts}", equal, "", prompts if dry else None, most=False),
+    ]
+
+
+async def _bits(both: Both, length: int) -> Rows:
+    """Both engines go on from the same first token, one from its own pages and one from fetched ones, over batches of
+    the same shape: log probabilities of every token equal bit for bit say that pages do."""
+    equal = told = 0
+    async with session(both.prefill.address) as giver, session(both.decode.address) as taker:
+        for number in range(4):
+            ids = prompt(length - 7 * number, 77 + number)
+            held = await _blocks(both.cache)
+            first = await _ended(giver.submit(ids, max_tokens=1, ignore_eos=True))
+            await blocks_held([both.cache], held + (len(ids) - 1) // 64)
+            fields = {"max_tokens": TAIL, "ignore_eos": True, "logprobs": 5}
+            fields["generated_ids"] = array("I", first.output).tobytes()
+            own, fetched = [await _ended(client.submit(ids, **fields)) for client in (giver, taker)]
+            assert sum(fetched.cached()[1:]) >= len(ids) // 64 * 64 - 64, f"fetched {fetched.cached()}"
+            pairs = zip([own.chosen[0], own.top[0]], [fetched.chosen[0], fetched.top[0]], strict=True)
+            for ours, theirs in pairs:
+                told += len(ours)
+                equal += sum(a == b for a, b in zip(ours, theirs, strict=True))
+    name = f"hand-off, bit for bit: log probabilities behind fetched pages and own ones that are equal, of {told}"
+    return [row(name, equal, "", told, most=False)]
+
+
+async def _fronted(both: Both, gateway: str, lengths: list[int]) -> Rows:
+    """Prompts as clients ask them."""
+    rows: Rows = []
+    async with AsyncKatydid(gateway, timeout=PATIENCE_S) as client:
+        await _until_paired(client)
+        for length in lengths:
+            met = []
+            for number in range(ROUNDS + 1):
+                for served in (both.prefill, both.decode):
+                    await flush(served.address)
+                met.append(await _streamed(client, prompt(length, 5000 * length + number)))
+            name = f"hand-off, {length} tokens, behind a gateway"
+            there = sum(one.engine == "decode" for one in met)
+            rows += [
+                row(f"{name}: TTFT", 1e3 * statistics.median(one.first_s for one in met[1:]), "ms"),
+                row(
+                    f"{name}: from that to the next token", 1e3 * statistics.median(one.gap_s for one in met[1:]), "ms"
+                ),
+                row(f"{name}: answers that the decode engine ended, of {len(met)}", there, "", len(met), most=False),
+            ]
+    return rows
+
+
+async def _lose_decode(both: Both, gateway: str, length: int) -> Rows:
+    """In the middle of an answer: the engine that computed the prompt goes on with it."""
+    ids, name = prompt(length, 9), "hand-off, decode engine killed in an answer"
+    async with AsyncKatydid(gateway, timeout=PATIENCE_S) as client:
+        whole = await _streamed(client, ids, MANY, bypass_cache=True)
+        stopped = await _streamed(client, ids, MANY, at=(MANY // 10, both.decode.kill))
+    return [
+        row(f"{name}: tokens as before, of {MANY}", _same(whole.ids, stopped.ids), "", MANY, most=False),
+        row(f"{name}: longest wait for a token", 1e3 * stopped.longest_s, "ms"),
+    ]
+
+
+async def _lose_prefill(both: Both, length: int) -> Rows:
+    """In the middle of a prompt, when the decode engine has been started again: that one computes it all."""
+    ids, name = prompt(length, 10), "hand-off, prefill engine killed in a prompt"
+    began = time.monotonic()
+    with both.again("decode") as decode:
+        where = f"prefill={both.prefill.address},decode={decode.address}"
+        rows = [row("hand-off, decode engine started again until it is ready", time.monotonic() - began, "s")]
+        with _gateway(both, where) as gateway:
+            async with AsyncKatydid(gateway.address, timeout=PATIENCE_S) as client:
+                await _until_paired(client)
+                whole = await _streamed(client, ids, bypass_cache=True)
+                asking = asyncio.create_task(_streamed(client, ids, bypass_cache=True))
+                await asyncio.sleep(whole.first_s / 3)
+                both.prefill.kill()
+                killed = time.perf_counter()
+                answer = await asking
+    return [
+        *rows,
+        row(f"{name}: tokens as before, of {TAIL}", _same(whole.ids, answer.ids), "", TAIL, most=False),
+        row(f"{name}: until the answer ended", 1e3 * (time.perf_counter() - killed), "ms"),
+        row(f"{name}: TTFT, without a loss {1e3 * whole.first_s:.0f}", 1e3 * answer.first_s, "ms"),
+    ]
+
+
+def _gateway(both: Both, engines: str) -> contextlib.AbstractContextManager[Service]:
+    options = ("--model", str(both.model), "--engines", engines, "--kvcache-address", both.cache, "--no-console")
+    return service("katydid_gateway", both.folder, "--http-listen", "127.0.0.1:0", *options)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Ids, seconds to the first, from that to the second, the longest between two, and the engine that ended it."""
+
+    ids: list[int]
+    first_s: float
+    gap_s: float
+    longest_s: float
+    engine: str
+
+
+async def _streamed(
+    client: AsyncKatydid,
+    ids: list[int],
+    tokens: int = TAIL,
+    at: tuple[int, Callable[[], None]] | None = None,
+    **fields: Any,
+) -> Stream:
+    """``at`` so many tokens something is done."""
+    began = time.perf_counter()
+    seen: list[int] = []
+    times: list[float] = []
+    async with client.generate_stream(ids, max_tokens=tokens, temperature=0.0, ignore_eos=True, **fields) as stream:
+        async for event in stream:
+            seen += event.token_ids
+            times += [time.perf_counter()] * len(event.token_ids)
+            if at is not None and len(seen) >= at[0]:
+                at[1]()
+                at = None
+        final = await stream.get_final()
+    waits = [after - before for before, after in itertools.pairwise(times)]
+    assert final.timing is not None
+    return Stream(seen, times[0] - began, waits[0], max(waits), final.timing.engine)
+
+
+async def _until_paired(client: AsyncKatydid) -> None:
+    async with asyncio.timeout(30):
+        while (await client.explain_route([5] * 200)).candidates[0].partner != "decode":  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def _blocks(cache: str) -> int:
+    async with grpc.aio.insecure_channel(cache) as channel:
+        return (await KvCacheServiceStub(channel).Stats(kvcache_pb2.StatsRequest())).tiers[0].blocks
+
+
+async def _timed(client: SessionClient, ids: list[int], **fields: Any) -> tuple[Answer, float, float]:
+    """The answer, seconds to its first token, and from that to its second."""
+    started = time.perf_counter()
+    answer = client.submit(ids, **({"max_tokens": TAIL, "ignore_eos": True} | fields))
+    times = []
+    for wanted in (1, 2):
+        while len(answer.output) < wanted and not answer.done.is_set():  # noqa: ASYNC110 - the session has no event
+            await asyncio.sleep(0.0002)
+        times.append(time.perf_counter())
+    return await _ended(answer), times[0] - started, times[1] - times[0]
+
+
+async def _ended(answer: Answer) -> Answer:
+    await asyncio.wait_for(answer.done.wait(), PATIENCE_S)
+    if answer.end.HasField("error"):
+        raise RuntimeError(f"{answer.end.error.reason}: {answer.end.error.message}")
+    return answer
+
+
+@contextlib.contextmanager
+def _seeing(gpu: str | None) -> Iterator[None]:
+    """Processes that start meanwhile see this GPU alone."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    try:
+        yield
+    finally:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+def prompt(length: int, seed: int, most: int = 250) -> list[int]:
+    chooser = random.Random(seed)
+    return [chooser.randrange(3, most) for _ in range(length)]
+
+
+def _same(some: list[int], others: list[int]) -> int:
+    return sum(a == b for a, b in zip(some, others, strict=False))
