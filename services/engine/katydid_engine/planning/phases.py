@@ -1,14 +1,16 @@
 """Time of a decode step and of a prompt under a plan, phase by phase, from measured speeds and the model of links.
 
-Computing and sending are kept apart. Nothing that is sent is hidden, unless steps of decodes go in two micro-batches:
-they read every weight twice for it, and are taken where that is shorter. fp8 weights, activations and pages; even
-routing; no draft tokens, no prefix found in a cache.
+Computing and sending are kept apart. Of what is sent nothing is hidden but rows on the way to experts behind the shared
+expert, unless steps of decodes go in two micro-batches: they read every weight twice for it, and are taken where that
+is shorter. fp8 weights, activations and pages; even routing; no draft tokens, no prefix found in a cache.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from katydid_engine.fixed_room import fixed_room
 from katydid_engine.model_config import ModelConfig
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.planning.measured import Measured
@@ -129,16 +131,22 @@ class Phases:
         return self._speeds["copy_bytes_per_s"] * self._speeds["rows_share_of_copy"]
 
     def _pass(self, attention: float, rows: float, tokens: float, sampled: float) -> PhaseTime:
-        config, speeds = self._config, self._speeds
+        config, plan, speeds = self._config, self._plan, self._speeds
         layers = config.num_layers
         linear = self._linears(tokens)
         experts = self._experts(tokens)
-        sending = sum(seconds for _, seconds in self._sendings(tokens)) * layers
-        head_bytes = 4 * config.vocab_size * config.hidden_size / self._plan.tp
+        sendings = [seconds for _, seconds in self._sendings(tokens)]
+        sending = sum(sendings) * layers
+        hidden = 0.0
+        if plan.shares_experts and config.moe is not None:
+            hidden = min(sendings[-2], self._shared_expert(tokens)) * layers
+        head_bytes = 4 * config.vocab_size * config.hidden_size / plan.tp
         head = speeds["head_s"] + head_bytes / speeds["copy_bytes_per_s"]
-        head += 2 * sampled * config.vocab_size * config.hidden_size / self._plan.tp / speeds["linear_flop_per_s"]
+        head += 2 * sampled * config.vocab_size * config.hidden_size / plan.tp / speeds["linear_flop_per_s"]
         rows += self._exchanged(tokens)
-        return PhaseTime(attention * layers, linear * layers, experts * layers, rows * layers, head, sending, sending)
+        return PhaseTime(
+            attention * layers, linear * layers, experts * layers, rows * layers, head, sending, sending - hidden
+        )
 
     def _linears(self, tokens: float) -> float:
         """The two attention products of a layer, and the shared expert's two where it is not one of the experts."""
@@ -146,15 +154,22 @@ class Phases:
         q = config.num_heads * config.head_dim // plan.tp
         kv = plan.kv_heads(config.num_kv_heads) * config.head_dim
         seconds = self._linear(tokens, config.hidden_size, q + 2 * kv) + self._linear(tokens, q, config.hidden_size)
-        if config.moe is not None and config.moe.shared_intermediate_size and plan.ep > 1:
-            width = config.moe.shared_intermediate_size // (1 if plan.dispatches else plan.tp)
-            own = tokens / (plan.tp if plan.dispatches else 1)
-            seconds += self._linear(own, config.hidden_size, 2 * width) + self._linear(own, width, config.hidden_size)
+        if config.moe is not None and plan.ep > 1:
+            seconds += self._shared_expert(tokens)
         elif config.moe is None:
             width = config.intermediate_size // plan.tp
             seconds += self._linear(tokens, config.hidden_size, 2 * width)
             seconds += self._linear(tokens, width, config.hidden_size)
         return seconds
+
+    def _shared_expert(self, tokens: float) -> float:
+        """Where it is not one of the experts."""
+        config, plan = self._config, self._plan
+        if config.moe is None or not config.moe.shared_intermediate_size:
+            return 0.0
+        width = config.moe.shared_intermediate_size // (1 if plan.dispatches else plan.tp)
+        own = tokens / (plan.tp if plan.dispatches else 1)
+        return self._linear(own, config.hidden_size, 2 * width) + self._linear(own, width, config.hidden_size)
 
     def _linear(self, rows: float, inputs: int, outputs: int) -> float:
         speeds = self._speeds
@@ -188,13 +203,14 @@ class Phases:
             count = 1 if plan.dispatches else 2
             sendings += count * [self._sending(2 * tokens * others * plain, 1)]
         if plan.dispatches and config.moe is not None:
-            own = tokens / plan.tp
-            # Distinct ranks that a token's experts lie on, but for its own.
-            ranks = (plan.ep - 1) * (1 - (1 - 1 / plan.ep) ** config.moe.top_k)
-            hosts = self._hosts()
+            own, hosts = tokens / plan.tp, self._hosts()
+            room = fixed_room(math.ceil(own)) if plan.shares_experts else None
+            # Room of the fixed form, or to distinct ranks that a token's experts lie on, but for its own.
+            share = 1 if room else 1 - (1 - 1 / plan.ep) ** config.moe.top_k
+            rows = (room or own) * (plan.ep - 1) * share
             # Experts want fp8 rows: they are sent so in any case.
             there = config.hidden_size + _FP8_ROW_SCALE + _BESIDE_A_ROW * config.moe.top_k
-            sendings += [self._sending(own * ranks * there, hosts), self._sending(own * ranks * row, hosts)]
+            sendings += [self._sending(rows * there, hosts), self._sending(rows * row, hosts)]
         elif plan.sp:
             sendings += 2 * [self._sending(tokens * others * row, 1)]
         return sendings
