@@ -287,6 +287,34 @@ def test_an_engine_that_says_it_is_stuck_loses_its_requests(chatml: Path, monkey
     run(chatml, scenario)
 
 
+def test_an_engine_that_is_connected_again_is_routed_to_at_once(chatml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was wrong with it ended with its last session: it does not wait for the next look at its health."""
+    monkeypatch.setattr(health, "PERIOD_S", 0.05)
+    monkeypatch.setitem(health.PATIENCE_S, health.STUCK, 0.2)
+
+    async def scenario(built: Rig) -> None:
+        engine, connection = built.engines[0], built.gateway.fleet.connections["engine-0"]
+        assert engine._server is not None
+        await engine._server.set_serving(False)
+        await until(lambda: connection.session is None)
+        looks = asyncio.Event()
+
+        async def no_look(self: health.HealthWatch) -> None:
+            await looks.wait()
+
+        monkeypatch.setattr(health.HealthWatch, "run", no_look)
+        await engine._server.set_serving(True)
+        up = 'katydid_gateway_connected_engines{engine="engine-0"} 1.0'
+        async with asyncio.timeout(20):
+            while up not in (await built.http.get("/metrics")).text:
+                await asyncio.sleep(0.005)
+        assert connection.ready
+        assert (await built.chat()).status_code == 200
+        looks.set()
+
+    run(chatml, scenario)
+
+
 DESCRIPTION = pb.DescribeResponse(
     identity=b"i" * 32, hash_fingerprint=fingerprint(b"i" * 32), block_tokens=64, tokenizer_digest=b"t"
 )

@@ -23,7 +23,6 @@ from katydid_gateway.engines.block_events import follow_engine
 from katydid_gateway.engines.engine_session import EngineSession
 from katydid_gateway.engines.health import HealthWatch
 from katydid_gateway.engines.parity import Parity
-from katydid_gateway.engines.progress import ProgressWatch
 from katydid_gateway.gateway_metrics import GatewayMetrics
 from katydid_gateway.routing.breaker import Breaker
 from katydid_gateway.routing.load import EngineState, RankReport, RankState
@@ -80,7 +79,6 @@ class EngineConnection:
         self._state = router.engines[where.name] = EngineState(where.name)
         self._health = HealthWatch(self._channel, self._exclude)
         self._absence = "not connected"
-        self.progress = self._health.progress
 
     @property
     def ready(self) -> bool:
@@ -127,7 +125,7 @@ class EngineConnection:
         self._metrics.connected.labels(self.name).set(0)
 
     def on_state(self, reports: Mapping[int, RankReport], *, draining: bool, role: pb.Role.ValueType) -> None:
-        self.progress.reported(sum(report.uncached_tokens for report in reports.values()), time.monotonic())
+        self._health.progress.reported(sum(report.uncached_tokens for report in reports.values()), time.monotonic())
         self._health.heard(draining)
         self._state.role, self._state.draining = _ROLES.get(role, "both"), draining
         self._absence = "draining" if draining else ""
@@ -175,7 +173,8 @@ class EngineConnection:
         self._state.since = time.monotonic()
         self._state.breaker = Breaker()
         self._learn_cache(description)
-        self._health.progress = self.progress = ProgressWatch()
+        # It has just said that it is well: what was wrong with it in its last session is over.
+        self._health = HealthWatch(self._channel, self._exclude)
         self.session = EngineSession(
             self.name,
             self.address,
@@ -184,7 +183,7 @@ class EngineConnection:
             boot_id=description.boot_id,
             reattach_window_s=to_seconds(description.reattach_window),
             observer=self,
-            progress=self.progress,
+            progress=self._health.progress,
             transport_delay_s=self._delay_s,
         )
         watch = asyncio.create_task(follow_engine(self.name, len(self._state.ranks), self._channel, self._router.index))
