@@ -93,7 +93,7 @@ def test_a_day_of_unique_prompts_stays_within_its_bound() -> None:
             index.stored(HOLDERS[number % 3], prompt)
         assert index.size_bytes <= 2_000_000
     index.check_integrity()
-    assert index.evicted > 50_000
+    assert index.size_bytes > 0.9 * 2_000_000, "what is forgotten makes room, no more"
 
 
 def test_the_memory_counted_is_the_memory_taken() -> None:

@@ -89,7 +89,7 @@ class Gateway:
             self._admin = RpcServer(settings.admin_listen, services=[_ADMIN], drain_timeout_s=0, tls=tls)
             add_AdminServiceServicer_to_server(AdminServicer(settings, self.generator, door), self._admin.grpc)
         self._lifeline: asyncio.Task[None] | None = None
-        self.http_address = self.grpc_address = self.probe_address = self.admin_address = ""
+        self.http_address = self.grpc_address = self.admin_address = ""
 
     @classmethod
     async def load(cls, settings: GatewaySettings, telemetry: Telemetry) -> Gateway:
@@ -125,7 +125,7 @@ class Gateway:
         self.http_address = await self._http.start(self._settings.http_listen, reuse_port=self._shared)
         self.grpc_address = await self._rpc.start()
         if self._settings.probe_listen is not None:
-            self.probe_address = await self._probes.start(self._settings.probe_listen, reuse_port=self._shared)
+            await self._probes.start(self._settings.probe_listen, reuse_port=self._shared)
         if self._admin is not None:
             self.admin_address = await self._admin.start()
             await self._admin.set_serving(True)

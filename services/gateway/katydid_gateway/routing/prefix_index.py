@@ -40,8 +40,6 @@ class PrefixIndex:
 
     def __init__(self, capacity_bytes: int = 256 * 2**20) -> None:
         self.capacity_bytes = capacity_bytes
-        self.evicted = 0
-        """Blocks forgotten for want of room."""
         self._holders: list[Holder] = []
         self._bits: dict[Holder, int] = {}
         self._confirmed: OrderedDict[bytes, int] = OrderedDict()
@@ -152,12 +150,10 @@ class PrefixIndex:
     def _make_room(self) -> None:
         while len(self._until) * _PREDICTED_BYTES > self.capacity_bytes // _PREDICTED_SHARE:
             self._drop_prediction(*next(iter(self._until)))
-            self.evicted += 1
         while self.size_bytes > self.capacity_bytes:
             _, bits = self._confirmed.popitem(last=False)
             for bit in _bits_of(bits):
                 self._counts[self._holders[bit.bit_length() - 1]] -= 1
-            self.evicted += 1
 
     def _drop_prediction(self, block: bytes, bit: int) -> None:
         if self._until.pop((block, bit), None) is None:

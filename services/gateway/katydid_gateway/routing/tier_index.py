@@ -42,8 +42,6 @@ class TierIndex:
         self._most = capacity_bytes // _ENTRY_BYTES
         self._places: OrderedDict[bytes, int] = OrderedDict()
         self._instances: dict[str, int] = {}
-        self.evicted = 0
-        """Blocks forgotten for want of room."""
 
     def __len__(self) -> int:
         return len(self._places)
@@ -60,7 +58,6 @@ class TierIndex:
             self._places[block] = self._places.get(block, 0) | bit
         while len(self._places) > self._most:
             self._places.popitem(last=False)
-            self.evicted += 1
 
     def removed(self, instance: str, tier: CacheTier, hashes: Iterable[bytes]) -> None:
         """These blocks left a tier of an instance."""
