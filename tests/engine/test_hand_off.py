@@ -85,9 +85,11 @@ def test_prefill_over_all_ranks_then_decode_on_one_each(plan: str, tmp_path: Pat
         run(scenario())
 
 
-def test_an_object_of_two_ranks_is_exactly_the_pages_of_one() -> None:
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_an_object_of_several_ranks_is_exactly_the_pages_of_one(ranks: int) -> None:
     """Any TP degree reads and writes its heads of the one object a block has."""
-    heads, layers, head_dim = 4, 3, 16
+    heads, layers, head_dim = 8, 3, 16
+    each = heads // ranks
     torch.manual_seed(0)
 
     def cache(kv_heads: int) -> KvCache:
@@ -103,12 +105,12 @@ def test_an_object_of_two_ranks_is_exactly_the_pages_of_one() -> None:
             pages.copy_(torch.randn(pages.shape))
         return made
 
-    givers, taker = [cache(heads // 2), cache(heads // 2)], cache(heads)
+    givers, taker = [cache(each) for _ in range(ranks)], cache(heads)
     size = object_bytes(num_layers=layers, num_kv_heads=heads, head_dim=head_dim, dtype=torch.bfloat16)
     objects = torch.zeros((1, size), dtype=torch.uint8)
     row, page = torch.tensor([0], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
     for rank, giver in enumerate(givers):
-        kv_pack(giver.k_pages, giver.v_pages, page, objects, row, object_kv_heads=heads, first_head=rank * heads // 2)
+        kv_pack(giver.k_pages, giver.v_pages, page, objects, row, object_kv_heads=heads, first_head=rank * each)
     kv_unpack(taker.k_pages, taker.v_pages, row, objects, row, object_kv_heads=heads, first_head=0)
     for layer in range(layers):
         for name in ("k_pages", "v_pages"):
