@@ -55,17 +55,6 @@ def test_the_same_tokens(model: DecoderLM, plain: Output, drafts: int, ahead: bo
         assert [*request.generated, *rest[request.handle, 0]] == plain[request.handle, 0]
 
 
-@pytest.mark.parametrize("offset", range(60, 70))
-def test_prefix_hits_at_any_offset_in_a_block(model: DecoderLM, offset: int) -> None:
-    """A second request finds the first one's blocks, draft layer's pages included, and its tokens are those of one that
-    found nothing."""
-    prompt = array("I", [(place * 5 + 1) % 250 for place in range(128 + offset)])
-    first = Request(1, prompt[:-3], ChainKey(b"m" * 32), Sampling(max_tokens=12, ignore_eos=True))
-    again = Request(2, prompt, ChainKey(b"m" * 32), Sampling(max_tokens=12, ignore_eos=True, temperature=0.5, seed=4))
-    alone = generate(model, [again])
-    assert generate(model, [first, again], drafts=3, ahead=offset % 2 == 0)[2, 0] == alone[2, 0]
-
-
 def test_a_sequence_that_ends_amid_its_drafts_keeps_what_counts(model: DecoderLM, plain: Output) -> None:
     """Stop tokens, length limits and log probabilities cut where plain decoding does."""
     (request, *_) = (request for request in requests() if request.sampling == replace(request.sampling, n=1))

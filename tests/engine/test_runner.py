@@ -43,6 +43,7 @@ def generate(
     *,
     num_pages: int = 64,
     chunk: int = 512,
+    most: int = 600,
     grammars: CompiledGrammars | None = None,
     drafts: int = 0,
     automatic: bool = False,
@@ -50,10 +51,10 @@ def generate(
     buckets: bool = False,
     finished: list[ChoiceEnd] | None = None,
 ) -> Output:
-    """Tokens by request and choice; ``finished`` gets the ends."""
+    """Tokens by request and choice; ``finished`` gets the ends, ``most`` is the longest that a sequence may become."""
     pool = BlockPool(num_pages)
     config = SchedulerConfig(
-        max_model_tokens=600,
+        max_model_tokens=most,
         max_batch_tokens=chunk,
         max_sequences=min(8, chunk),
         eos_token_ids=frozenset(model.config.eos_token_ids),
