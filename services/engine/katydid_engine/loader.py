@@ -35,7 +35,10 @@ _BUILDERS: dict[str, Callable[[RankContext, Weights], DecoderLM]] = {
 
 # Tensors that checkpoints carry and no model needs: recomputable tables, and the draft layers' copies of the
 # embedding and the head.
-_IGNORED = re.compile(r"rotary_emb\.inv_freq$|^model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight$")
+_IGNORED = re.compile(
+    r"rotary_emb\.inv_freq$|^model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight$"
+    r"|\.self_attn\.q\.scale$"  # q is quantised by a scale for each token and head instead
+)
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 

@@ -195,7 +195,8 @@ def _page_scale(weights: Weights, name: str, kv_heads: int) -> Tensor:
 
     Read whatever the pages' dtype, so that no tensor of the checkpoint stays unread.
     """
-    scale = weights.numbers(f"{name}_scale", f"{name}_proj.{name}_scale", f"{name}_proj.output_scale")
+    spellings = (f"{name}_scale", f"{name}_cache.scale", f"{name}_proj.{name}_scale", f"{name}_proj.output_scale")
+    scale = weights.numbers(*spellings)
     if scale is None:
         return torch.ones(1, device=weights.device)
     if scale.numel() not in (1, kv_heads):
