@@ -9,7 +9,6 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
-import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -26,6 +25,7 @@ from katydid_runtime.block_hash import BLOCK_TOKENS, fingerprint
 from katydid_runtime.duration import to_duration
 from katydid_runtime.errors import KatydidError
 from katydid_runtime.exposition import Exposition
+from katydid_runtime.process_folder import process_folder
 from katydid_runtime.server import RpcServer
 from katydid_runtime.telemetry import Telemetry
 
@@ -267,7 +267,7 @@ async def _started(settings: EngineSettings, telemetry: Telemetry, metrics: Engi
     """An engine whose workers have loaded the model; they end with the block, whatever happens in it."""
     model = await read_model_facts(settings)
     async with contextlib.AsyncExitStack() as stack:
-        rendezvous = stack.enter_context(tempfile.TemporaryDirectory(prefix="katydid-"))
+        rendezvous = str(stack.enter_context(process_folder("katydid-engine-")))
 
         groups: list[WorkerGroup] = []
 

@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from katydid.gateway.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from katydid_runtime.errors import AddressInUseError, SettingsError
 from katydid_runtime.exposition import split_address
 from katydid_runtime.metrics import SHARED_METRICS
+from katydid_runtime.process_folder import process_folder
 from katydid_runtime.server import RpcServer
 
 from katydid_gateway.admin_relay import AdminRelay
@@ -76,7 +76,7 @@ class Supervisor:
             loop.add_signal_handler(number, self._stop)
         try:
             async with contextlib.AsyncExitStack() as held:
-                shared = held.enter_context(tempfile.TemporaryDirectory(prefix="katydid-gateway-"))
+                shared = str(held.enter_context(process_folder("katydid-gateway-")))
                 words = [*self._words]
                 for name, option in _PORTS.items():
                     if (address := getattr(self._settings, name)) is not None:
