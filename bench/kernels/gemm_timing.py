@@ -48,20 +48,21 @@ def _turn(kind: int, seconds: int) -> Iterator[None]:
         signal.alarm(0)
 
 
-@contextmanager
-def compiling() -> Iterator[None]:
-    """Within it a launch only compiles its kernel: that needs no turn."""
-    run = JITFunction.run
-    JITFunction.run = lambda self, *args, **kwargs: run(self, *args, **{**kwargs, "warmup": True})
-    try:
-        yield
-    finally:
-        JITFunction.run = run
-
-
 def preparing() -> Any:
     """While parts check their kernels, all at once."""
     return _turn(fcntl.LOCK_SH, 150)
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Within it a launch only compiles its kernel; operands are drawn as ever, so it is a part of preparing."""
+    run = JITFunction.run
+    JITFunction.run = lambda self, *args, **kwargs: run(self, *args, **{**kwargs, "warmup": True})
+    try:
+        with preparing():
+            yield
+    finally:
+        JITFunction.run = run
 
 
 def measuring() -> Any:
