@@ -2,6 +2,7 @@
 
     PYTHONPATH=kernels:bench/kernels python bench/kernels/allreduce.py --out bench/results
     PYTHONPATH=kernels:bench/kernels torchrun --nproc-per-node 2 bench/kernels/allreduce.py --out bench/results
+    PYTHONPATH=kernels:bench/kernels torchrun --nproc-per-node 2 bench/kernels/allreduce.py --dry       on CPUs, by gloo
 
 On one GPU eight ranks are eight streams, for correctness (`tests/kernels/test_peer_reduce.py`, run before) and for the
 share of a rank's own work: a group of one rank has nothing to wait for, and is compared with add and norm alone. Over
@@ -15,6 +16,7 @@ import itertools
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
@@ -24,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gemm_timing import BF16, COPY_TB_PER_S, Row, median_us, row
+from gloo_reducer import GlooReducer
 from katydid_kernels import PeerReducer, add_rms_norm, emulated_peers, symmetric_peers
 from katydid_kernels.peer_reduce import (
     add_rms_norm_of_ranks_reference,
@@ -34,7 +37,7 @@ from results_file import replace_rows
 from torch import Tensor
 
 HIDDEN, EPS = 4096, 1e-5
-FEW, MANY = (1, 8, 32, 128), (512, 2048, 8192, 32768)
+FEW, MANY, DRY_MANY = (1, 8, 32, 128), (512, 2048, 8192, 32768), (256,)
 P2P_TB_PER_S = 0.393
 # NCCL all-reduce + torch add + RMSNorm on two of these GPUs, measured earlier, us.
 NCCL_TWO = {8192: 339.0, 32768: 1228.0}
@@ -49,8 +52,8 @@ BARS = {
 }
 
 
-def randn(*shape: int) -> Tensor:
-    return torch.randn(*shape, device="cuda").to(BF16)
+def randn(*shape: int, device: torch.device | str = "cuda") -> Tensor:
+    return torch.randn(*shape, device=device).to(BF16)
 
 
 def alone() -> list[Row]:
@@ -137,19 +140,18 @@ def _round_us(
     return sorted(times)[len(times) // 2]
 
 
-def of_group(ctas: int) -> Iterator[Row]:
+def of_group(ctas: int, *, dry: bool = False) -> Iterator[Row]:
     """One process a GPU: against NCCL's all-reduce and our add and norm, in graphs."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", torch.cuda.current_device())
+    many = DRY_MANY if dry else MANY
     sizes = {"few_tokens": FEW[-1], "tokens": MANY[-1], "ctas": ctas}
-    memory = symmetric_peers(dist.group.WORLD, PeerReducer.nbytes(ranks, HIDDEN, **sizes), device)
-    reducer = PeerReducer(memory, HIDDEN, **sizes)
-    weight = torch.ones(HIDDEN, device="cuda")
-    for tokens in (*FEW, *MANY):
+    reducer: PeerReducer | GlooReducer = GlooReducer() if dry else _over_peers(sizes)
+    weight = torch.ones(HIDDEN, device=_device())
+    for tokens in (*FEW, *many):
         torch.manual_seed(tokens * ranks + rank)
-        x = randn(tokens, HIDDEN)
+        x = randn(tokens, HIDDEN, device=weight.device)
         torch.manual_seed(tokens)
-        residual = randn(tokens, HIDDEN)
+        residual = randn(tokens, HIDDEN, device=weight.device)
         own = residual.chunk(ranks)[rank].contiguous() if tokens >= ranks else residual
         summands = [torch.empty_like(x) for _ in range(ranks)]
         dist.all_gather(summands, x)
@@ -163,10 +165,10 @@ def of_group(ctas: int) -> Iterator[Row]:
             ways[", e4m3 out"] = partial(reducer.all_reduce_few, x, residual, weight, EPS, fp8=True), floor
         else:
             crossing = tokens * HIDDEN * (ranks - 1) / ranks
-            many = partial(reducer.all_reduce_many, x, own, weight, EPS)
-            ways[""] = many, 4 * crossing
-            ways[", e4m3 on the way"] = partial(many, quantized=True, fp8=True), 2 * crossing
-            ways[", e4m3 out"] = partial(many, fp8=True), 3 * crossing
+            call = partial(reducer.all_reduce_many, x, own, weight, EPS)
+            ways[""] = call, 4 * crossing
+            ways[", e4m3 on the way"] = partial(call, quantized=True, fp8=True), 2 * crossing
+            ways[", e4m3 out"] = partial(call, fp8=True), 3 * crossing
         nccl = _together_us(partial(_by_nccl, x.clone(), residual, weight), tokens)
         for way, (call, nbytes) in ways.items():
             y, scale, _ = _once(call)
@@ -189,11 +191,17 @@ def of_group(ctas: int) -> Iterator[Row]:
                 yield row(figure, NCCL_TWO[tokens] / us, "x", 1, None, "us", NCCL_TWO[tokens])
         if tokens <= FEW[-1]:
             yield from _sum_alone(reducer, x, summands)
-    for tokens in MANY:
+    for tokens in many:
         yield from _quantised(reducer, tokens)
 
 
-def _sum_alone(reducer: PeerReducer, x: Tensor, summands: list[Tensor]) -> Iterator[Row]:
+def _over_peers(sizes: dict[str, int]) -> PeerReducer:
+    device = torch.device("cuda", torch.cuda.current_device())
+    nbytes = PeerReducer.nbytes(dist.get_world_size(), HIDDEN, **sizes)
+    return PeerReducer(symmetric_peers(dist.group.WORLD, nbytes, device), HIDDEN, **sizes)
+
+
+def _sum_alone(reducer: PeerReducer | GlooReducer, x: Tensor, summands: list[Tensor]) -> Iterator[Row]:
     """Without residual and norm, beside NCCL's all-reduce."""
     ranks, tokens = len(summands), len(x)
     floor = 1e-6 * tokens * HIDDEN * 2 * (ranks - 1) / P2P_TB_PER_S
@@ -212,12 +220,12 @@ def _sum_alone(reducer: PeerReducer, x: Tensor, summands: list[Tensor]) -> Itera
     yield row(name, us, "us", floor, None, "NCCL all-reduce, us", nccl)
 
 
-def _quantised(reducer: PeerReducer, tokens: int) -> Iterator[Row]:
+def _quantised(reducer: PeerReducer | GlooReducer, tokens: int) -> Iterator[Row]:
     """Rows in e4m3, beside NCCL's bf16."""
     ranks, rank = reducer.memory.size, reducer.memory.rank
     floor = 1e-6 * tokens * HIDDEN * (ranks - 1) / ranks / P2P_TB_PER_S
     torch.manual_seed(rank)
-    x = randn(tokens, HIDDEN)
+    x = randn(tokens, HIDDEN, device=_device())
     part = x[: tokens // ranks].contiguous()
     everywhere = [torch.empty_like(x) for _ in range(ranks)]
     dist.all_gather(everywhere, x)
@@ -253,19 +261,31 @@ def _plain(values: Tensor, scales: Tensor) -> Tensor:
     return values.float() * scales[:, None]
 
 
-def _once(call: Callable[[], Any]) -> Any:
-    torch.cuda.synchronize()
+def _device() -> torch.device:
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def _meet() -> None:
+    """Also with what this rank's device has been given."""
+    if _device().type == "cuda":
+        torch.cuda.synchronize()
     dist.barrier()
+
+
+def _once(call: Callable[[], Any]) -> Any:
+    _meet()
     result = call()
-    torch.cuda.synchronize()
+    if _device().type == "cuda":
+        torch.cuda.synchronize()
     return result
 
 
 def _together_us(call: Callable[[], object], tokens: int) -> float:
     """As the slowest rank sees it."""
+    if _device().type == "cpu":
+        return _called_us(call)
     repeat = 40 if tokens <= 128 else 10 if tokens <= 2048 else 4
-    torch.cuda.synchronize()
-    dist.barrier()
+    _meet()
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -285,6 +305,16 @@ def _together_us(call: Callable[[], object], tokens: int) -> float:
     return us.item()
 
 
+def _called_us(call: Callable[[], object]) -> float:
+    """One call by the host's clock."""
+    _meet()
+    started = time.perf_counter()
+    call()
+    us = torch.tensor(1e6 * (time.perf_counter() - started))
+    dist.all_reduce(us, dist.ReduceOp.MAX)
+    return us.item()
+
+
 def _by_nccl(x: Tensor, residual: Tensor, weight: Tensor) -> None:
     dist.all_reduce(x)
     add_rms_norm(x, residual, weight, EPS)
@@ -294,19 +324,23 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     parser.add_argument("--ctas", type=int, default=528, help="programs of a call for many rows")
+    parser.add_argument("--dry", action="store_true", help="few rows over gloo, on CPUs; nothing is written")
     arguments = parser.parse_args()
     os.environ.setdefault("GEMM_BENCH_LOCK", tempfile.mkstemp()[1])
     group = "RANK" in os.environ
-    if group:
+    if arguments.dry:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+    elif group:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     torch.manual_seed(0)
     rows = []
-    for found in of_group(arguments.ctas) if group else itertools.chain(alone(), emulated()):
+    for found in of_group(arguments.ctas, dry=arguments.dry) if group else itertools.chain(alone(), emulated()):
         rows.append(found)
         if not group or dist.get_rank() == 0:
             print(json.dumps(found), flush=True)
-    if not group or dist.get_rank() == 0:
+    if not arguments.dry and (not group or dist.get_rank() == 0):
         script = f"allreduce.py ({dist.get_world_size()} GPUs)" if group else "allreduce.py"
         replace_rows(arguments.out / "collectives.json", rows, script)
     if group:

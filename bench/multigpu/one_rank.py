@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,16 +11,16 @@ from katydid_engine.parallel import ParallelPlan
 from katydid_engine.rank_groups import RankGroups
 from katydid_kernels.peer_reduce import PeerReducer, symmetric_peers
 from shares import Share, build_share, cut_hy3
+from telling import Told, row
 
-__all__ = ["CHUNK", "Rank", "Rows"]
+__all__ = ["CHUNK", "Rank"]
 
 CHUNK = 8192
 FEW_TOKENS = 128
-Rows = list[dict[str, Any]]
 
 
 class Rank:
-    def __init__(self, rank: int, ranks: int, meet: str, *, layers: int, dry: bool) -> None:
+    def __init__(self, rank: int, ranks: int, meet: str, told: Told, *, layers: int, dry: bool) -> None:
         self.rank, self.ranks, self.layers, self.dry = rank, ranks, 2 if dry else layers, dry
         self.device = torch.device("cpu" if dry else f"cuda:{rank}")
         torch.set_num_threads(1)
@@ -32,15 +31,15 @@ class Rank:
             dist.init_process_group("nccl", init_method=meet, rank=rank, world_size=ranks, device_id=self.device)
         # Of the plan that others are compared with, by kind and size.
         self.of_tp: dict[tuple[str, int], float] = {}
-        self.rows: Rows = []
+        self._told = told
 
     def note(
         self, figure: str, value: float, unit: str, bar: float | None = None, *, most: bool = True, **more: float | None
     ) -> None:
-        """A row; ``most`` says whether the bar is the most or the least that meets it."""
-        met = None if bar is None else bool(value <= bar if most else value >= bar)
-        rounded = {name: None if number is None else round(number, 5) for name, number in more.items()}
-        self.rows.append({"figure": figure, "value": round(value, 5), "unit": unit, **rounded, "bar": bar, "met": met})
+        """Tells a row, on rank 0."""
+        if self.rank == 0:
+            rounded = {name: None if number is None else round(number, 5) for name, number in more.items()}
+            self._told.tell([row(figure, value, unit, bar, most=most) | rounded])
 
     def peers(self, plan: ParallelPlan, groups: RankGroups, hidden: int, tokens: int) -> PeerReducer | None:
         if self.dry or plan.tp == 1:

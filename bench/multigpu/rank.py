@@ -1,4 +1,4 @@
-"""One rank of ``run.py``: arguments rank, ranks, where to meet, the jobs, where rank 0 tells of each that is done."""
+"""One rank of ``run.py``: arguments rank, ranks, where to meet, the jobs, where rank 0 tells rows as they come."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from katydid_engine.rank_groups import join_groups
 from moving import rebalance
 from one_rank import Rank
 from serving import serve
+from telling import Told
 
 PARTS = {
     "correct": correct,
@@ -27,16 +28,15 @@ PARTS = {
 
 
 def main() -> None:
-    rank, ranks, meet, told = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[5])
+    rank, ranks, meet = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     work = json.loads(sys.argv[4])
-    own = Rank(rank, ranks, meet, layers=work["layers"], dry=work["dry"])
+    told = Told(Path(sys.argv[5]))
+    own = Rank(rank, ranks, meet, told, layers=work["layers"], dry=work["dry"])
     for job in work["jobs"]:
         plan = ParallelPlan.parse(job.pop("plan"))
         PARTS[job.pop("part")](own, plan, join_groups(plan, rank, timeout_s=120), **job)
         if rank == 0:
-            with told.open("a") as file:
-                file.write(json.dumps(own.rows) + "\n")
-        own.rows = []
+            told.job_done()
     own.meet()
     os._exit(0)  # gloo's threads have been seen to abort a process while it was torn down
 

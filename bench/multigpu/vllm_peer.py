@@ -1,6 +1,7 @@
 """vLLM on the same layers and GPUs: times to a first token and of a decode step, for ``run.py`` to set beside its own.
 
     python bench/multigpu/vllm_peer.py --gpus 8 --layers 16        writes bench/results/multigpu_8_vllm.json
+    python bench/multigpu/vllm_peer.py --gpus 8 --dry --out FOLDER    the same calls, to something that answers at once
 
 As its users run it: weights and KV in fp8, tensor parallel, torch.compile and CUDA graphs on. Its Triton experts have
 no configuration for Hy3's shapes: ``--tuned`` is a folder of those that vLLM's own tuning script found. Weights are
@@ -18,6 +19,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +102,8 @@ def choose_evenly(model: Any) -> int:
 class Measured:
     """Prompts that share nothing, unless they are asked again."""
 
-    def __init__(self, llm: Any) -> None:
-        self._llm, self._number = llm, 0
+    def __init__(self, llm: Any, sampling: Callable[..., Any]) -> None:
+        self._llm, self._sampling, self._number = llm, sampling, 0
 
     def ttft_s(self, tokens: int, calls: int) -> float:
         return sorted(self._seconds([self._prompt(tokens)], 1) for _ in range(calls))[(calls - 1) // 2]
@@ -118,17 +120,16 @@ class Measured:
         return [(7 + self._number * 13 + index * 17) % 60_000 + 100 for index in range(tokens)]
 
     def _seconds(self, prompts: list[list[int]], tokens: int) -> float:
-        from vllm import SamplingParams
-
         # Drawn, for the best tokens of random weights are alike: then all requests would choose the same experts.
-        sampling = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        sampling = self._sampling(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         started = time.perf_counter()
         self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
         return time.perf_counter() - started
 
 
-def measure(llm: Any, lengths: list[int], batches: list[int], tell: Any = print) -> Found:
-    measured = Measured(llm)
+def measure(llm: Any, sampling: Callable[..., Any], lengths: list[int], batches: list[int], tell: Any = print) -> Found:
+    """``sampling`` makes what ``llm`` takes of how to sample."""
+    measured = Measured(llm, sampling)
     measured.ttft_s(CHUNK, 2)
     found: Found = {"ttft_ms": {}, "step_ms": {}}
     sizes = [(tokens, "ttft_ms", tokens) for tokens in lengths]
@@ -140,6 +141,30 @@ def measure(llm: Any, lengths: list[int], batches: list[int], tell: Any = print)
     return found
 
 
+class Absent:
+    """In vLLM's place in a dry run."""
+
+    def generate(self, prompts: list[dict[str, list[int]]], sampling: Any, *, use_tqdm: bool) -> None:
+        assert prompts
+        assert sampling["max_tokens"] > 0
+        assert not use_tqdm
+
+
+def of_vllm(options: argparse.Namespace) -> tuple[str, Found]:
+    """Its version, and what was measured."""
+    # No NVLink multicast, as in Katydid's runs.
+    os.environ |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for a function that workers carry out
+    if options.tuned is not None:
+        os.environ["VLLM_TUNED_CONFIG_FOLDER"] = str(options.tuned)
+    import vllm
+
+    with tempfile.TemporaryDirectory() as folder:
+        llm = start(options.gpus, options.layers, options.batches, Path(folder))
+        llm.apply_model(choose_evenly)
+        return str(vllm.__version__), measure(llm, vllm.SamplingParams, options.lengths, options.batches)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, required=True)
@@ -148,22 +173,16 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 64, 128])
     parser.add_argument("--tuned", type=Path)
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
+    parser.add_argument("--dry", action="store_true")
     options = parser.parse_args()
-    # No NVLink multicast, as in Katydid's runs.
-    os.environ |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for a function that workers carry out
-    if options.tuned is not None:
-        os.environ["VLLM_TUNED_CONFIG_FOLDER"] = str(options.tuned)
-    with tempfile.TemporaryDirectory() as folder:
-        llm = start(options.gpus, options.layers, options.batches, Path(folder))
-        llm.apply_model(choose_evenly)
-        found = measure(llm, options.lengths, options.batches)
-    import vllm
-
+    if options.dry:
+        version, found = "none", measure(Absent(), dict, options.lengths[:1], options.batches[:2])
+    else:
+        version, found = of_vllm(options)
     how = f"tensor_parallel_size={options.gpus}, FP8, torch.compile and CUDA graphs, experts "
     how += "tuned" if options.tuned is not None else "not tuned"
     how += ", chosen evenly, no all-reduce fusion (NVLink multicast)"
-    found |= {"version": vllm.__version__, "layers": options.layers, "how": how}
+    found |= {"version": version, "layers": options.layers, "how": how}
     (options.out / f"multigpu_{options.gpus}_vllm.json").write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -29,47 +30,86 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
             del sys.modules[name]
 
 
-def test_every_part_has_jobs_or_engines(load: Any) -> None:
-    run, rank = load("run"), load("rank")
-    made = run.jobs(8, list(run.PARTS), [8192], [64], dry=False)
+def test_every_part_has_jobs(load: Any) -> None:
+    run, rank, part = load("run"), load("rank"), load("part")
+    made = run.jobs(8, list(run.LIMITS_S), [8192], [64], dry=False)
     assert {job["part"] for job in made} == set(rank.PARTS)
-    assert set(run.PARTS) - set(rank.PARTS) == {"reduce", "agree", "hand-off", "lost"}
+    assert set(run.LIMITS_S) == set(rank.PARTS) | set(part.PARTS)
     assert {"tp8", "tp8,sp,fp8", "dp8,ep8", "dp8,ep8+8"} <= {job["plan"] for job in made}
 
 
-def test_a_job_that_fails_is_a_row_and_others_go_on(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    run = load("run")
+RANK = """
+import json, subprocess, sys, time
+sys.path.insert(0, sys.argv[3])
+from pathlib import Path
+from telling import Told
+told = Told(Path(sys.argv[2]))
+for job in json.loads(sys.argv[1]):
+    told.tell([{"figure": job["part"] + " begins", "value": 1}])
+    if job["part"] == "bad":
+        sys.exit(3)
+    if job["part"] == "hangs":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        told.tell([{"figure": "child", "value": child.pid}])
+        time.sleep(600)
+    told.tell([{"figure": job["part"], "value": 2}])
+    told.job_done()
+"""
 
-    class Ranks:
-        """Job 0 is done, job 1 fails; whoever starts anew with job 2 does it."""
 
-        def __init__(self, _gpus: int, work: dict[str, Any], _folder: Path) -> None:
-            names = [job["part"] for job in work["jobs"]]
-            self.failed = [1] if "bad" in names else []
-            self.running = bool(self.failed)
-            self._done = [[{"figure": name, "value": 1}] for name in names[: names.index("bad")]] if self.failed else [
-                [{"figure": name, "value": 1}] for name in names
-            ]  # fmt: skip
+def test_a_job_that_fails_or_hangs_is_a_row_and_others_go_on(load: Any, tmp_path: Path) -> None:
+    """What it told before stays, and nothing that it started does."""
+    carrying, telling = load("carrying"), load("telling")
+    starts: list[list[str]] = []
 
-        def told(self) -> list[list[dict[str, Any]]]:
-            return self._done
+    def start(todo: list[dict[str, Any]], folder: Path) -> Any:
+        starts.append([job["part"] for job in todo])
+        command = [sys.executable, "-c", RANK, json.dumps(todo), str(folder / "rows"), str(FOLDER)]
+        return carrying.Processes([command], telling.Told(folder / "rows"))
 
-        def end(self) -> None:
-            pass
+    todo = [{"part": part, "plan": "tp2"} for part in ("good", "bad", "hangs", "last")]
+    limits = {"hangs": 1.0}
+    told = carrying.carry_out(start, todo, lambda job: limits.get(job["part"], 60.0), time.monotonic() + 60)
+    rows = [row for some in told for row in some]
+    found = {row["figure"]: row["value"] for row in rows}
+    child = found.pop("child")
+    assert found == {
+        "good begins": 1,
+        "good": 2,
+        "bad begins": 1,
+        "bad, tp2: ended with [3]": None,
+        "hangs begins": 1,
+        "hangs, tp2: no end within 1 s": None,
+        "last begins": 1,
+        "last": 2,
+    }
+    assert starts == [["good", "bad", "hangs", "last"], ["hangs", "last"], ["last"]]
+    status = Path(f"/proc/{child}/status")
+    assert not status.exists() or "zombie" in status.read_text()
+    late = list(carrying.carry_out(start, todo[:1], lambda _: 60.0, time.monotonic()))
+    assert [row["met"] for row in late[0]] == [None]
 
-    monkeypatch.setattr(run, "Ranks", Ranks)
-    monkeypatch.setattr(run.time, "sleep", lambda _: None)
-    todo = [{"part": part, "plan": "tp2"} for part in ("good", "bad", "last")]
-    rows = [row for told in run.carry_out(2, {}, todo, 60.0, time.monotonic() + 60) for row in told]
-    assert [(row["figure"], row["value"]) for row in rows] == [
-        ("good", 1),
-        ("bad, tp2: ranks ended with [1]", None),
-        ("last", 1),
-    ]
-    results = tmp_path / "rows.json"
+
+def test_rows_of_a_part_replace_those_that_were(load: Any, tmp_path: Path) -> None:
+    run, results = load("run"), tmp_path / "rows.json"
     run.write(results, [{"figure": "serve 1", "value": 1}, {"figure": "lost, tp2", "value": 2}], {"gpu": "none"})
     run.write(results, [{"figure": "serve 2", "value": 3}], {"gpu": "none"})
     assert [row["figure"] for row in json.loads(results.read_text())["rows"]] == ["lost, tp2", "serve 2"]
+
+
+def test_a_dry_run_of_real_ranks_and_of_the_comparison() -> None:
+    command = [sys.executable, str(FOLDER / "run.py"), "--gpus", "2", "--dry", "--parts", "exchange", "vllm"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert run.returncode == 0, run.stderr
+    told = [line.split(":")[0] for line in run.stdout.splitlines()]
+    assert [line for line in told if line.startswith("exchange, dp2,ep2")] == [
+        "exchange, dp2,ep2, 4 tokens a rank, room for 4",
+        "exchange, dp2,ep2, 600 tokens a rank, counted",
+    ]
+    assert "vllm none, 16 layers" in told
+    alone = subprocess.run([*command[:2], "--gpus", "1"], capture_output=True, text=True, timeout=60, check=False)
+    assert alone.returncode == 2
+    assert "expected --parts hand-off" in alone.stderr
 
 
 def test_the_rate_lies_between_measured_batches(load: Any) -> None:
