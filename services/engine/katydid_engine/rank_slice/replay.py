@@ -201,11 +201,9 @@ class Replay:
         return self.answers
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Goes on with what was asked until ``done``; later turns do not come."""
+        """Goes on with what was asked until ``done``; later turns do not come. A step may still be under way then."""
         while not done():
             self._turn()
-        while self._under_way:
-            self._finish()
 
     def _turn(self) -> bool:
         plan = self._scheduler.schedule()
@@ -262,7 +260,9 @@ class Replay:
             self._scheduler.add(request)
 
     def abort(self) -> None:
-        """Ends what is open."""
+        """Ends what is open, and what is under way."""
+        while self._under_way:
+            self._finish()
         for handle in list(self._open):
             self._scheduler.abort(handle)
         self._open.clear()
