@@ -1,8 +1,9 @@
 """A cache service's memory as one rank sees it: mapped, and on a GPU registered with CUDA piece by piece.
 
-To register all of it takes seconds (0.05 s a GiB), and so does the way back; no step may wait for that. A thread does
-it, and a step that comes to a piece first registers that one itself. Without a GPU the thread has the kernel map the
-pages, which a step would wait for otherwise.
+To register all of it takes seconds (0.05 s a GiB, and ten times as long while its pages are still to be zeroed), and so
+does the way back; no step may wait for that. A thread does it, and has the kernel map the pages before: CUDA lets
+nobody else in while it registers. A step that comes to a piece first registers that one itself, and the thread stands
+back meanwhile.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ __all__ = ["MappedArena"]
 
 _POPULATE_WRITE = 23  # madvise, since Linux 5.14
 _PIECE_BYTES = 64 * 1024 * 1024
+_LOOK_S = 0.5
 
 
 class MappedArena:
@@ -42,6 +44,9 @@ class MappedArena:
         self._object_bytes = object_bytes
         self._registered: dict[int, Tensor] = {}
         self._lock = threading.Lock()
+        # Unset while a step has pieces to register: a lock alone would go back to the thread that gives it up.
+        self._no_step = threading.Event()
+        self._no_step.set()
         self._closed = False
         rows = (size - object_bytes) // ARENA_PAGE_BYTES + 1
         self.rows = self._flat.as_strided((rows, object_bytes), (ARENA_PAGE_BYTES, 1))
@@ -52,11 +57,15 @@ class MappedArena:
         """Have these rows ready for the device."""
         if self._device.type != "cuda":
             return
-        for row in rows:
-            first = row * ARENA_PAGE_BYTES
-            for piece in range(first // _PIECE_BYTES, (first + self._object_bytes - 1) // _PIECE_BYTES + 1):
-                if piece not in self._registered:
-                    self._register(piece)
+        missing = [piece for row in rows for piece in self._pieces_of(row) if piece not in self._registered]
+        if not missing:
+            return
+        self._no_step.clear()
+        try:
+            for piece in missing:
+                self._register(piece)
+        finally:
+            self._no_step.set()
 
     def close(self) -> None:
         """Forget the memory, in the end; nothing on the device may still use it."""
@@ -64,19 +73,25 @@ class MappedArena:
         if self._device.type == "cuda":
             threading.Thread(target=self._forget_all, name="forget-arena").start()
 
+    def _pieces_of(self, row: int) -> range:
+        first = row * ARENA_PAGE_BYTES
+        return range(first // _PIECE_BYTES, (first + self._object_bytes - 1) // _PIECE_BYTES + 1)
+
     def _prepare_all(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         madvise = ctypes.CDLL(None).madvise
         for piece in range(-(-self._flat.numel() // _PIECE_BYTES)):
+            memory = self._flat[piece * _PIECE_BYTES :][:_PIECE_BYTES]
+            refused = madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), _POPULATE_WRITE)
+            if refused and self._device.type != "cuda":
+                return
+            while not self._no_step.wait(_LOOK_S) and not (self._closed or _ending()):
+                pass
             if self._closed or _ending():
                 return
             if self._device.type == "cuda":
                 self._register(piece)
-                continue
-            memory = self._flat[piece * _PIECE_BYTES :][:_PIECE_BYTES]
-            if madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), _POPULATE_WRITE):
-                return
 
     def _forget_all(self) -> None:
         torch.cuda.set_device(self._device)
