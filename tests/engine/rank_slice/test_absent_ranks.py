@@ -69,6 +69,25 @@ def test_rows_for_other_ranks_come_back_for_this_ones_experts(counts: list[int] 
     assert group.all_to_all(back).wait() is back
 
 
+@pytest.mark.parametrize("capacity", [64, 128])
+def test_rows_that_are_all_alike_stand_for_others(capacity: int) -> None:
+    """A graph may be captured before any step, and reads them ever after: all experts are to be hit."""
+    group = AbsentRanks(1, 4)
+    group.messages = ExpertMessages(row_bytes=4 + 32, first_byte=4, top_k=8, slots=24)
+    nowhere, ids = 96, torch.full((4, capacity, 8), 96, dtype=torch.int32)
+    chosen = torch.tensor([3, 9, 30, 31, 50, 60, 70, 71], dtype=torch.int32)
+    for owner in range(3):
+        ids[owner] = torch.where(chosen // 24 == owner, chosen, nowhere)
+    rows = torch.zeros(4 * capacity, 36, dtype=torch.uint8)
+    rows[:, 4:] = ids.flatten(0, 1).view(torch.uint8)
+    arrived = group.all_to_all(rows).wait()[:, 4:].contiguous().view(torch.int32)
+    assert (arrived != nowhere).sum() == 8 * capacity
+    hits = torch.bincount(arrived[arrived != nowhere], minlength=48)[24:]
+    assert hits.min() > 0.5 * hits.float().mean()
+    apart = [len(set(row)) == len(row) for row in (row[row != nowhere].tolist() for row in arrived)]
+    assert all(apart), "no row has an expert twice"
+
+
 def test_peers_that_are_not_there() -> None:
     """Nobody is waited for; every row of a result has a scale, as if all ranks had sent theirs."""
     group = AbsentRanks(1, 4)

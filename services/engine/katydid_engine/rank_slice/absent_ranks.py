@@ -3,8 +3,9 @@
 What would be sent is counted. What would arrive is made once for each shape and lies in the same memory from then on,
 so that a step pays for computing alone and a captured graph reads addresses that stay.
 
-Two ranks send each other alike, so what this rank would send to rank r stands for what rank r would send to it. Rows
-on their way to experts carry their experts' ids, which are renumbered to the same places among this rank's experts.
+Two ranks send each other alike, so what this rank would send to rank r stands for what rank r would send to it. Rows on
+their way to experts carry their experts' ids, which are renumbered to the same places among this rank's experts. Rows
+that are all alike, as those are that a graph is captured with before any step, stand for rows that are not.
 """
 
 from __future__ import annotations
@@ -121,11 +122,9 @@ class AbsentRanks:
             owner = torch.repeat_interleave(
                 torch.arange(self.size, device=x.device), torch.tensor(each, device=x.device), output_size=len(x)
             ).unsqueeze(1)
-            moved = torch.where(
-                ids // messages.slots == owner,
-                ids % messages.slots + self.rank * messages.slots,
-                self.size * messages.slots,
-            )
+            here = ids // messages.slots == owner
+            places = _spread(ids % messages.slots, here, messages)
+            moved = torch.where(here, places + self.rank * messages.slots, self.size * messages.slots)
             made[:, messages.first_byte : messages.first_byte + 4 * messages.top_k] = moved.int().view(torch.uint8)
             self._arrived[key] = made
         return made[: len(x)]
@@ -153,6 +152,15 @@ class _Carried:
     def wait(self) -> Tensor:
         torch.cuda.current_stream().wait_event(self._over)
         return self._rows
+
+
+def _spread(places: Tensor, here: Tensor, messages: ExpertMessages) -> Tensor:
+    """Places as they are; shifted by their rows' numbers where many rows have no more of them than one would."""
+    chosen = torch.zeros(messages.slots + 1, dtype=torch.int32, device=places.device)
+    chosen[torch.where(here, places, messages.slots).flatten().long()] = 1
+    alike = (chosen[:-1].sum() <= messages.top_k) & (here.sum() > 4 * messages.top_k)
+    shift = torch.arange(len(places), dtype=places.dtype, device=places.device).unsqueeze(1)
+    return (places + shift * alike) % messages.slots
 
 
 def _ids(rows: Tensor, messages: ExpertMessages) -> Tensor:
