@@ -14,12 +14,14 @@ from katydid_engine.decode_steps import Captured, Pieces, Uncaptured
 from katydid_engine.forward_batch import ForwardBatch, TokenRun
 from katydid_engine.loader import load_model
 from katydid_engine.models.decoder_lm import DecoderLM
+from katydid_engine.parallel import ParallelPlan
 from katydid_engine.plan import Run, SampleRow, Start, StepPlan
 from katydid_engine.request import Sampling
 from katydid_engine.runner import Runner
 from katydid_engine.sparse_prefill import SparsePrefill
 from torch import Tensor
 
+from tests.engine.thread_group import ThreadGroup, on_ranks
 from tests.tiny_model import write_tiny_model
 
 CHUNK = 16
@@ -191,6 +193,32 @@ def test_a_prompt_alone_is_computed_by_the_same_passes(
     ends = itertools.accumulate(pieces)
     padded = [piece <= max((32, *alone)) and end >= 128 for piece, end in zip(pieces, ends, strict=True)]
     assert (none, passes) == (0, sum(padded) + (pieces[0] in (16, *alone)))
+
+
+def test_a_chunk_in_two_parts_is_the_one_of_the_op_by_op_pass(tmp_path: Path) -> None:
+    """On two ranks: two whole chunks and what is left, behind each other."""
+    folder, prompt = write_tiny_model(tmp_path / "tiny", "hy_v3"), [place * 3 % 250 for place in range(150)]
+
+    def work(group: ThreadGroup) -> list[tuple[Tensor, int]]:
+        found = []
+        for halved in ((), (64,)):
+            plan = ParallelPlan.parse("tp2,sp,ep2")
+            model = load_model(folder, plan=plan, collectives=group, micro_batches=2, halved_from=40)
+            runner, counting = Runner(model, 3, collectives=group), Counting()
+            steps = runner.use_chunk_steps(counting, rows=8, tokens=160, chunks=(16,), halved=halved)
+            steps.prepare([bucket for bucket in steps.buckets if bucket[1] in halved])
+            ids, pages = array("I", prompt), array("I", (2, 0, 1))
+            start = Start(0, Sampling(ignore_eos=True), len(prompt), ids)
+            for first in (0, 64, 128):
+                run = Run(0, first, ids[first : first + 64], 0, pages)
+                runner.run(StepPlan(1, starts=() if first else (start,), runs=(run,)))
+            written = [part.flatten() for part in (*runner.kv_cache.k_pages, *runner.kv_cache.v_pages)]
+            found.append((torch.cat(written), counting.passes))
+        return found
+
+    for (expected, none), (written, passes) in on_ranks(2, work):
+        assert (none, passes) == (0, 2)
+        torch.testing.assert_close(written, expected, atol=1e-5, rtol=0)
 
 
 def test_which_chunks_are_graphs(model: DecoderLM) -> None:

@@ -44,6 +44,7 @@ class ChunkSteps:
         depths: numbers of drafts that decodes verify.
         chunks: prompt tokens beside them.
         alone: larger numbers of prompt tokens, with no decodes beside them.
+        halved: larger ones that the model computes in two parts; such a chunk is neither padded nor sparse.
         sparse: whether they are of prompts that are computed sparsely, instead of such that are not; only of a model
             that does so.
     """
@@ -59,6 +60,7 @@ class ChunkSteps:
         depths: Iterable[int] = (0,),
         chunks: Sequence[int] = CHUNKS,
         alone: Sequence[int] = (),
+        halved: Sequence[int] = (),
         sparse: bool = False,
     ) -> None:
         self._model = model
@@ -66,11 +68,12 @@ class ChunkSteps:
         self._pieces = pieces
         widths = [1 + depth for depth in depths]
         self._widths = sorted({min(widths), max(widths)})
-        self._chunks, self._alone = (
-            sorted(chunk for chunk in sizes if chunk <= pages * PAGE_SIZE) for sizes in (chunks, alone)
+        self._chunks, self._alone, self._halved = (
+            sorted(chunk for chunk in sizes if chunk <= pages * PAGE_SIZE) for sizes in (chunks, alone, halved)
         )
         self._rows = _row_buckets(rows)
-        tokens = max(self._rows[-1] * self._widths[-1] + max(self._chunks, default=0), max(self._alone, default=0))
+        beside = self._rows[-1] * self._widths[-1] + max(self._chunks, default=0)
+        tokens = max((beside, *self._alone, *self._halved))
         device = model.device
         self._token_ids, self._positions, self._slots = torch.zeros(3, tokens, dtype=torch.int32, device=device)
         self._context_lens = torch.zeros(self._rows[-1] + 1, dtype=torch.int32, device=device)
@@ -94,7 +97,7 @@ class ChunkSteps:
         """With their chunks, the largest first: what it needs of memory is enough for the others."""
         sizes = itertools.product(reversed(self._chunks), reversed(self._widths), reversed(self._rows))
         beside = [(Bucket(rows, width, 0), chunk) for chunk, width, rows in sizes]
-        return [*((self._no_decodes, chunk) for chunk in reversed(self._alone)), *beside]
+        return [*((self._no_decodes, chunk) for chunk in reversed([*self._alone, *self._halved])), *beside]
 
     @property
     def _no_decodes(self) -> Bucket:
@@ -124,6 +127,8 @@ class ChunkSteps:
         new, decodes = batch.num_tokens - batch.num_decode_tokens, batch.num_decodes
         if decodes != batch.num_seqs - 1 or batch.block_table.shape[1] > self._table.shape[1]:
             return None
+        if not decodes and new in self._halved:
+            return self._no_decodes, new
         sizes = self._chunks if decodes else [*self._chunks, *self._alone]
         chunk = next((chunk for chunk in sizes if new <= chunk), None)
         width = next((width for width in self._widths if width >= batch.decode_q_len), None)
@@ -162,7 +167,7 @@ class ChunkSteps:
         return torch.cat((of_rows.reshape(own, -1), hidden[begin:]))
 
     def _plan(self, chunk: int, new: int, end: int, prompt: int | None) -> None:
-        for fixed in self._plans[chunk]:
+        for fixed in self._plans.get(chunk, ()):
             if fixed is not None:
                 fixed.fill(new, end, prompt)
 
@@ -191,7 +196,8 @@ class ChunkSteps:
             decode_q_len=bucket.width,
             max_q_len=max(chunk, bucket.width),
             max_context_len=self._table.shape[1] * PAGE_SIZE,
-            fixed=self._plans[chunk],
+            fixed=self._plans.get(chunk),
+            q_lens=(chunk,) if chunk in self._halved else (),
         )
         self._hidden[:tokens].copy_(self._model.forward(batch, self._kv_cache))
 

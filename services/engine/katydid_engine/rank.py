@@ -167,6 +167,7 @@ def _warm_up(config: WorkerConfig, model: DecoderLM, drafts: DraftDepth | None) 
         chunks=not model.dispatched,
         sparse=config.sparse_prefill is not None,
         alone=config.plan.sp,
+        halved=model.halves_in_graphs,
     )
 
 

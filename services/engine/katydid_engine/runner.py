@@ -22,7 +22,7 @@ from torch import Tensor
 
 from katydid_engine.attention_plan import MAX_Q_LEN
 from katydid_engine.batch_builder import BatchBuilder, BuiltBatch
-from katydid_engine.chunk_steps import CHUNKS, ChunkSteps
+from katydid_engine.chunk_steps import ChunkSteps
 from katydid_engine.collectives import Collectives
 from katydid_engine.compiled_grammars import CompiledGrammars
 from katydid_engine.decode_buffers import Bucket
@@ -151,16 +151,14 @@ class Runner:
         rows: int,
         tokens: int,
         depths: Iterable[int] = (0,),
-        chunks: Sequence[int] = CHUNKS,
-        alone: Sequence[int] = (),
         sparse: bool = False,
+        **sizes: Sequence[int],
     ) -> ChunkSteps:
-        """From now on passes of decodes with a chunk of such a size beside them, of a ``sparse`` prompt or of another,
-        and such of a chunk ``alone``, run over tensors that never move; the rest is as of ``use_decode_steps``."""
+        """From now on passes of decodes with a chunk beside them, of a ``sparse`` prompt or of another, and larger ones
+        without decodes, of ``sizes`` as `ChunkSteps` names them, run over tensors that never move; the rest is as of
+        ``use_decode_steps``."""
         model, cache, pages = self._model, self._kv_cache, pages_for(tokens + MAX_Q_LEN)
-        steps = ChunkSteps(
-            model, cache, pieces, rows=rows, pages=pages, depths=depths, chunks=chunks, alone=alone, sparse=sparse
-        )
+        steps = ChunkSteps(model, cache, pieces, rows=rows, pages=pages, depths=depths, sparse=sparse, **sizes)
         if sparse:
             self._sparse_chunk_steps = steps
         else:

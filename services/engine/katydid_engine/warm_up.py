@@ -34,6 +34,7 @@ class WarmUp:
         chunks: whether chunks of prompts beside them do.
         sparse: whether there are prompts that are computed sparsely.
         alone: whether larger chunks, without decodes, do: a host takes longer to launch them than a GPU to compute.
+        halved: whether the largest is computed in two parts, and does.
     """
 
     batch_tokens: int
@@ -44,6 +45,7 @@ class WarmUp:
     chunks: bool = True
     sparse: bool = False
     alone: bool = False
+    halved: bool = False
 
     @property
     def chunk_sizes(self) -> dict[bool, Sequence[int]]:
@@ -57,6 +59,12 @@ class WarmUp:
         """Of larger chunks without decodes that become graphs; of prompts that are not sparse."""
         wanted = self.capture and self.chunks and self.alone
         return [size for size in ALONE_CHUNKS if size <= self.batch_tokens] if wanted else []
+
+    @property
+    def halved_sizes(self) -> Sequence[int]:
+        """Of chunks in two parts that become graphs."""
+        wanted = self.capture and self.chunks and self.halved and self.batch_tokens > ALONE_CHUNKS[-1]
+        return [self.batch_tokens] if wanted else []
 
     def run(self, runner: Runner) -> None:
         """So that no request pays for first use, nor finds too little memory."""
@@ -101,6 +109,7 @@ class WarmUp:
 
     def _chunk_steps(self, runner: Runner, pieces: Captured) -> list[ChunkSteps]:
         rows, tokens, depths = self.sequences, self.tokens, self.depths
+        dense = {"alone": self.alone_sizes, "halved": self.halved_sizes}
         return [
             runner.use_chunk_steps(
                 pieces,
@@ -108,8 +117,8 @@ class WarmUp:
                 tokens=tokens,
                 depths=depths,
                 chunks=chunks,
-                alone=() if sparse else self.alone_sizes,
                 sparse=sparse,
+                **({} if sparse else dense),
             )
             for sparse, chunks in self.chunk_sizes.items()
         ]

@@ -86,6 +86,11 @@ class DecoderLM:
             self._norm = RmsNorm(weights.scope("model.norm"), config.hidden_size, config.rms_norm_eps)
 
     @property
+    def halves_in_graphs(self) -> bool:
+        """Whether long passes are computed in two parts, and a graph can hold what is sent between them."""
+        return any(isinstance(way, CopiedPartExchange) for way in self._part_exchanges)
+
+    @property
     def has_head(self) -> bool:
         """Whether ``logits`` can be asked here: only of a pipeline's first stage."""
         return self._stage.first
