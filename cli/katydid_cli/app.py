@@ -298,9 +298,7 @@ def simulate(
 
     speeds = EngineSpeeds(prefill_speed, step_ms / 1e3, step_ms_per_request / 1e3, budget_tokens, cache_tokens)
     policies = tuple(policy or POLICIES)
-    raise typer.Exit(
-        run(SimulateOptions(trace, requests, rate, rate_scale, engines, speeds, policies, ttft_slo_s, seed, output))
-    )
+    run(SimulateOptions(trace, requests, rate, rate_scale, engines, speeds, policies, ttft_slo_s, seed, output))
 
 
 @models_app.callback(invoke_without_command=True)

@@ -13,7 +13,8 @@ from katydid_cli.simulation.command import SimulateOptions, simulate
 from katydid_cli.simulation.engine_model import EngineModel, EngineSpeeds, Job, PrefixCache
 from katydid_cli.simulation.policies import POLICIES
 from katydid_cli.simulation.replay import replay
-from katydid_cli.simulation.trace import Arrival, TraceError, agent_traffic, read_trace
+from katydid_cli.simulation.trace import Arrival, agent_traffic, read_trace
+from katydid_runtime.errors import SettingsError
 
 SPEEDS = EngineSpeeds(prefill_tokens_per_s=1000, step_s=0.01, step_per_request_s=0.001, budget_tokens=128)
 
@@ -85,15 +86,25 @@ def test_a_trace_in_larger_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["{", '{"timestamp": 1}', '{"timestamp": 0, "input_length": 0, "output_length": 1, "hash_ids": [1]}']
+    ("content", "said"),
+    [
+        (b"{\n", "trace.jsonl:1 is no trace entry"),
+        (b'{"timestamp": 1}\n', "trace.jsonl:1 is no trace entry"),
+        (
+            b'{"timestamp": 0, "input_length": 0, "output_length": 1, "hash_ids": [1]}\n',
+            "trace.jsonl:1: input_length is 0",
+        ),
+        (b"", "trace.jsonl holds no trace entries"),
+        (b"\xff\xfe", "cannot read trace .*trace.jsonl: it is no text"),
+        (None, "cannot read trace .*trace.jsonl: No such file"),
+    ],
 )
-def test_a_bad_trace_names_its_line(tmp_path: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_trace_is_refused_with_its_line(tmp_path: Path, content: bytes | None, said: str) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text(line + "\n")
-    with pytest.raises(TraceError, match="line 1"):
-        read_trace(path)
-    assert simulate(SimulateOptions(path, 0, 1, 1, 2, SPEEDS, ("katydid",), 4, 0, None)) == 2
-    assert "line 1" in capsys.readouterr().err
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SettingsError, match=said):
+        simulate(SimulateOptions(path, 0, 1, 1, 2, SPEEDS, ("katydid",), 4, 0, None))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -127,8 +138,8 @@ def test_agents_gain_most_from_the_router() -> None:
 def test_the_table_and_its_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "out.json"
     options = SimulateOptions(None, 60, 2, 1, 2, EngineSpeeds(60_000), ("katydid", "oracle"), 4, 0, output)
-    assert simulate(options) == 0
+    simulate(options)
     assert [row["policy"] for row in json.loads(output.read_text())] == ["katydid", "oracle"]
     assert "katydid" in capsys.readouterr().out
-    assert simulate(SimulateOptions(None, 60, 2, 1, 2, SPEEDS, ("best",), 4, 0, None)) == 2
-    assert "allowed: katydid" in capsys.readouterr().err
+    with pytest.raises(SettingsError, match="there is no policy 'best'"):
+        simulate(SimulateOptions(None, 60, 2, 1, 2, SPEEDS, ("best",), 4, 0, None))

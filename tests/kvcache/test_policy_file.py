@@ -75,7 +75,7 @@ def test_everything_may_be_left_out(text: str) -> None:
             "5",
             "10 bytes together",
         ),
-        ("- a\n", 1, "the file", "", "a mapping"),
+        ("- a\n", 1, "the file", "a list", "a mapping"),
         ("tiers: {memory: [\n", 2, "policy_file", "p.yaml", "YAML"),
     ],
 )  # fmt: skip

@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import typer
+from katydid_runtime.errors import SettingsError
 
 from katydid_cli.more_than_zero import check_more_than_0
 from katydid_cli.simulation.engine_model import EngineSpeeds
 from katydid_cli.simulation.policies import POLICIES
 from katydid_cli.simulation.replay import Outcome, replay
-from katydid_cli.simulation.trace import Arrival, TraceError, agent_traffic, read_trace
+from katydid_cli.simulation.trace import Arrival, agent_traffic, read_trace
 from katydid_cli.writable import check_writable_file
 
 __all__ = ["SimulateOptions", "simulate"]
@@ -35,26 +36,20 @@ class SimulateOptions:
     output: Path | None
 
 
-def simulate(options: SimulateOptions) -> int:
-    """Prints a row a policy; returns the exit code.
+def simulate(options: SimulateOptions) -> None:
+    """Prints a row a policy.
 
-    Raises SettingsError for numbers that nothing can be replayed with, and for an output that cannot be written.
+    Raises SettingsError for a policy that does not exist, a trace that cannot be read, numbers that nothing can be
+    replayed with, and an output that cannot be written.
     """
-    unknown = [policy for policy in options.policies if policy not in POLICIES]
-    if unknown:
-        typer.echo(f"katydid: there is no policy {unknown[0]!r}; allowed: {', '.join(POLICIES)}", err=True)
-        return 2
+    unknown = next((policy for policy in options.policies if policy not in POLICIES), None)
+    if unknown is not None:
+        allowed = ", ".join(POLICIES)
+        raise SettingsError(f"there is no policy {unknown!r}", field="policy", value=unknown, allowed=allowed)
     _check_numbers(options)
     if options.output is not None:
         check_writable_file("--output", options.output)
-    try:
-        arrivals = _arrivals(options)
-    except (OSError, TraceError) as error:
-        typer.echo(f"katydid: {error}", err=True)
-        return 2
-    if not arrivals:
-        typer.echo(f"katydid: {options.trace} holds no request", err=True)
-        return 2
+    arrivals = _arrivals(options)
     tokens = sum(arrival.prompt_tokens for arrival in arrivals)
     length_s = max(arrivals[-1].at - arrivals[0].at, 1e-9)
     typer.echo(
@@ -71,7 +66,6 @@ def simulate(options: SimulateOptions) -> int:
         typer.echo(_row(outcome))
     if options.output is not None:
         options.output.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
-    return 0
 
 
 def _check_numbers(options: SimulateOptions) -> None:

@@ -9,18 +9,16 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 
 from katydid_runtime.block_hash import BLOCK_TOKENS
+from katydid_runtime.errors import SettingsError
 
-__all__ = ["Agents", "Arrival", "TraceError", "agent_traffic", "read_trace"]
-
-
-class TraceError(ValueError):
-    """A trace that can't be read; says which line."""
+__all__ = ["Agents", "Arrival", "agent_traffic", "read_trace"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,26 +33,35 @@ class Arrival:
 
 
 def read_trace(path: Path, *, rate_scale: float = 1.0, limit: int | None = None) -> list[Arrival]:
-    """Arrivals of a JSONL trace, `rate_scale` times as fast. Raises TraceError naming the line at fault."""
-    arrivals: list[Arrival] = []
-    blocks: dict[int, tuple[bytes, ...]] = {}
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if limit is not None and len(arrivals) >= limit:
-                break
-            try:
-                record = json.loads(line)
-                tokens, ids = int(record["input_length"]), [int(id) for id in record["hash_ids"]]
-                at, output = float(record["timestamp"]) / 1e3, max(1, int(record["output_length"]))
-            except (ValueError, KeyError, TypeError) as error:
-                raise TraceError(f"{path} line {number}: {type(error).__name__}: {error}") from error
-            if tokens < 1 or not ids:
-                raise TraceError(f"{path} line {number}: input_length is {tokens}, hash_ids has {len(ids)} ids")
-            # A trace's blocks are larger than ours, by a factor that is the same for all of them.
-            share = max(1, round(2 ** round(math.log2(tokens / len(ids) / BLOCK_TOKENS))))
-            chain = [part for id in ids for part in _parts(id, share, blocks)]
-            arrivals.append(Arrival(at / rate_scale, tuple(chain[: tokens // BLOCK_TOKENS]), tokens, output))
+    """Arrivals of a JSONL trace, `rate_scale` times as fast. Raises SettingsError naming file and line."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            arrivals = list(islice(_arrivals(lines, path, rate_scale), limit))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise SettingsError(f"cannot read trace {path}: {reason}", field="trace", value=str(path)) from error
+    if not arrivals:
+        raise SettingsError(f"{path} holds no trace entries", field="trace", value=str(path))
     return sorted(arrivals, key=lambda arrival: arrival.at)
+
+
+def _arrivals(lines: Iterable[str], path: Path, rate_scale: float) -> Iterator[Arrival]:
+    blocks: dict[int, tuple[bytes, ...]] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            tokens, ids = int(record["input_length"]), [int(id) for id in record["hash_ids"]]
+            at, output = float(record["timestamp"]) / 1e3, max(1, int(record["output_length"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise SettingsError(f"{path}:{number} is no trace entry: {error}", field="trace", value=line) from None
+        if tokens < 1 or not ids:
+            raise SettingsError(
+                f"{path}:{number}: input_length is {tokens}, hash_ids has {len(ids)} ids", field="trace", value=line
+            )
+        # A trace's blocks are larger than ours, by a factor that is the same for all of them.
+        share = max(1, round(2 ** round(math.log2(tokens / len(ids) / BLOCK_TOKENS))))
+        chain = [part for id in ids for part in _parts(id, share, blocks)]
+        yield Arrival(at / rate_scale, tuple(chain[: tokens // BLOCK_TOKENS]), tokens, output)
 
 
 def agent_traffic(

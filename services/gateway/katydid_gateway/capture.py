@@ -28,7 +28,7 @@ class Capture:
         try:
             self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - open until `close`
         except OSError as error:
-            raise SettingsError(f"cannot write {path}: {error}", field="capture_file", value=path) from error
+            raise SettingsError(f"cannot write {path}: {error.strerror}", field="capture_file", value=path) from error
         self._secret = secrets.token_bytes(16)
         self._most = most_bytes
         self._size = self._file.tell()

@@ -52,7 +52,7 @@ def read_pool(path: Path) -> Pool:
     try:
         told = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise SettingsError(f"cannot read {path}: {error}", field="pool", value=str(path)) from error
+        raise SettingsError(f"cannot read {path}: {error.strerror}", field="pool", value=str(path)) from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise SettingsError(f"{path} is no YAML: {error}", field="pool", value=str(path)) from error
     if not isinstance(told, Mapping):

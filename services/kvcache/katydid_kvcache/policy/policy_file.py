@@ -82,8 +82,9 @@ def read_policy(path: Path) -> CachePolicy:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise SettingsError(
-            f"policy_file {path} can't be read: {error}", field="policy_file", value=str(path)
+            f"policy_file {path} can't be read: {reason}", field="policy_file", value=str(path)
         ) from None
     return parse_policy(text, str(path))
 
@@ -234,7 +235,8 @@ class _Reader:
     def _entries(self, node: yaml.Node, path: str) -> list[tuple[str, yaml.Node]]:
         """Keys and values of a mapping, no key twice."""
         if not isinstance(node, yaml.MappingNode):
-            raise self._refusal(node, path or "the file", getattr(node, "value", ""), "a mapping")
+            value = node.value if isinstance(node, yaml.ScalarNode) else "a list"
+            raise self._refusal(node, path or "the file", value, "a mapping")
         entries: list[tuple[str, yaml.Node]] = []
         for key_node, value in node.value:
             key = self._scalar(key_node, path, "a name")
