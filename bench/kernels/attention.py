@@ -17,6 +17,7 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -93,7 +94,7 @@ class Setup:
         return Prefill(self.pools[name], new, prefix, int(name.split()[1].split("/")[0]))
 
 
-def run_decode(args: tuple[Tensor, ...], scale: dict[str, Tensor]) -> Tensor:
+def run_decode(args: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], scale: dict[str, Any]) -> Tensor:
     """The output of one call, launched as the timed ones are."""
     q, k_pages, lens = args[0], args[1], args[4]
     plan = decode_plan(lens, k_pages.shape[1], ctas=decode_ctas(q.device), q_len=q.shape[1], block_table=args[3])
@@ -118,9 +119,10 @@ def correctness(setup: Setup, report: Report) -> None:
             compare(f"decode {name} q_len {q_len}", run_decode(args, scale), exact, limit)
         q, scale = Prefill(pool, 300, 0, 8 * pool.kv_heads).query()
         cu = torch.tensor([0, 200, 300], dtype=torch.int32, device="cuda")
-        args = (q, pool.k, pool.v, pool.tables([300, 1000])[0], torch.tensor([300, 1000], dtype=torch.int32).cuda(), cu)
-        exact, _ = prefill_attention_reference(*args, dtype=torch.float64, **scale)
-        compare(f"prefill {name}", prefill_attention(*args, **scale)[0], exact, limit)
+        lens = torch.tensor([300, 1000], dtype=torch.int32).cuda()
+        ragged = (q, pool.k, pool.v, pool.tables([300, 1000])[0], lens, cu)
+        exact, _ = prefill_attention_reference(*ragged, dtype=torch.float64, **scale)
+        compare(f"prefill {name}", prefill_attention(*ragged, **scale)[0], exact, limit)
     errors = []
     for length in (4096, 262144):
         case = setup.decode("fp8 8/1", [length])
@@ -210,9 +212,9 @@ DECODE_CASES = [
 def against_peers(setup: Setup, report: Report) -> None:
     others = peers()
     for name, new in PREFILL_CASES:
-        case = setup.prefill(name, new, 0)
-        runs = {peer.name: functools.partial(peer.prefill, case) for peer in others}
-        rates = {peer: case.tflops(us) for peer, us in in_turn({"ours": case.time, **runs}).items()}
+        prompt = setup.prefill(name, new, 0)
+        runs = {peer.name: functools.partial(peer.prefill, prompt) for peer in others}
+        rates = {peer: prompt.tflops(us) for peer, us in in_turn({"ours": prompt.time, **runs}).items()}
         add_peers(report, "prefill against peers", f"{name} {new}", rates, "TFLOP/s", max)
     faster = []
     for pool, batch, q_len in DECODE_CASES:
@@ -242,7 +244,7 @@ def add_peers(
         return []
     name = best(figures, key=figures.__getitem__)
     ratio = ours / figures[name] if unit == "TFLOP/s" else figures[name] / ours
-    more = {f"{peer} {unit}": round(value, 2) for peer, value in figures.items()}
+    more: dict[str, Any] = {f"{peer} {unit}": round(value, 2) for peer, value in figures.items()}
     more |= {f"ours {unit}": round(ours, 2), "peer": name, "peer_value": round(figures[name], 2)}
     report.add(what, case, ratio, "x", 1.0, **more)
     return [ratio]

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from katydid_kernels.decode_attention import DecodeScratch, decode_attention, decode_ctas
@@ -52,7 +54,7 @@ def log_normal_batches(count: int, rows: int = 16, mean: float = 68_000, sigma: 
     return batches
 
 
-def dequantisation(q: Tensor) -> dict[str, Tensor]:
+def dequantisation(q: Tensor) -> dict[str, Any]:
     """The scales that e4m3 queries and pages come with; none for wider ones."""
     if q.dtype != FP8:
         return {}
@@ -112,7 +114,7 @@ class Decode:
     heads: int
     q_len: int = 1
 
-    def query(self) -> tuple[Tensor, dict[str, Tensor]]:
+    def query(self) -> tuple[Tensor, dict[str, Any]]:
         shape = (len(self.lens), self.q_len, self.heads)
         q = torch.randn(*shape, self.pool.k.shape[3], device="cuda", dtype=BF16).to(self.pool.k.dtype)
         return q, dequantisation(q)
@@ -127,13 +129,11 @@ class Decode:
         else:
             plans = [decode_plan_static(lens, kv_heads, splits, q_len=self.q_len)] * len(tables)
         scratch = DecodeScratch.allocate(len(plans[0]), self.q_len, self.heads // kv_heads, q.shape[3], q.device)
-        fixed = {"scratch": scratch, "overlap": overlap, **scale}
+        fixed: dict[str, Any] = {"scratch": scratch, "overlap": overlap, **scale}
         fixed["out"] = torch.empty_like(q, dtype=BF16)
         fixed["lse"] = torch.empty(q.shape[:3], device="cuda")
         return [
-            lambda table=table, plan=plan: decode_attention(
-                q, self.pool.k, self.pool.v, table, lens, plan=plan, **fixed
-            )
+            partial(decode_attention, q, self.pool.k, self.pool.v, table, lens, plan=plan, **fixed)
             for table, plan in zip(tables, plans, strict=True)
         ]
 
@@ -154,7 +154,7 @@ class Prefill:
     prefix: int
     heads: int
 
-    def query(self) -> tuple[Tensor, dict[str, Tensor]]:
+    def query(self) -> tuple[Tensor, dict[str, Any]]:
         shape = (self.new, self.heads)
         q = torch.randn(*shape, self.pool.k.shape[3], device="cuda", dtype=BF16).to(self.pool.k.dtype)
         return q, dequantisation(q)
@@ -163,11 +163,11 @@ class Prefill:
         q, scale = self.query()
         lens = torch.tensor([self.new + self.prefix], dtype=torch.int32, device="cuda")
         cu = torch.tensor([0, self.new], dtype=torch.int32, device="cuda")
-        fixed = {"plan": prefill_plan(lens, cu, self.new), **scale}
+        fixed: dict[str, Any] = {"plan": prefill_plan(lens, cu, self.new), **scale}
         fixed["out"] = torch.empty_like(q, dtype=BF16)
         fixed["lse"] = torch.empty(q.shape[:2], device="cuda")
         return [
-            lambda table=table: prefill_attention(q, self.pool.k, self.pool.v, table, lens, cu, **fixed)
+            partial(prefill_attention, q, self.pool.k, self.pool.v, table, lens, cu, **fixed)
             for table in self.pool.tables([self.new + self.prefix])[:2]
         ]
 
@@ -179,14 +179,16 @@ class Prefill:
         return 4 * self.pool.k.shape[3] * self.heads * pairs / microseconds * 1e-6
 
 
-def time_graph(calls: list[Callable[[], object]], replays: int = 20, warm_s: float = 0.04, at_least: int = 16) -> float:
+def time_graph(
+    calls: Sequence[Callable[[], object]], replays: int = 20, warm_s: float = 0.04, at_least: int = 16
+) -> float:
     """Microseconds a call: a graph of all calls, median of `replays` replays once the clocks are up (`warm_s`).
 
     The graph's own launch, some 8 us, is divided by its calls: they are repeated until there are `at_least` so many.
     """
-    calls = calls * -(-at_least // len(calls))
+    calls = [*calls] * -(-at_least // len(calls))
     torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         calls[0]()
     torch.cuda.synchronize()
@@ -200,10 +202,10 @@ def time_graph(calls: list[Callable[[], object]], replays: int = 20, warm_s: flo
         torch.cuda.synchronize()
     times = []
     for _ in range(replays):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         graph.replay()
         end.record()
         torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / len(calls))
+        times.append(float(begin.elapsed_time(end)) * 1e3 / len(calls))
     return sorted(times)[replays // 2]

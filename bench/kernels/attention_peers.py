@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -87,11 +88,12 @@ class Fa3:
             num_splits=splits,
         )
         out = torch.empty_like(q, dtype=BF16)
-        fixed = {"max_seqlen_q": case.q_len, "cu_seqlens_q": cu, "max_seqlen_k": max(case.lens), "seqused_k": used}
+        fixed: dict[str, Any] = {"max_seqlen_q": case.q_len, "cu_seqlens_q": cu, "seqused_k": used}
+        fixed |= {"max_seqlen_k": max(case.lens)}
         fixed |= {"causal": True, "out": out, "scheduler_metadata": metadata, "num_splits": splits, "fa_version": 3}
         fixed |= self._scales(q.dtype, rows, kv_heads)
         return [
-            lambda table=table: self.api.flash_attn_varlen_func(q, pages.k, pages.v, block_table=table, **fixed)
+            partial(self.api.flash_attn_varlen_func, q, pages.k, pages.v, block_table=table, **fixed)
             for table in pages.pool.tables(case.lens)
         ]
 
@@ -106,9 +108,10 @@ class Fa3:
 
     def prefill(self, case: Prefill) -> float:
         cu = torch.tensor([0, case.new], dtype=torch.int32, device="cuda")
-        fixed = {"max_seqlen_q": case.new, "cu_seqlens_q": cu, "max_seqlen_k": case.new, "cu_seqlens_k": cu}
+        fixed: dict[str, Any] = {"max_seqlen_q": case.new, "max_seqlen_k": case.new}
+        fixed |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
         fixed |= {"causal": True, "fa_version": 3, **self._scales(case.pool.k.dtype, 1, case.pool.kv_heads)}
-        calls = [lambda qkv=qkv: self.api.flash_attn_varlen_func(*qkv, **fixed) for qkv in dense_inputs(case)]
+        calls = [partial(self.api.flash_attn_varlen_func, *qkv, **fixed) for qkv in dense_inputs(case)]
         return time_graph(calls, replays=PREFILL_REPLAYS, at_least=2)
 
 
@@ -145,7 +148,7 @@ class FlashInfer:
                 q_data_type=BF16,
                 kv_data_type=pages.k.dtype,
             )
-            calls.append(lambda wrapper=wrapper: wrapper.run(q, (pages.k, pages.v), out=out))
+            calls.append(partial(wrapper.run, q, (pages.k, pages.v), out=out))
         return time_graph(calls)
 
     def prefill(self, case: Prefill) -> float:
@@ -165,8 +168,7 @@ class FlashInfer:
                 o_data_type=BF16,
             )
             inputs = (q, k, v, *(torch.ones(x.shape[1], device="cuda") for x in (q, k, v) if q.dtype == FP8))
-            out = torch.empty_like(q, dtype=BF16)
-            calls.append(lambda wrapper=wrapper, inputs=inputs, out=out: wrapper.run(*inputs, out=out))
+            calls.append(partial(wrapper.run, *inputs, out=torch.empty_like(q, dtype=BF16)))
         return time_graph(calls, replays=PREFILL_REPLAYS, at_least=2)
 
 
@@ -184,10 +186,7 @@ class Cudnn:
         calls = []
         for qkv in dense_inputs(case):
             q, k, v = (x.transpose(0, 1)[None].contiguous() for x in qkv)
-            calls.append(
-                lambda q=q, k=k, v=v: torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, is_causal=True, enable_gqa=case.heads != case.pool.kv_heads
-                )
-            )
+            attend = torch.nn.functional.scaled_dot_product_attention
+            calls.append(partial(attend, q, k, v, is_causal=True, enable_gqa=case.heads != case.pool.kv_heads))
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return time_graph(calls, replays=PREFILL_REPLAYS, at_least=2)

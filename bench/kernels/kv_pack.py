@@ -53,7 +53,7 @@ def check(arena: Tensor, page_ids: Tensor, slot_ids: Tensor) -> bool:
     """Two ranks of four heads fill the objects; bytes come back and sums are the CPU's."""
     halves = [make_pages(KV_HEADS // 2) for _ in range(2)]
     sums = torch.zeros(BLOCKS, dtype=torch.int64, device="cuda")
-    back = [[torch.zeros_like(p) for p in side] for side in halves[1]]
+    new_k, new_v = ([torch.zeros_like(p) for p in side] for side in halves[1])
     for rank, pages in enumerate(halves):
         kv_pack(
             *pages, page_ids, arena, slot_ids,
@@ -61,13 +61,13 @@ def check(arena: Tensor, page_ids: Tensor, slot_ids: Tensor) -> bool:
         )  # fmt: skip
     arrived = torch.zeros_like(sums)
     first = torch.zeros_like(sums)
-    kv_unpack(*back, page_ids, arena, slot_ids, object_kv_heads=KV_HEADS, first_head=4, checksums=arrived)
+    kv_unpack(new_k, new_v, page_ids, arena, slot_ids, object_kv_heads=KV_HEADS, first_head=4, checksums=arrived)
     same = all(
         torch.equal(new[page_ids].view(torch.uint8), old[page_ids].view(torch.uint8))
-        for new_side, old_side in zip(back, halves[1], strict=True)
+        for new_side, old_side in zip((new_k, new_v), halves[1], strict=True)
         for new, old in zip(new_side, old_side, strict=True)
     )
-    kv_unpack(*back, page_ids, arena, slot_ids, object_kv_heads=KV_HEADS, first_head=0, checksums=first)
+    kv_unpack(new_k, new_v, page_ids, arena, slot_ids, object_kv_heads=KV_HEADS, first_head=0, checksums=first)
     expected = [linear_checksum(arena[slot].numpy().tobytes()) for slot in slot_ids[:3].tolist()]
     return (
         same
@@ -80,13 +80,13 @@ def gb_per_s(call: Callable[[], object], size: int, repeats: int = 5) -> float:
     times = []
     for _ in range(repeats + 1):
         # The device is busy until all is queued: the time is the move's, not the host's.
-        torch.cuda._sleep(1_000_000)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         call()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end))
+        times.append(float(start.elapsed_time(end)))
     return 1e-6 * size / statistics.median(times[1:])
 
 

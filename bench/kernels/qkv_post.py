@@ -90,12 +90,12 @@ class Case:
 
     def chain(self, layer: Layer) -> object:
         heads = layer.qkv.view(len(self.slots), -1, DIM)
-        qk, v = heads.split([self.q_heads + self.kv_heads, self.kv_heads], 1)
+        qk, v = heads[:, : self.q_heads + self.kv_heads], heads[:, self.q_heads + self.kv_heads :]
         qk = torch.nn.functional.rms_norm(qk, (DIM,), self.weight, EPS).float()
         cos, sin = self.table[self.positions.long()].unsqueeze(1).chunk(2, -1)
         first, second = qk.chunk(2, -1)
         qk = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-        q, k = qk.split([self.q_heads, self.kv_heads], 1)
+        q, k = qk[:, : self.q_heads], qk[:, self.q_heads :]
         scale = None
         if self.dtype == E4M3:
             scale = (q.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-12)
@@ -121,7 +121,7 @@ def same_pages(case: Case) -> bool:
     case.chain(layers[1])
     pairs = [(layers[0].k_pages, layers[1].k_pages), (layers[0].v_pages, layers[1].v_pages)]
     error = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in pairs)
-    return error < (2e-2 if case.dtype == E4M3 else 4e-3)
+    return bool(error < (2e-2 if case.dtype == E4M3 else 4e-3))
 
 
 def time_case(case: Case, compiled: Callable[[Layer], object] | None, flashinfer: dict[str, float]) -> list[Row]:

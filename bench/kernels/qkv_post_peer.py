@@ -23,9 +23,8 @@ from qkv_post import DIM, EPS, L2_BYTES, POSITIONS, PUBLIC, Case, Layer
 
 
 def chain(case: Case, layer: Layer, pages: tuple[torch.Tensor, ...], places: tuple[torch.Tensor, ...]) -> object:
-    q, k, v = (
-        layer.qkv.view(len(case.slots), -1, DIM).split([case.q_heads, case.kv_heads, case.kv_heads], 1)
-    )  # fmt: skip
+    heads, end = layer.qkv.view(len(case.slots), -1, DIM), case.q_heads + case.kv_heads
+    q, k, v = heads[:, : case.q_heads], heads[:, case.q_heads : end], heads[:, end:]
     indices, starts, rows, within = places
     return flashinfer.rope.rope_quantize_fp8_append_paged_kv_cache(
         flashinfer.rmsnorm(q, case.weight, EPS, enable_pdl=True),
@@ -39,9 +38,9 @@ def time_case(case: Case) -> float:
     tokens = len(case.slots)
     with preparing():
         count = -(-tokens // 64)
-        int32 = {"dtype": torch.int32, "device": "cuda"}
-        token = torch.arange(tokens, **int32)
-        places = (torch.randperm(count, device="cuda").int(), torch.tensor([0, count], **int32), token * 0, token)
+        token = torch.arange(tokens, dtype=torch.int32, device="cuda")
+        starts = torch.tensor([0, count], dtype=torch.int32, device="cuda")
+        places = (torch.randperm(count, device="cuda").int(), starts, token * 0, token)
         shape = (count, 64, case.kv_heads, DIM)
         sets = min(400, max(2, int(L2_BYTES / case.bytes_moved()) + 1))
         calls = []

@@ -13,7 +13,7 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +68,12 @@ class Chunk:
         return time_graph(self.dense.calls(), replays=7, at_least=self.calls())
 
     def time_select(self) -> float:
-        return time_graph([lambda table=table: self.select(table) for table in self.tables], replays=7, at_least=16)
+        return time_graph([partial(self.select, table) for table in self.tables], replays=7, at_least=16)
 
     def time_sparse(self) -> float:
         lists = [self.select(table) for table in self.tables]
         out = torch.empty_like(self.q, dtype=BF16)
-        calls: list[Callable[[], object]] = [
-            lambda table=table, blocks=blocks: self.attend(table, blocks, out)
-            for table, blocks in zip(self.tables, lists, strict=True)
-        ]
+        calls = [partial(self.attend, table, blocks, out) for table, blocks in zip(self.tables, lists, strict=True)]
         return time_graph(calls, replays=7, at_least=self.calls())
 
     def calls(self) -> int:
