@@ -11,13 +11,13 @@ def sizes(tokens: int = 4096, **options: bool) -> list[int]:
     return [*warm_up.alone_sizes, *warm_up.halved_sizes]
 
 
-def test_larger_chunks_alone_are_graphs_where_they_are_wanted_and_a_step_takes_as_many() -> None:
-    assert sizes() == sizes(alone=True, capture=False) == sizes(alone=True, chunks=False) == []
-    assert sizes(alone=True) == [3072, 4096]
+def test_larger_chunks_alone_are_graphs_where_a_step_takes_as_many() -> None:
+    assert sizes(capture=False) == sizes(chunks=False) == []
+    assert sizes() == [3072, 4096]
     assert max(CHUNKS) < min(ALONE_CHUNKS), "of what fits both, the one with decodes is smaller"
 
 
 def test_the_largest_is_one_where_it_is_computed_in_two_parts() -> None:
-    assert sizes(32_768, alone=True, halved=True) == [*ALONE_CHUNKS, 32_768]
-    assert sizes(8192, alone=True, halved=True) == [*ALONE_CHUNKS], "one part takes less"
+    assert sizes(32_768, halved=True) == [*ALONE_CHUNKS, 32_768]
+    assert sizes(8192, halved=True) == [*ALONE_CHUNKS], "one part takes less"
     assert sizes(32_768, halved=True, capture=False) == sizes(32_768, halved=True, chunks=False) == []

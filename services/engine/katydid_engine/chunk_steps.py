@@ -5,9 +5,9 @@ the host takes longer to launch a deep model than the GPU to compute them. Chunk
 padded to a bucket of rows, and their drafts to the fewest or the most that there are: captured for each number of
 drafts, a rank would be ready a minute later, and what is over costs little beside a chunk. A chunk of another size,
 such as a prompt's last, is the beginning of the next larger one; what is over behind it is computed and written
-nowhere, if the context has a whole block that it may attend to. Larger chunks are prepared without decodes: where ranks
-split the residual, the host needs longer for their launches than the GPU for their tokens. Chunks of prompts that are
-computed sparsely have passes of their own. What comes after a pass runs op by op.
+nowhere, if the context has a whole block that it may attend to. Larger chunks are prepared without decodes, and one
+that the model computes in two parts, which are twice as many launches. Chunks of prompts that are computed sparsely
+have passes of their own. What comes after a pass runs op by op.
 """
 
 from __future__ import annotations

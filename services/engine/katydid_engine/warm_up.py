@@ -31,9 +31,8 @@ class WarmUp:
         tokens: of a sequence.
         depths: numbers of drafts that steps verify and make; the largest is 0 without a draft layer.
         capture: whether decodes become CUDA graphs.
-        chunks: whether chunks of prompts beside them do.
+        chunks: whether chunks of prompts beside them do, and larger ones without decodes.
         sparse: whether there are prompts that are computed sparsely.
-        alone: whether larger chunks, without decodes, do: a host takes longer to launch them than a GPU to compute.
         halved: whether the largest is computed in two parts, and does.
     """
 
@@ -44,7 +43,6 @@ class WarmUp:
     capture: bool
     chunks: bool = True
     sparse: bool = False
-    alone: bool = False
     halved: bool = False
 
     @property
@@ -57,7 +55,7 @@ class WarmUp:
     @property
     def alone_sizes(self) -> Sequence[int]:
         """Of larger chunks without decodes that become graphs; of prompts that are not sparse."""
-        wanted = self.capture and self.chunks and self.alone
+        wanted = self.capture and self.chunks
         return [size for size in ALONE_CHUNKS if size <= self.batch_tokens] if wanted else []
 
     @property
