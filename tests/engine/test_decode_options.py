@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from katydid_engine.decode_options import plans_ahead
@@ -14,26 +13,24 @@ from tests.engine.test_worker_group import CONFIG
 
 
 @pytest.mark.parametrize(
-    ("device", "plan", "together", "asked", "ahead"),
+    ("device", "plan", "asked", "ahead"),
     [
-        ("cuda", "tp2", 1, "auto", True),
-        ("cuda", "tp2", 1, "off", False),
-        ("cpu", "tp2", 1, "auto", False),
-        ("cpu", "tp2", 1, "on", True),
-        ("cuda", "dp2,ep2", 2, "auto", False),
-        ("cuda", "dp2,ep2", 2, "on", True),
-        ("cpu", "dp2,ep2", 2, "auto", False),
-        ("cpu", "dp2,ep2", 2, "on", True),
-        ("cpu", "pp2", 1, "auto", False),
-        ("cuda", "pp2", 1, "auto", False),
-        ("cuda", "pp2", 1, "on", None),
+        ("cuda", "tp2", "auto", True),
+        ("cuda", "tp2", "off", False),
+        ("cpu", "tp2", "auto", False),
+        ("cpu", "tp2", "on", True),
+        ("cuda", "dp2,ep2", "auto", True),
+        ("cpu", "dp2,ep2", "auto", False),
+        ("cpu", "dp2,ep2", "on", True),
+        ("cpu", "pp2", "auto", False),
+        ("cuda", "pp2", "auto", False),
+        ("cuda", "pp2", "on", None),
     ],
 )
-def test_who_plans_ahead(device: str, plan: str, together: int, asked: str, ahead: bool | None) -> None:
+def test_who_plans_ahead(device: str, plan: str, asked: str, ahead: bool | None) -> None:
     config = replace(CONFIG, device=device, plan=ParallelPlan.parse(plan), async_scheduling=asked)
-    groups = SimpleNamespace(step=SimpleNamespace(size=together))
     if ahead is None:
         with pytest.raises(SettingsError, match="plan no step ahead"):
-            plans_ahead(config, groups)  # type: ignore[arg-type]
+            plans_ahead(config)
     else:
-        assert plans_ahead(config, groups) is ahead  # type: ignore[arg-type]
+        assert plans_ahead(config) is ahead

@@ -8,7 +8,6 @@ from katydid_runtime.errors import SettingsError
 from katydid_engine.draft_depth import MAX_DRAFTS, DraftDepth
 from katydid_engine.drafting import DraftModel
 from katydid_engine.models.decoder_lm import DecoderLM
-from katydid_engine.rank_groups import RankGroups
 from katydid_engine.worker_config import WorkerConfig
 
 __all__ = ["captures", "draft_depth", "plans_ahead"]
@@ -31,7 +30,7 @@ def draft_depth(config: WorkerConfig, model: DecoderLM) -> DraftDepth | None:
     return DraftDepth(int(config.mtp))
 
 
-def plans_ahead(config: WorkerConfig, groups: RankGroups) -> bool:
+def plans_ahead(config: WorkerConfig) -> bool:
     """Raises SettingsError where pipeline stages are to plan ahead."""
     can = config.plan.pp == 1
     if config.async_scheduling == "on" and not can:
@@ -39,7 +38,7 @@ def plans_ahead(config: WorkerConfig, groups: RankGroups) -> bool:
             "pipeline stages plan no step ahead", field="async_scheduling", value="on", allowed="auto or off"
         )
     if config.async_scheduling == "auto":
-        return can and config.device.startswith("cuda") and groups.step.size == 1
+        return can and config.device.startswith("cuda")
     return config.async_scheduling == "on"
 
 

@@ -296,10 +296,14 @@ async def _started(settings: EngineSettings, telemetry: Telemetry, metrics: Engi
             )
         )
         stack.callback(checks.close)
-        if settings.warm_grammars and _grammar_kinds(settings):
-            # Beside the load of the model, which takes longer.
+        warms = settings.warm_grammars and bool(_grammar_kinds(settings))
+        # Beside the load of the model where there are cores for both, else behind it.
+        beside = len(os.sched_getaffinity(0)) > 1 + settings.parallel_plan.world_size // settings.nodes
+        if warms and beside:
             stack.callback(asyncio.create_task(checks.warm()).cancel)
         workers = await asyncio.gather(*(start(rank) for rank in range(settings.dp_ranks)))
+        if warms and not beside:
+            stack.callback(asyncio.create_task(checks.warm()).cancel)
         for dp_rank, worker in enumerate(workers):
             metrics.note_start(dp_rank, worker.ready.start_s)
             seconds = {phase: round(took, 3) for phase, took in worker.ready.start_s.items()}

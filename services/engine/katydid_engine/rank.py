@@ -103,7 +103,7 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         model.use_sparse_prefill(SparsePrefill.parse(config.sparse_prefill))
     _meet(config, device)
     times.over("weights")
-    drafts, ahead = draft_depth(config, model), plans_ahead(config, groups)
+    drafts, ahead = draft_depth(config, model), plans_ahead(config)
     warm_up = _warm_up(config, model, drafts)
     num_pages = count_pages(
         model,
@@ -124,8 +124,9 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         check=None if peers is None else functools.partial(_check_peers, peers),
     )
     warm_up.run(runner)
-    times.over("warm-up")
+    gc.collect()
     gc.freeze()
+    times.over("warm-up")
     lockstep = None
     if groups.step.size > 1:
         lockstep = Lockstep(groups.step, model.take_part, _rebalancer(config, model, groups, channel))

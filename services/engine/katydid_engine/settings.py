@@ -93,7 +93,7 @@ class EngineSettings(DialingSettings):
         "auto", description="tokens drafted behind every sampled one; auto: what brings most, 0 without a draft layer"
     )
     async_scheduling: Literal["auto", "on", "off"] = Field(
-        "auto", description="plan a step while the one before runs; auto: on a GPU, unless ranks pass in lockstep"
+        "auto", description="plan a step while the one before runs; auto: on a GPU, but for pipeline stages"
     )
     cuda_graphs: Literal["on", "off"] = Field(
         "on", description="on a GPU, capture steps of decodes at the start; off: launch them op by op"
