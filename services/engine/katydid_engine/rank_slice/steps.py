@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from katydid_engine.chunk_steps import SPARSE_CHUNKS
+from katydid_engine.chunk_steps import ALONE_CHUNKS, SPARSE_CHUNKS
 from katydid_engine.decode_steps import Captured
 from katydid_engine.forward_batch import PAGE_SIZE
 from katydid_engine.plan import Run, SampleRow, Start, StepPlan
@@ -87,7 +87,7 @@ class SliceSteps:
         steps = self.runner.use_decode_steps(pieces, rows=rows, tokens=tokens, depths=depths, agreement=agreement)
         steps.prepare()
         if chunks:
-            self.runner.use_chunk_steps(pieces, rows=rows, tokens=tokens, depths=depths).prepare()
+            self.runner.use_chunk_steps(pieces, rows=rows, tokens=tokens, depths=depths, alone=ALONE_CHUNKS).prepare()
         if chunks and self.slice.model.sparse_prefill is not None:
             self.runner.use_chunk_steps(
                 pieces, rows=rows, tokens=tokens, depths=depths, chunks=SPARSE_CHUNKS, sparse=True
