@@ -227,6 +227,23 @@ def test_bad_recipes(tmp_path: Path, body: str, field: str) -> None:
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("body", "allowed"),
+    [
+        ("gpu: h200", "calibration, smooth, fp8, "),
+        ("gptq: {order: true}", "damping, act_order, "),
+        ("distill: {calibration: {steps: 2}}", "sources, sequences, tokens, seed"),
+        ("gptq: 7", "a mapping"),
+    ],
+)
+def test_a_field_that_is_none_is_told_which_there_are(tmp_path: Path, body: str, allowed: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(body)
+    with pytest.raises(SettingsError) as caught:
+        read_recipe(path)
+    assert str(caught.value.allowed).startswith(allowed)
+
+
 def test_recipe_files(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("")

@@ -125,6 +125,9 @@ class Recipe(_Strict):
     distill: Annotated[Distillation | None, BeforeValidator(_false_is_none)] = None
 
 
+_SECTIONS: dict[str, type[_Strict]] = {"calibration": Calibration, "gptq": Gptq, "distill": Distillation}
+
+
 def read_recipe(path: Path) -> Recipe:
     """A recipe file.
 
@@ -134,7 +137,8 @@ def read_recipe(path: Path) -> Recipe:
     try:
         fields = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--recipe {path} can't be read: {error}", field="recipe", value=str(path)) from None
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise SettingsError(f"--recipe {path} can't be read: {reason}", field="recipe", value=str(path)) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
@@ -143,8 +147,12 @@ def read_recipe(path: Path) -> Recipe:
         return Recipe.model_validate({} if fields is None else fields)
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"]) or "recipe"
-        wrong = "there is no such field" if first["type"] == "extra_forbidden" else first["msg"]
-        raise SettingsError(
-            f"{path}: {name}: {wrong}", field=name, value=str(first["input"]), allowed=first["msg"]
-        ) from None
+        at = [str(part) for part in first["loc"]]
+        name = ".".join(at) or "recipe"
+        wrong, allowed = first["msg"], first["msg"]
+        if first["type"] == "extra_forbidden":
+            section = _SECTIONS[at[-2]] if len(at) > 1 else Recipe
+            wrong, allowed = "there is no such field", ", ".join(section.model_fields)
+        elif first["type"] == "model_type":
+            wrong, allowed = "it holds no fields", "a mapping"
+        raise SettingsError(f"{path}: {name}: {wrong}", field=name, value=str(first["input"]), allowed=allowed) from None
