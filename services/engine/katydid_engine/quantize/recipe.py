@@ -155,4 +155,6 @@ def read_recipe(path: Path) -> Recipe:
             wrong, allowed = "there is no such field", ", ".join(section.model_fields)
         elif first["type"] == "model_type":
             wrong, allowed = "it holds no fields", "a mapping"
-        raise SettingsError(f"{path}: {name}: {wrong}", field=name, value=str(first["input"]), allowed=allowed) from None
+        raise SettingsError(
+            f"{path}: {name}: {wrong}", field=name, value=str(first["input"]), allowed=allowed
+        ) from None
