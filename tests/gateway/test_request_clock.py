@@ -118,7 +118,7 @@ def test_the_unexplained_rest_is_usually_small(chatml: Path) -> None:
 
 def test_time_that_no_phase_measures_is_rest() -> None:
     telemetry = Telemetry("gateway")
-    clock = RequestClock(telemetry, telemetry.start("gateway.request"), time.time_ns())
+    clock = RequestClock(telemetry, telemetry.start("gateway.request"), time.time_ns(), time.monotonic_ns())
     clock.received()
     time.sleep(0.03)
     clock.submitted("engine-0")

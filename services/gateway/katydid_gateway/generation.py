@@ -110,7 +110,7 @@ class Generator:
                 attributes={"request.id": request_id, "request.api": api},
             ) as span,
         ):
-            clock = RequestClock(self._telemetry, span, caller.received_ns)
+            clock = RequestClock(self._telemetry, span, caller.received_ns, caller.began_ns)
             answer: Answer | None = None
             prepared: Prepared | None = None
             timer: asyncio.TimerHandle | None = None

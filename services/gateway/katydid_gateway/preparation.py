@@ -27,7 +27,8 @@ __all__ = ["Prepared", "Preparer"]
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request that can be sent: checked and tokenised; `routed` hashes it, once."""
+    """A request that can be sent: checked and tokenised; `routed` hashes it, once. `deadline_ns` is
+    monotonic."""
 
     request_id: str
     model: str
@@ -41,7 +42,7 @@ class Prepared:
 
     @property
     def timeout_s(self) -> float:
-        return (self.deadline_ns - time.time_ns()) / 1e9
+        return (self.deadline_ns - time.monotonic_ns()) / 1e9
 
 
 class Preparer:
@@ -90,7 +91,7 @@ class Preparer:
                 lambda: self._hashes.routed(encoded, options.prompt_cache_key, salt, bypass=options.bypass_cache)
             ),
             submission=submission,
-            deadline_ns=caller.received_ns + int(timeout_s * 1e9),
+            deadline_ns=caller.began_ns + int(timeout_s * 1e9),
             tenant=caller.tenant,
             admissions=[],
         )

@@ -55,14 +55,15 @@ class _Phase:
 
 @dataclass(slots=True)
 class RequestClock:
-    """Marks of one request. `received_ns` is Unix time; later marks are monotonic, converted by one common offset."""
+    """Marks of one request, all of them monotonic; `received_ns` is Unix time when `began_ns` was taken, and makes Unix
+    times of the others for spans."""
 
     telemetry: Telemetry
     span: Span
     received_ns: int
+    began_ns: int
     phases_s: dict[str, float] = field(default_factory=dict)
     engine: str = ""
-    _offset_ns: int = field(default_factory=lambda: time.time_ns() - time.monotonic_ns())
     _submitted_ns: int = 0
     _arrived_ns: int = 0
     _first_ns: int = 0
@@ -78,7 +79,7 @@ class RequestClock:
 
     def received(self) -> None:
         """The request has been read and checked; the pipeline begins."""
-        self.add("receive", time.monotonic_ns() + self._offset_ns - self.received_ns)
+        self.add("receive", time.monotonic_ns() - self.began_ns)
 
     def submitted(self, engine: str) -> None:
         """It went to an engine."""
@@ -119,7 +120,7 @@ class RequestClock:
     @property
     def ttft_s(self) -> float:
         """0 before the first output."""
-        return max(0.0, (self._first_ns + self._offset_ns - self.received_ns) / 1e9) if self._first_ns else 0.0
+        return (self._first_ns - self.began_ns) / 1e9 if self._first_ns else 0.0
 
     def tpot_s(self, tokens: int) -> float:
         """Mean over the tokens of one choice after its first; 0 with fewer than two."""
@@ -156,7 +157,8 @@ class RequestClock:
         if not self._first_ns or not self.span.recording:
             return
         milliseconds = {f"ttft.{name}_ms": round(value * 1e3, 3) for name, value in self.phases_s.items()}
-        first_ns = self._first_ns + self._offset_ns
+        offset_ns = self.received_ns - self.began_ns
+        first_ns = self._first_ns + offset_ns
         self.telemetry.record(
             "ttft",
             self.span.context,
@@ -170,7 +172,7 @@ class RequestClock:
                 "tpot",
                 self.span.context,
                 start_ns=first_ns,
-                end_ns=self._last_ns + self._offset_ns,
+                end_ns=self._last_ns + offset_ns,
                 links=self._links(trace.phases, _TPOT_LINKS),
                 attributes={"tpot_ms": round(self.tpot_s(tokens) * 1e3, 3), "tokens": tokens},
             )

@@ -6,6 +6,7 @@ nothing of either.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -207,7 +208,8 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, and since when: `received_ns` is `time.time_ns()` when the request's first byte was read.
+    """Who asks, and since when: `received_ns` is `time.time_ns()` when the request's first byte was read, for whoever
+    reads it later; `began_ns` is `time.monotonic_ns()` then, from which everything is counted: wall clocks are set.
 
     `timeout_s` is what the caller's own deadline leaves, None without one; `tenant` is "" without API keys; `session`,
     of the header x-session-id, groups requests whose body names no conversation.
@@ -218,6 +220,7 @@ class Caller:
     trace: TraceContext | None = None
     timeout_s: float | None = None
     session: str = ""
+    began_ns: int = field(default_factory=time.monotonic_ns)
 
 
 @dataclass(frozen=True, slots=True)

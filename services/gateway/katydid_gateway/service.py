@@ -105,7 +105,7 @@ class InferenceServicer(InferenceServiceServicer):
 
         Raises UnauthenticatedError, PermissionDeniedError, PayloadTooLargeError.
         """
-        received_ns = time.time_ns()
+        received_ns, began_ns = time.time_ns(), time.monotonic_ns()
         metadata = [(key, value) for key, value in context.invocation_metadata() or () if isinstance(value, str)]
         known = dict(metadata)
         tenant = await self._door.tenant(known.get("authorization", ""), needed)
@@ -115,7 +115,7 @@ class InferenceServicer(InferenceServiceServicer):
                 f"the message has {size} bytes", field="message", allowed=f"at most {self._max_message_bytes} bytes"
             )
         trace, session = TraceContext.from_headers(metadata), known.get("x-session-id", "")
-        caller = Caller(received_ns, tenant, trace, context.time_remaining(), session)
+        caller = Caller(received_ns, tenant, trace, context.time_remaining(), session, began_ns)
         return caller, known.get("x-request-id") or f"req-{uuid.uuid4().hex}"
 
 

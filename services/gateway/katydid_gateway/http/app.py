@@ -60,7 +60,7 @@ class _Post:
         self._errors = errors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        received_ns = time.time_ns()
+        received_ns, began_ns = time.time_ns(), time.monotonic_ns()
         exchange = Exchange(scope, receive, send)
         exchange.errors = self._errors
         try:
@@ -70,7 +70,7 @@ class _Post:
             with self._door.place(tenant):
                 raw = await exchange.body(self._max_body_bytes)
                 trace = TraceContext.parse(header(b"traceparent"), header(b"tracestate"))
-                caller = Caller(received_ns, tenant, trace, session=header(b"x-session-id"))
+                caller = Caller(received_ns, tenant, trace, session=header(b"x-session-id"), began_ns=began_ns)
                 await self._work.handle(exchange, raw, caller)
         except RequestAbortedError as error:
             # A slow client gets the reason if it comes back in time; of one that left nobody is there to tell.
