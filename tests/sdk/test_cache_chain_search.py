@@ -1,24 +1,54 @@
-"""Searching one chain at many instances, with clients that answer when and what a script says."""
+"""Searching one chain at many instances, with clients that answer when and what a script says, in simulated time."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Sequence
+import selectors
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+from unittest import mock
 
 import pytest
+from katydid_cache import chain_search
 from katydid_cache.chain_search import ChainSearch, Searched
 from katydid_cache.hot_runs import HotRuns
 from katydid_cache.placement import rank, run_starts
 from katydid_cache.records import LookupResult, Tier, TierRun
 
+T = TypeVar("T")
+
+HEDGE_S = 0.03
 NAMES = ("a:1", "b:1", "c:1")
 CHAIN = [bytes([number]) * 32 for number in range(12)]
 RUNS = run_starts(0, 12, 4)
 HEADS = {run: CHAIN[run.start] for run in RUNS}
 HOME = {run: rank(HEADS[run], NAMES) for run in RUNS}
+
+
+class Clock(selectors.DefaultSelector):
+    """Time of a loop that waits for nothing but time: it passes at once."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.now += timeout or 0.0
+        return super().select(0)
+
+
+def simulated(main: Coroutine[Any, Any, T]) -> T:
+    clock = Clock()
+
+    def made() -> asyncio.SelectorEventLoop:
+        loop = asyncio.SelectorEventLoop(clock)
+        loop.time = clock.monotonic  # type: ignore[method-assign]
+        return loop
+
+    with mock.patch.object(chain_search, "time", clock), asyncio.Runner(loop_factory=made) as runner:
+        return runner.run(main)
 
 
 @dataclass
@@ -27,7 +57,7 @@ class Scripted:
 
     held: set[bytes] = field(default_factory=set)
     delay_s: float = 0.0
-    hedge_s: float = 0.03
+    hedge_s: float = HEDGE_S
     calls: int = 0
     asked: list[bytes] = field(default_factory=list)
 
@@ -78,15 +108,14 @@ class Fleet:
 
 def run(fleet: Fleet, **options: Any) -> tuple[Searched, float]:
     async def body() -> tuple[Searched, float]:
-        started = time.monotonic()
         searched = await fleet.search(**options)
-        elapsed_s = time.monotonic() - started
+        elapsed_s = asyncio.get_running_loop().time()
         # Whatever comes late is dealt with before the loop ends.
         await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))  # type: ignore[arg-type]
         await asyncio.sleep(0)
         return searched, elapsed_s
 
-    return asyncio.run(body())
+    return simulated(body())
 
 
 def homes() -> set[str]:
@@ -130,7 +159,7 @@ def test_a_home_that_hangs_costs_its_hedge_and_a_late_lease_is_given_back() -> N
     searched, elapsed_s = run(fleet)
     assert searched.prefix.blocks == len(CHAIN)
     assert slow not in searched.prefix.owners
-    assert 0.03 <= elapsed_s < 0.3
+    assert elapsed_s == pytest.approx(HEDGE_S)
     assert [name for name, _ in fleet.given_back] == [slow]
     assert slow not in searched.leases
 
@@ -142,7 +171,7 @@ def test_a_home_that_hangs_with_nothing_elsewhere_is_not_waited_for_either() -> 
     fleet[slow].delay_s = 5.0
     searched, elapsed_s = run(fleet, timeout_s=0.5)
     assert searched.prefix.blocks == 0
-    assert elapsed_s < 0.4
+    assert elapsed_s == pytest.approx(HEDGE_S)
     # Leases over runs behind the gap are of no use.
     assert {name for name, _ in fleet.given_back} == homes() - {slow}
 
@@ -161,7 +190,7 @@ def test_a_search_that_is_given_up_leaves_no_lease_behind() -> None:
         await asyncio.gather(search, return_exceptions=True)
         await asyncio.sleep(0.1)
 
-    asyncio.run(body())
+    simulated(body())
     assert {name for name, _ in fleet.given_back} == homes()
 
 
@@ -174,7 +203,7 @@ def test_when_all_hang_the_timeout_ends_it(delay_s: float) -> None:
     searched, elapsed_s = run(fleet, timeout_s=0.2)
     assert searched.prefix.blocks == 0
     assert not searched.answered
-    assert elapsed_s < 0.6
+    assert elapsed_s == pytest.approx(0.2)
 
 
 def test_a_replica_is_asked_where_the_home_lost_its_copy() -> None:
