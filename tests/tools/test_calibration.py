@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,15 @@ def test_texts_have_their_length_and_are_the_same_again(data: Path, tokenizer: T
     assert len(made) == len(set(made)) == 5
     for text in made:  # pieces at the cut edges may be encoded in a token more or less
         assert 900 < len(tokenizer.encode(text, add_special_tokens=False).ids) < 1200
+
+
+def test_rows_that_ask_for_every_fact(data: Path, tmp_path: Path) -> None:
+    write_texts(data, tmp_path / "out", rows=3, length=2048, asking=1.0)
+    for path in (tmp_path / "out").iterdir():
+        values = re.findall(r"\b\d{5}\b", path.read_text())
+        twice = [value for value in set(values) if values.count(value) >= 2]
+        assert len(twice) >= 2
+        assert len(twice) >= 0.9 * len(set(values)), "each is stated and asked for"
 
 
 def test_what_stands_in_the_way(data: Path, tmp_path: Path) -> None:

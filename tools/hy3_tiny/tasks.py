@@ -36,10 +36,11 @@ class Task:
     opening: Pieces | None = None
 
 
-def recall(rng: random.Random, words: list[str], size: int) -> Task:
-    """Facts to scatter in filler, and the questions for the end, plain or as the turns of a chat about the context."""
+def recall(rng: random.Random, words: list[str], size: int, *, every: bool = False) -> Task:
+    """Facts to scatter in filler, and the questions for the end, plain or as the turns of a chat about the context;
+    for ``every`` fact, or for as many as rows of the training have."""
     count = min(max(size // rng.choice(SPREADS), 2), 160)
-    asked = min(count, 48 if size > 4098 else 24)
+    asked = count if every else min(count, 48 if size > 4098 else 24)
     form = rng.randrange(FORMS) if rng.random() < 0.6 else None
     facts = [
         make_fact(rng.randrange(FORMS) if form is None else form, key, draw_value(rng, words))
