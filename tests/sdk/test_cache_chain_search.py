@@ -111,7 +111,7 @@ def run(fleet: Fleet, **options: Any) -> tuple[Searched, float]:
         searched = await fleet.search(**options)
         elapsed_s = asyncio.get_running_loop().time()
         # Whatever comes late is dealt with before the loop ends.
-        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))  # type: ignore[arg-type]
+        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
         await asyncio.sleep(0)
         return searched, elapsed_s
 
