@@ -130,12 +130,9 @@ def test_keys_are_read_again_when_their_file_changes(chatml: Path, tmp_path: Pat
     async def scenario(built: Rig) -> None:
         assert (await ask(built, "b", "hello")).status_code == 401
         keys(tmp_path, "a", "b")
-        for _ in range(40):
-            if (await ask(built, "b", "hello")).status_code == 200:
-                break
-            await asyncio.sleep(0.1)
-        else:
-            raise AssertionError("the new key is not known")
+        async with asyncio.timeout(30):
+            while (await ask(built, "b", "hello")).status_code != 200:
+                await asyncio.sleep(0.1)
         (tmp_path / "keys").write_text("not a key\n")
         await asyncio.sleep(1.1)
         assert (await ask(built, "a", "hello")).status_code == 200, "a broken file changes nothing"

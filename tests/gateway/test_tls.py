@@ -79,7 +79,7 @@ def test_a_renewed_certificate_is_taken_up_without_a_restart(chatml, tmp_path):
             await asyncio.sleep(1.2)
             assert await models(built, before[0]) == ["mock"], "files that do not fit change nothing"
             make_certificate(tmp_path)
-            deadline = asyncio.get_running_loop().time() + 10
+            deadline = asyncio.get_running_loop().time() + 30
             while True:
                 try:
                     assert await models(built, old.trusted) == ["mock"]

@@ -227,7 +227,7 @@ def test_a_client_that_gives_credit_and_reads_nothing_pins_nothing_for_long() ->
             call: Any = channel.stream_stream(f"/{SERVICE}/Get")()
             start = pb.GetStart(attachment=attachment, hashes=b"".join(block.hash for block in blocks), credit=2**40)
             await call.write(pb.GetRequest(start=start).SerializeToString())
-            await asyncio.sleep(0.3)
+            await call.read()
             dropped = await admin.evict(IDENTITY)
             assert dropped < len(blocks), "the stream holds what it is about to send"
             async with asyncio.timeout(10):
