@@ -18,7 +18,7 @@ __all__ = ["trace"]
 
 _BAR_WIDTH = 32
 _NARROWEST_BAR = 10
-_PIPE_WIDTH = 160  # a file or a pager takes whole lines
+_PIPE_WIDTH = 240  # a file or a pager takes whole lines
 _MS_WIDTH = 9
 _PHASE_COLUMNS = 32  # phase, ms and share, with the gaps between
 _COLOURS = {"gateway": "cyan", "engine": "green", "kvcache": "magenta"}
