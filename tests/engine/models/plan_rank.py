@@ -11,6 +11,7 @@ import faulthandler
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,13 @@ def main() -> None:
     os._exit(
         0
     )  # gloo's threads have been seen to abort a process whose results were long written while it was torn down
+
+
+def arrive(rebalancer: Rebalancer | None) -> None:
+    """Experts under way come before the next pass, however slow the host: a few passes are all there are."""
+    staged = None if rebalancer is None else rebalancer._staged
+    while staged is not None and staged.started and not staged.complete:
+        time.sleep(0.001)
 
 
 def run(job: dict[str, Any], rank: int) -> None:
@@ -69,8 +77,12 @@ def run(job: dict[str, Any], rank: int) -> None:
         if not runs:
             assert lockstep is not None
             lockstep.idle()
+            arrive(rebalancer)
             return []
         hidden = model.forward(ForwardBatch.pack(runs, num_decodes=num_decodes), cache)
+        if lockstep is not None:
+            lockstep.meanwhile()
+        arrive(rebalancer)
         if not model.has_head:
             return [torch.ones((len(run.token_ids), 3)) for run in runs]
         return list(model.logits(hidden).split([len(run.token_ids) for run in runs]))
