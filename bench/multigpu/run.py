@@ -183,7 +183,7 @@ def carry_all_out(options: argparse.Namespace) -> list[str]:
     gpus, until, rows = options.gpus, time.monotonic() + options.limit, []
     work = {"layers": options.layers, "dry": options.dry}
     of_ranks = jobs(gpus, options.parts, options.lengths, options.batches, dry=options.dry)
-    begun = [(functools.partial(ranks, gpus, work), of_ranks)]
+    begun = [(functools.partial(ranks, gpus, work), of_ranks)] if of_ranks else []
     begun += [(functools.partial(part, gpus, dry=options.dry), [job]) for job in alone(options)]
     for start, todo in begun:
         since = time.monotonic()

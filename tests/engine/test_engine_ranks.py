@@ -53,12 +53,28 @@ async def lose_a_rank(service: Service, rank: int, how: signal.Signals) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("plan", ["tp2", "tp2,sp,ep2", "dp2,ep2", "dp2,ep2+2", "pp2"])
 def test_a_lost_rank_ends_every_request(plan: str, rank: int, how: signal.Signals, tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path / "tiny", "hy_v3")
+    """And the engine, which says the same when it is started again."""
+    model = write_tiny_model(tmp_path / "tiny", "hy_v3", num_nextn_predict_layers=1)
     # Of redundant experts some are always on their way.
     options = ("--kv-pages", "256", "--plan", plan, "--rank-timeout-s", "5", "--rebalance-passes", "2")
+    said: list[list[int]] = []
+
+    async def ask(address: str) -> None:
+        async with session(address) as client:
+            fields = {"max_tokens": 24, "ignore_eos": True, "temperature": 0.8, "seed": 3}
+            asked = [client.submit(prompt(length), **fields) for length in (1, 70, 300)]
+            await asyncio.gather(*(answer.done.wait() for answer in asked))
+            said.append([token for answer in asked for token in answer.output])
+
     with engine(model, tmp_path, *ON, *options) as service:
-        assert service.address  # it has started
-        run(lose_a_rank(service, service.children()[rank], how))
+        run(ask(service.address))
+        ranks = service.children()[:2]
+        run(lose_a_rank(service, ranks[rank], how))
+        assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()], "no rank is left behind"
+    with engine(model, tmp_path, *ON, *options) as service:
+        run(ask(service.address))
+    assert said[1] == said[0]
+    assert len(said[0]) == 72
 
 
 HY3_TINY = Path(__file__).parents[2] / "models" / "hy3-tiny"
