@@ -21,7 +21,7 @@ from katydid_runtime.block_hash import BLOCK_TOKENS
 from katydid_runtime.errors import SettingsError
 
 from katydid_engine.block_pool import BlockPool
-from katydid_engine.chunk_steps import CHUNKS, SPARSE_CHUNKS
+from katydid_engine.chunk_steps import ALONE_CHUNKS, CHUNKS, SPARSE_CHUNKS
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.planning.known_models import KNOWN_MODELS
 from katydid_engine.planning.measured import measured
@@ -305,10 +305,11 @@ def _traffic(rate: float) -> AgentTraffic:
 
 
 def _budget(arguments: argparse.Namespace) -> TokenBudget:
-    dense, sparse = (
-        [size for size in sizes if size <= arguments.max_batch_tokens] for sizes in (CHUNKS, SPARSE_CHUNKS)
+    dense, sparse, alone = (
+        [size for size in sizes if size <= arguments.max_batch_tokens]
+        for sizes in (CHUNKS, SPARSE_CHUNKS, ALONE_CHUNKS)
     )
-    return TokenBudget(arguments.step_s, BLOCK_TOKENS, dense, sparse)
+    return TokenBudget(arguments.step_s, BLOCK_TOKENS, dense, sparse, alone_sizes=alone)
 
 
 def _scheduler(
