@@ -168,7 +168,8 @@ class _BlockSource(_KeptSource):
             return weight
         if f"{name} e4m3" not in self._kept:
             with _turn(self._on):
-                blocks = weight.to(self._on).float().unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+                rows, columns = weight.shape
+                blocks = weight.to(self._on).float().view(rows // 128, 128, columns // 128, 128)
                 scale = blocks.abs().amax((1, 3)) / 448
                 self._scales[f"{name}_scale_inv"] = scale.cpu()
                 codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn).reshape(shape)
@@ -256,7 +257,7 @@ def compare(name: str, got: Tensor, oracle: Tensor, bar: float) -> list[dict[str
 
 
 def relative_error(got: Tensor, oracle: Tensor) -> float:
-    return ((got - oracle).norm() / oracle.norm()).item()
+    return float((got - oracle).norm() / oracle.norm())
 
 
 def row(figure: str, value: float, unit: str, bar: float | None, met: bool | None) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def token_bytes(tokenizer: Tokenizer) -> list[bytes]:
         raise ValueError("the tokenizer's byte alphabet is not GPT-2's")
     special = set(tokenizer.get_added_tokens_decoder())
     texts = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
-    return [b"\n" if i in special else bytes(alphabet[c] for c in t) for i, t in enumerate(texts)]
+    return [b"\n" if i in special else bytes(alphabet[c] for c in t or "") for i, t in enumerate(texts)]
 
 
 def stream_text(stream: np.ndarray, table: list[bytes]) -> bytes:
@@ -46,9 +46,8 @@ def measure(data: Path, tokenizer: Tokenizer, kind: Kind, budget: int) -> dict[s
     model = ByteNgram(stream_text(load_stream(data, f"{kind}_train"), token_bytes(tokenizer)), ORDER)
     chosen = first_bytes(load_held_out(data, kind), budget)
     test = "\n".join(d.text for d in chosen).encode()
-    return {"kind": kind, "order": ORDER, "test_bytes": len(test)} | {
-        s: model.bits_per_byte(test, s) for s in SMOOTHINGS
-    }
+    found: dict[str, float | int | str] = {"kind": kind, "order": ORDER, "test_bytes": len(test)}
+    return found | {smoothing: model.bits_per_byte(test, smoothing) for smoothing in SMOOTHINGS}
 
 
 def main() -> None:
@@ -59,7 +58,8 @@ def main() -> None:
     args = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     extent = EXTENTS[args.extent]
-    for kind, budget in (("code", extent.code_bytes), ("text", extent.text_bytes)):
+    budgets: dict[Kind, int] = {"code": extent.code_bytes, "text": extent.text_bytes}
+    for kind, budget in budgets.items():
         print(json.dumps(measure(args.data, tokenizer, kind, budget)), flush=True)
 
 
