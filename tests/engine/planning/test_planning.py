@@ -109,6 +109,15 @@ def test_experts_are_as_measured() -> None:
         assert H200.sliced_experts_s(8, batch) == pytest.approx(measured_s, rel=1e-3)
 
 
+def test_between_measured_steps_it_is_how_many_experts_are_read() -> None:
+    """16 tokens choose 94.8 of 192 on average, 32 of them 142.8, 64 then 179.4; of thousands all are."""
+    few, many = (H200.sliced_experts_s(8, tokens) for tokens in (16, 64))
+    share = (142.8 - 94.8) / (179.4 - 94.8)
+    assert H200.sliced_experts_s(8, 32) == pytest.approx(few + share * (many - few), rel=1e-3)
+    prompts = [H200.sliced_experts_s(8, tokens) for tokens in (8192, 16384, 32768)]
+    assert prompts[1] == pytest.approx((prompts[0] * prompts[2]) ** 0.5)
+
+
 @pytest.mark.parametrize(("tokens", "microseconds"), [(64, 119.62), (128, 127.6), (1024, 305.98)])
 def test_whole_experts_are_near_what_their_benchmark_measured(tokens: int, microseconds: float) -> None:
     """Rows that no constant was taken from: 8 ranks with so many tokens each, a row a token on each. In a step the plan

@@ -15,6 +15,8 @@ from katydid_runtime.errors import SettingsError
 __all__ = ["GPUS", "Measured", "measured"]
 
 GPUS = ("h200",)
+# Of Hy3, whose experts were measured.
+_EXPERTS, _CHOSEN = 192, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,8 @@ class Measured:
         return self.figures[name]
 
     def sliced_experts_s(self, tp: int, tokens: float) -> float:
-        """Of a layer cut by column over ``tp`` ranks: between points by powers, beyond the last in proportion."""
+        """Of a layer of Hy3 cut by column over ``tp`` ranks: between points by how many experts are read, or by powers
+        of tokens where all are; beyond the last in proportion."""
         return _between(self.sliced_experts[tp], tokens)
 
 
@@ -65,5 +68,13 @@ def _between(points: Sequence[tuple[float, float]], x: float) -> float:
         return points[-1][1] * x / points[-1][0]
     for (x0, y0), (x1, y1) in itertools.pairwise(points):
         if x <= x1:
+            first, here, last = map(_read, (x0, x, x1))
+            if last - first > 1:
+                return y0 + (y1 - y0) * (here - first) / (last - first)
             return y0 * math.exp(math.log(y1 / y0) * math.log(x / x0) / math.log(x1 / x0))
     raise AssertionError
+
+
+def _read(tokens: float) -> float:
+    """Distinct experts that so many tokens choose evenly."""
+    return _EXPERTS * (1 - (1 - _CHOSEN / _EXPERTS) ** tokens)
