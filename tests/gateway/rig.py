@@ -107,7 +107,8 @@ def check_books(gateway: Gateway) -> None:
     router.index.check_integrity()
     assert gateway.generator.flow.budgets.reserved == 0
     assert {
-        name: [rank.own | rank.unreported.keys() for rank in engine.ranks] for name, engine in router.engines.items()
+        name: [rank.own | rank.unreported.keys() | rank.due.keys() for rank in engine.ranks]
+        for name, engine in router.engines.items()
     } == {name: [set() for _ in engine.ranks] for name, engine in router.engines.items()}
     assert not gateway.generator._answers
 

@@ -1,12 +1,15 @@
-"""What the dispatcher learns from a first token."""
+"""What the dispatcher tells the router of a request, and learns from a first token."""
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from katydid_gateway.dispatch import Dispatch, Dispatcher
+from katydid_gateway.engines import progress
 from katydid_gateway.engines.frames import EnginePhase, EngineTrace
 from katydid_gateway.gateway_metrics import GatewayMetrics
 from katydid_gateway.requests import CachedTokens
@@ -15,6 +18,9 @@ from katydid_gateway.routing.load import EngineState, RankState
 from katydid_gateway.routing.prefix_index import Holder
 from katydid_gateway.routing.router import Candidate, Router
 from katydid_gateway.routing.tier_index import CacheTier
+
+from tests.gateway.mock_options import MockOptions
+from tests.gateway.rig import rig, until
 
 MIB = 2**20
 
@@ -48,3 +54,38 @@ def test_a_tiers_phases_count_together() -> None:
 
 def test_an_unknown_tier_teaches_nothing() -> None:
     assert speeds_after(CachedTokens(device=64), ("tape", 1.0)) == TierSpeeds().bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("fields", "owed_s"),
+    [
+        ({}, 1.0),
+        ({"priority": 50}, 1.0),
+        ({"priority": -1}, None),
+        ({"response_format": {"type": "regex", "pattern": ".*"}}, 1.0 + 2 * progress.GRAMMAR_S),
+    ],
+)
+def test_a_first_token_is_owed_from_sending_to_its_coming(
+    chatml: Path, fields: dict[str, Any], owed_s: float | None
+) -> None:
+    """Nothing is owed to a request that lets others go first."""
+
+    async def scenario() -> None:
+        async with rig(chatml, options=MockOptions(grammar_kinds=("regex",))) as built:
+            (engine,), (state,) = built.engines, built.gateway.fleet.router.engines.values()
+            engine.options.prefill_s = 60.0
+            running = asyncio.create_task(built.chat(**fields))
+            await until(lambda: engine.in_flight == 1)
+            (rank,) = state.ranks
+            now = asyncio.get_running_loop().time()
+            assert len(rank.due) == (owed_s is not None)
+            assert rank.late_s(now) == 0.0
+            if owed_s is not None:
+                assert rank.late_s(now + owed_s + 60.0) > 40.0
+                assert rank.late_s(now + owed_s - 0.9) == 0.0
+            engine.options.prefill_s = 0.0
+            running.cancel()
+            await until(lambda: engine.in_flight == 0)
+            assert not rank.due
+
+    asyncio.run(scenario())

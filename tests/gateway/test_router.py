@@ -192,6 +192,54 @@ def test_measured_speeds_move_the_average() -> None:
     assert speeds.bytes_per_s[CacheTier.MEMORY] == pytest.approx(1e10, rel=0.01)
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0, 100), st.floats(0, 20), st.floats(0, 100)), max_size=20),
+    st.floats(0, 200),
+)
+def test_a_rank_is_as_late_as_the_first_token_that_should_have_come_first(
+    requests: list[tuple[float, float, float]], now: float
+) -> None:
+    """Requests are (sent at, expected after, first token so long after that)."""
+    rank = RankState()
+    owed = []
+    for number, (sent, expected_s, took_s) in enumerate(requests):
+        rank.sent(number, 10, sent, expected_s)
+        if sent + took_s <= now:
+            rank.settled(number)
+        else:
+            owed.append(now - (sent + 2 * expected_s + 1.0))
+    assert rank.late_s(now) == pytest.approx(max([0.0, *owed]))
+    if all(took_s <= 2 * expected_s + 1.0 for _, expected_s, took_s in requests):
+        assert rank.late_s(now) <= 1e-9, "nothing is late that came in time"
+
+
+@pytest.mark.parametrize("blocks", [12, 100, 1000])
+def test_a_warm_engine_without_a_free_place_does_not_get_everything(blocks: int) -> None:
+    """It holds the prefix of all; sixteen answers take all its places and do not end, the others wait behind them. What
+    waits there has few tokens to be computed, so that its queue looks short."""
+    built = router(2)
+    known = conversation("s", blocks)
+    built.index.stored(Holder("e0", 0), chain(*known))
+    sent: Counter[str] = Counter()
+    for number in range(400):
+        now = number * 0.1
+        asked = prompt(*known)
+        chosen = built.decide(asked, now).chosen
+        assert chosen is not None
+        built.sent(number, chosen, asked, now, chosen.prediction.expected_s)
+        built.holds(number, chosen.holder)
+        engine, rank = chosen.holder.engine, built.engines[chosen.holder.engine].ranks[0]
+        sent[engine] += 1
+        if sent[engine] <= 16:
+            built.settled(number, chosen.holder)
+        else:
+            waiting = sent[engine] - 16
+            report = RankReport(running=16, waiting=waiting, uncached_tokens=10 * waiting, prefill_speed=SPEED)
+            rank.reported(report, now + 2 * REPORT_LAG_S)
+    assert min(sent["e0"], sent["e1"]) >= 100
+
+
 def test_reports_replace_what_was_sent_before_them() -> None:
     rank = RankState()
     rank.sent(1, 500, 0.0)

@@ -22,7 +22,9 @@ from katydid_runtime.telemetry import Span
 from katydid_gateway.engines.engine_session import EngineListener, EngineSession
 from katydid_gateway.engines.fleet import Fleet
 from katydid_gateway.engines.frames import EngineTrace, RequestStep
+from katydid_gateway.engines.progress import GRAMMAR_S
 from katydid_gateway.engines.submission import Submission
+from katydid_gateway.flow.fair_queue import PriorityClass, class_of
 from katydid_gateway.flow.retries import RetryBudget
 from katydid_gateway.gateway_metrics import GatewayMetrics
 from katydid_gateway.requests import CachedTokens
@@ -113,9 +115,10 @@ class Dispatcher:
     ) -> Dispatch:
         """Submit to `candidate`. Raises UnavailableError when it is gone by now."""
         session = self._fleet.session(candidate.holder.engine)
-        number = session.submit(submission, listener, candidate.holder.rank, timeout_s, candidate.prediction.ttft_s)
+        expected_s = candidate.prediction.expected_s
+        number = session.submit(submission, listener, candidate.holder.rank, timeout_s, expected_s)
         book = next(self._books)
-        self._router.sent(book, candidate, prompt, time.monotonic())
+        self._router.sent(book, candidate, prompt, time.monotonic(), _owed_s(submission, expected_s))
         self._router.holds(book, candidate.holder)
         self._metrics.routed.labels(candidate.holder.engine).inc()
         self._metrics.index_bytes.set(self._router.size_bytes)
@@ -200,6 +203,14 @@ class Dispatcher:
     def ended(self, dispatch: Dispatch) -> None:
         """The engine has no more to do for the request."""
         self._router.ended(dispatch.book, dispatch.candidate.holder)
+
+
+def _owed_s(submission: Submission, expected_s: float) -> float | None:
+    """When an engine owes the first token, None for never: whoever lets others go first may wait for any time."""
+    if class_of(submission.options.priority) > PriorityClass.NORMAL:
+        return None
+    grammar_s = GRAMMAR_S if submission.sampling.format is not None else 0.0
+    return expected_s + grammar_s + submission.blocks_within_s
 
 
 def _why_none(decision: Decision) -> str:

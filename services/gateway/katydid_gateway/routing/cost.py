@@ -1,6 +1,6 @@
 """Predicted time to first token: queue + fetch + prefill + decode pressure, in seconds.
 
-    queue    = tokens to be computed before / prefill speed
+    queue    = tokens to be computed before / prefill speed, and how long first tokens that the rank owes are late
     fetch    = sum over tiers of bytes / measured speed of the tier
     prefill  = tokens that are nowhere / prefill speed
     pressure = what a nearly full rank makes a request wait for pages: 50 ms * (k - 0.8) / (1 - k), where the share k of
@@ -46,7 +46,7 @@ class TierSpeeds:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The terms, and the block counts they rest on."""
+    """The terms, and the block counts they rest on; `late_s` is a part of `queue_s`."""
 
     queue_s: float
     fetch_s: float
@@ -55,6 +55,12 @@ class Prediction:
     cached_blocks: int
     uncached_tokens: int
     pressure_s: float = 0.0
+    late_s: float = 0.0
+
+    @property
+    def expected_s(self) -> float:
+        """The time to first token by work alone: of which lateness is told."""
+        return self.ttft_s - self.late_s
 
     @property
     def ttft_s(self) -> float:
@@ -68,20 +74,23 @@ def predict(
     device_blocks: int,
     runs: Sequence[TierRun],
     speeds: TierSpeeds,
+    late_s: float = 0.0,
 ) -> Prediction:
-    """Terms for a prompt of which the rank holds `device_blocks` blocks and the service the next ones in `runs`."""
+    """Terms for a prompt of which the rank, `late_s` behind, holds `device_blocks` blocks and the service the next ones
+    in `runs`."""
     speed = rank.report.prefill_speed or DEFAULT_PREFILL_SPEED
     fetch_s, fetched = _fetch(engine, runs, speed, speeds) if engine.kv_cache_attached else (0.0, 0)
     # The last token is always computed: its logits are what the first sample needs.
     uncached = max(1, prompt_tokens - (device_blocks + fetched) * BLOCK_TOKENS)
     return Prediction(
-        queue_s=rank.queued_tokens / speed,
+        queue_s=rank.queued_tokens / speed + late_s,
         fetch_s=fetch_s,
         prefill_s=uncached / speed,
         device_blocks=device_blocks,
         cached_blocks=fetched,
         uncached_tokens=uncached,
         pressure_s=_pressure_s(rank),
+        late_s=late_s,
     )
 
 

@@ -1,6 +1,8 @@
 """What is known of an engine's load: its own reports, corrected by what was sent since the last one.
 
-Reports lag behind; without the correction a burst that arrives between two reports would all go to one rank.
+Reports lag behind; without the correction a burst that arrives between two reports would all go to one rank. And they
+count tokens: where requests wait for others to end, or an engine is stopped now and then, first tokens that do not come
+tell more.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ __all__ = ["EngineState", "RankReport", "RankState"]
 
 # A request sent longer ago than this is in the report that arrives now.
 REPORT_LAG_S = 0.05
+# A first token may take twice what was predicted and a second more; what comes later is late.
+_LATE_TIMES, _LATE_S = 2.0, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +39,15 @@ class RankState:
     """A rank's report and the requests it can't know of yet, by request number: (uncached tokens, time sent).
 
     `own` are requests of this gateway that have not ended, which it counts itself: a report that comes late must not
-    make a rank look idle. `others` is what the last report had beyond them.
+    make a rank look idle. `others` is what the last report had beyond them. `due` says by when the first tokens that it
+    owes should be there.
     """
 
     report: RankReport = RankReport()
     unreported: dict[int, tuple[int, float]] = field(default_factory=dict)
     own: set[int] = field(default_factory=set)
     others: int = 0
+    due: dict[int, float] = field(default_factory=dict)
 
     @property
     def queued_tokens(self) -> int:
@@ -53,12 +59,20 @@ class RankState:
         """Requests it has, running or waiting."""
         return self.others + len(self.own | self.unreported.keys())
 
-    def sent(self, request: int, uncached_tokens: int, now: float) -> None:
+    def late_s(self, now: float) -> float:
+        """For how long the first token that should have come first has been owed."""
+        return max(0.0, now - min(self.due.values(), default=now))
+
+    def sent(self, request: int, uncached_tokens: int, now: float, expected_s: float | None = None) -> None:
+        """The request goes to the rank; its first token is expected after so long, None where others go before it."""
         self.unreported[request] = (uncached_tokens, now)
+        if expected_s is not None:
+            self.due[request] = now + _LATE_TIMES * expected_s + _LATE_S
 
     def settled(self, request: int) -> None:
         """The request has its first token or has ended: reports speak for it from now on."""
         self.unreported.pop(request, None)
+        self.due.pop(request, None)
 
     def ended(self, request: int) -> None:
         """The rank has nothing of the request any more."""

@@ -36,6 +36,7 @@ def after_hand_off(
     prompt_blocks: int,
     device_blocks: int,
     speeds: TierSpeeds,
+    late_s: float = 0.0,
 ) -> Prediction:
     """Terms of `taker`'s next token, once `giver` has computed a prompt of which the taker holds `device_blocks`."""
     missing = prompt_blocks - device_blocks
@@ -43,7 +44,7 @@ def after_hand_off(
     if missing > 0 and giver.kv_cache_attached:
         shared = giver.near != taker.near
         runs.append(TierRun(CacheTier.SHARED if shared else CacheTier.MEMORY, missing))
-    return predict(taker, rank, prompt_tokens, device_blocks, runs, speeds)
+    return predict(taker, rank, prompt_tokens, device_blocks, runs, speeds, late_s)
 
 
 def worth_following(giver: EngineState, taker: EngineState, prompt_blocks: int, device_blocks: int) -> bool:

@@ -136,11 +136,18 @@ class Router:
         rest = sorted((c for c in able if c is not chosen), key=lambda c: (c.cost_s, c.home))
         return Decision((chosen, *rest, *(c for c in candidates if c.excluded)), reason)
 
-    def sent(self, request: int, candidate: Candidate, prompt: RoutedPrompt, now: float) -> None:
-        """The request goes to `candidate`: count it and expect its blocks there."""
+    def sent(
+        self,
+        request: int,
+        candidate: Candidate,
+        prompt: RoutedPrompt,
+        now: float,
+        expected_s: float | None = None,
+    ) -> None:
+        """The request goes to `candidate`: count it and expect its blocks there, and its first token after so long."""
         holder, prediction = candidate.holder, candidate.prediction
         rank = self.engines[holder.engine].ranks[holder.rank]
-        rank.sent(request, prediction.uncached_tokens, now)
+        rank.sent(request, prediction.uncached_tokens, now, expected_s)
         self.sent_tokens += prediction.uncached_tokens
         self.heat.add(prompt.chain, prediction.uncached_tokens, now)
         self.index.touch(prompt.chain)
@@ -184,16 +191,16 @@ class Router:
         for engine in engines.values():
             for number, rank in enumerate(engine.ranks):
                 holder = Holder(engine.name, number)
-                depth = depths.get(holder, 0)
+                depth, late_s = depths.get(holder, 0), rank.late_s(now)
                 if giver is not None:
                     terms[holder] = after_hand_off(
-                        giver, engine, rank, prompt.tokens, len(prompt.chain), depth, self.speeds
+                        giver, engine, rank, prompt.tokens, len(prompt.chain), depth, self.speeds, late_s
                     )
                     continue
                 place = engine.near, depth
                 if place not in known:
                     known[place] = self.tiers.runs(prompt.chain, depth, engine.near) if engine.kv_cache_attached else []
-                terms[holder] = predict(engine, rank, prompt.tokens, depth, known[place], self.speeds)
+                terms[holder] = predict(engine, rank, prompt.tokens, depth, known[place], self.speeds, late_s)
         return terms
 
     def _candidates(
@@ -239,8 +246,10 @@ class Router:
                 continue
             for number, rank in enumerate(engine.ranks):
                 holder = Holder(engine.name, number)
-                depth = terms[holder].device_blocks
-                after = after_hand_off(giver, engine, rank, prompt.tokens, len(prompt.chain), depth, self.speeds)
+                depth, late_s = terms[holder].device_blocks, terms[holder].late_s
+                after = after_hand_off(
+                    giver, engine, rank, prompt.tokens, len(prompt.chain), depth, self.speeds, late_s
+                )
                 partners.append((after.ttft_s, holder, depth))
         if not partners:
             return replace(candidate, excluded="no engine could go on from its prompts")
