@@ -130,7 +130,7 @@ async def _until_errors(served: Service, rank: int, how: signal.Signals) -> tupl
             if asked[0].done.is_set():
                 raise RuntimeError(f"the engine ended before a rank was lost: {served.lines()[-1:]}")
             await asyncio.sleep(0.01)
-        os.kill(served.children()[rank], how)
+        os.kill(served.ranks()[rank], how)
         started = time.monotonic()
         async with asyncio.timeout(30):
             await asyncio.gather(*(answer.done.wait() for answer in asked))

@@ -60,6 +60,12 @@ class Process:
         assert self._service is not None
         return self._service.children()
 
+    @property
+    def ranks(self) -> list[int]:
+        """An engine's workers that compute, rank by rank."""
+        assert self._service is not None
+        return self._service.ranks()
+
     def start(self, *, wait: bool = True) -> None:
         """Runs it; returns when it is ready, unless told not to wait."""
         self._service = Service(self._module, self._log, *self._options)
@@ -83,7 +89,7 @@ class Process:
 
     def kill_worker(self) -> None:
         """kill -9 of a worker, which ends the service too."""
-        os.kill(self.workers[0], signal.SIGKILL)
+        os.kill(self.ranks[0], signal.SIGKILL)
 
     def terminate(self) -> None:
         assert self._service is not None

@@ -52,7 +52,7 @@ def test_a_group_that_lost_a_rank_comes_back(plan: str, rank: int, tmp_path: Pat
             while not gateway.metric("katydid_gateway_in_flight_requests"):
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.5)
-            os.kill(engine.workers[rank], signal.SIGKILL)
+            os.kill(engine.ranks[rank], signal.SIGKILL)
             with pytest.raises((EngineLostError, UnavailableError)):
                 await asyncio.wait_for(open_one, 20)
             assert await asyncio.to_thread(engine.exit_code) not in (0, 2)

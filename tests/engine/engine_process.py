@@ -73,6 +73,10 @@ class Service:
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return [int(pid) for pid in path.read_text().split()]
 
+    def ranks(self) -> list[int]:
+        """Processes of an engine's workers, rank by rank; it has others."""
+        return [pid for pid in self.children() if b"katydid_engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
     def _wait(self) -> str:
         given_up = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < given_up:

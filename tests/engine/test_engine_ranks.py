@@ -68,7 +68,7 @@ def test_a_lost_rank_ends_every_request(plan: str, rank: int, how: signal.Signal
 
     with engine(model, tmp_path, *ON, *options) as service:
         run(ask(service.address))
-        ranks = service.children()[:2]
+        ranks = service.ranks()
         run(lose_a_rank(service, ranks[rank], how))
         assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()], "no rank is left behind"
     with engine(model, tmp_path, *ON, *options) as service:
@@ -143,7 +143,7 @@ def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
         assert paired[-1].chosen[0] == pytest.approx(single[-1].chosen[0], abs=1e-4)
         assert paired[-1].prompt_chosen == pytest.approx(single[-1].prompt_chosen, abs=1e-4)
         # The rank that only computes dies: the whole engine ends.
-        os.kill(two.children()[1], signal.SIGKILL)
+        os.kill(two.ranks()[1], signal.SIGKILL)
         assert two.process.wait(20) not in (0, 2)
 
 
@@ -180,7 +180,7 @@ def test_data_parallel_ranks_are_apart(tmp_path: Path) -> None:
         run(both_at_once())
         for found in shared:
             assert [answer.tokens for answer in found] == [answer.tokens for answer in single]
-        run(lose_a_rank(service, service.children()[1], signal.SIGSTOP))
+        run(lose_a_rank(service, service.ranks()[1], signal.SIGSTOP))
 
 
 @pytest.mark.soak
