@@ -189,7 +189,7 @@ def predictions() -> Rows:
         ("were only rows sent that have somewhere to go", counted),
         ("and nothing waited for the network's latency", counted - waiting),
     ):
-        rate = 11 / (step.computing + sending + step.exposed - step.sending)
+        rate = 11 / (step.computing + sending)
         rows.append(row(f"{name}, {told}", rate / base.tokens_per_gpu_s, "x", source=PREDICTED))
     times = {
         plan: Phases(HY3, ParallelPlan.parse(plan), H200) for plan in ("tp8", "tp8,sp", "tp8,sp,fp8", "tp8,sp,ep8,fp8")

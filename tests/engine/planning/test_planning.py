@@ -93,9 +93,7 @@ def test_two_micro_batches_pay_where_sending_is_long_and_read_weights_twice() ->
     quick, slow = (replace(H200, figures={**H200.figures, "network_s": seconds}) for seconds in (0.0, 2e-3))
     one, two = Phases(HY3, plan, quick).decode(16, 8192), Phases(HY3, plan, slow).decode(64, 8192)
     assert (one.micro_batches, two.micro_batches) == (1, 2)
-    # The shared expert, 3 * 4096 * 1536 bytes, is computed while rows go out.
-    hidden = (one.sending - one.exposed) / HY3.num_layers
-    assert 3 * 4096 * 1536 / H200["copy_bytes_per_s"] < hidden < 12e-6
+    assert one.exposed == one.sending
     assert two.exposed == pytest.approx((1 - H200["overlapped"]) * two.sending)
     assert two.experts > 1.5 * one.experts
     assert Phases(HY3, plan, slow).decode(1, 8192).micro_batches == 1

@@ -77,4 +77,5 @@ def _between(points: Sequence[tuple[float, float]], x: float) -> float:
 
 def _read(tokens: float) -> float:
     """Distinct experts that so many tokens choose evenly."""
-    return _EXPERTS * (1 - (1 - _CHOSEN / _EXPERTS) ** tokens)
+    unread: float = (1 - _CHOSEN / _EXPERTS) ** tokens
+    return _EXPERTS * (1 - unread)

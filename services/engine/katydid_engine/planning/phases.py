@@ -1,8 +1,9 @@
 """Time of a decode step and of a prompt under a plan, phase by phase, from measured speeds and the model of links.
 
-Computing and sending are kept apart. Of what is sent nothing is hidden but rows on the way to experts behind the shared
-expert, unless steps of decodes go in two micro-batches: they read every weight twice for it, and are taken where that
-is shorter. fp8 weights, activations and pages; even routing; no draft tokens, no prefix found in a cache.
+Computing and sending are kept apart. Nothing that is sent is hidden, unless steps of decodes go in two micro-batches:
+they read every weight twice for it, and are taken where that is shorter. The shared expert that is computed while rows
+go out hides about what waiting for them costs. fp8 weights, activations and pages; even routing; no draft tokens, no
+prefix found in a cache.
 """
 
 from __future__ import annotations
@@ -131,22 +132,16 @@ class Phases:
         return self._speeds["copy_bytes_per_s"] * self._speeds["rows_share_of_copy"]
 
     def _pass(self, attention: float, rows: float, tokens: float, sampled: float) -> PhaseTime:
-        config, plan, speeds = self._config, self._plan, self._speeds
+        config, speeds = self._config, self._speeds
         layers = config.num_layers
         linear = self._linears(tokens)
         experts = self._experts(tokens)
-        sendings = [seconds for _, seconds in self._sendings(tokens)]
-        sending = sum(sendings) * layers
-        hidden = 0.0
-        if plan.shares_experts and config.moe is not None:
-            hidden = min(sendings[-2], self._shared_expert(tokens)) * layers
-        head_bytes = 4 * config.vocab_size * config.hidden_size / plan.tp
+        sending = sum(seconds for _, seconds in self._sendings(tokens)) * layers
+        head_bytes = 4 * config.vocab_size * config.hidden_size / self._plan.tp
         head = speeds["head_s"] + head_bytes / speeds["copy_bytes_per_s"]
-        head += 2 * sampled * config.vocab_size * config.hidden_size / plan.tp / speeds["linear_flop_per_s"]
+        head += 2 * sampled * config.vocab_size * config.hidden_size / self._plan.tp / speeds["linear_flop_per_s"]
         rows += self._exchanged(tokens)
-        return PhaseTime(
-            attention * layers, linear * layers, experts * layers, rows * layers, head, sending, sending - hidden
-        )
+        return PhaseTime(attention * layers, linear * layers, experts * layers, rows * layers, head, sending, sending)
 
     def _linears(self, tokens: float) -> float:
         """The two attention products of a layer, and the shared expert's two where it is not one of the experts."""
@@ -154,22 +149,15 @@ class Phases:
         q = config.num_heads * config.head_dim // plan.tp
         kv = plan.kv_heads(config.num_kv_heads) * config.head_dim
         seconds = self._linear(tokens, config.hidden_size, q + 2 * kv) + self._linear(tokens, q, config.hidden_size)
-        if config.moe is not None and plan.ep > 1:
-            seconds += self._shared_expert(tokens)
+        if config.moe is not None and config.moe.shared_intermediate_size and plan.ep > 1:
+            width = config.moe.shared_intermediate_size // (1 if plan.dispatches else plan.tp)
+            own = tokens / (plan.tp if plan.dispatches else 1)
+            seconds += self._linear(own, config.hidden_size, 2 * width) + self._linear(own, width, config.hidden_size)
         elif config.moe is None:
             width = config.intermediate_size // plan.tp
             seconds += self._linear(tokens, config.hidden_size, 2 * width)
             seconds += self._linear(tokens, width, config.hidden_size)
         return seconds
-
-    def _shared_expert(self, tokens: float) -> float:
-        """Where it is not one of the experts."""
-        config, plan = self._config, self._plan
-        if config.moe is None or not config.moe.shared_intermediate_size:
-            return 0.0
-        width = config.moe.shared_intermediate_size // (1 if plan.dispatches else plan.tp)
-        own = tokens / (plan.tp if plan.dispatches else 1)
-        return self._linear(own, config.hidden_size, 2 * width) + self._linear(own, width, config.hidden_size)
 
     def _linear(self, rows: float, inputs: int, outputs: int) -> float:
         speeds = self._speeds
