@@ -110,3 +110,35 @@ def test_who_leaves_is_not_served(asked: list[tuple[int, int]], data: st.DataObj
     assert [turn.priority for turn in served] == sorted(turn.priority for turn in served)
     assert not len(queue)
     assert all(queue.waiting(level) == 0 for level in PriorityClass)
+
+
+@given(
+    st.lists(st.tuples(TENANTS, st.sampled_from(PriorityClass)), max_size=12),
+    TENANTS,
+    st.sampled_from(PriorityClass),
+    st.dictionaries(TENANTS, st.floats(0.5, 4)),
+)
+def test_of_a_full_queue_the_longest_of_the_least_urgent_is_cut(
+    asked: list[tuple[str, PriorityClass]], tenant: str, level: PriorityClass, weights: dict[str, float]
+) -> None:
+    queue = FairQueue()
+    tickets = [Ticket(name, 1, priority, 0.0, weights.get(name, 1.0)) for name, priority in asked]
+    for one in tickets:
+        queue.push(one)
+    newcomer = Ticket(tenant, 1, level, 0.0, weights.get(tenant, 1.0))
+    displaced = queue.displaced_by(newcomer)
+    lowest = max((priority for _, priority in asked), default=level)
+    share = {
+        name: sum(asked_by == (name, lowest) for asked_by in [*asked, (tenant, level)]) / weights.get(name, 1.0)
+        for name in "abc"
+    }
+    if displaced is None:
+        assert lowest <= level, "nobody less urgent waits"
+        assert lowest < level or share[tenant] == max(share.values())
+    else:
+        assert displaced.priority == lowest
+        assert displaced.priority >= level
+        assert share[displaced.tenant] == max(share.values())
+        assert displaced is [one for one in tickets if (one.tenant, one.priority) == (displaced.tenant, lowest)][-1]
+        if lowest == level:
+            assert share[displaced.tenant] > share[tenant], "whoever comes is not better off than whoever leaves"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -19,8 +20,8 @@ class Line:
         self.passed: list[str] = []
         self.gate = Gate(lambda: self.places > 0, lambda: 100.0, max_queued)
 
-    async def come(self, name: str, cost: int = 10) -> None:
-        async with self.gate.turn(Ticket(name, cost, PriorityClass.NORMAL, 0.0)):
+    async def come(self, name: str, cost: int = 10, level: PriorityClass = PriorityClass.NORMAL) -> None:
+        async with self.gate.turn(Ticket(name, cost, level, time.monotonic())):
             await asyncio.sleep(0)
             assert self.places > 0, "two saw one place"
             self.places -= 1
@@ -89,11 +90,50 @@ def test_a_full_line_refuses_with_a_time() -> None:
         tasks = [asyncio.create_task(line.come("a", 100)) for _ in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(OverloadedError, match="2 requests wait") as caught:
-            await line.come("b")
+            await line.come("a")
         assert caught.value.retry_after_s == pytest.approx(2.0)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert not len(line.gate.queue)
+
+    run(scenario)
+
+
+def test_a_line_full_of_bulk_lets_the_urgent_in() -> None:
+    async def scenario() -> None:
+        line = Line(0, max_queued=4)
+        bulk = [asyncio.create_task(line.come(f"{number}", level=PriorityClass.BULK)) for number in range(4)]
+        await asyncio.sleep(0)
+        urgent = [asyncio.create_task(line.come("urgent", level=PriorityClass.URGENT)) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="4 requests wait"):
+            await bulk[3]
+        assert len(line.gate.queue) == 4
+        with pytest.raises(OverloadedError):
+            await line.come("late", level=PriorityClass.BULK)
+        line.places = 100
+        results = await asyncio.gather(*bulk, *urgent, return_exceptions=True)
+        assert [type(result) for result in results] == [type(None), *[OverloadedError] * 3, *[type(None)] * 3]
+        assert line.passed[:3] == ["urgent"] * 3
+        assert line.gate.open
+
+    run(scenario)
+
+
+def test_a_flood_does_not_keep_others_out_of_a_full_line() -> None:
+    async def scenario() -> None:
+        line = Line(0, max_queued=10)
+        flood = [asyncio.create_task(line.come("flood")) for _ in range(10)]
+        await asyncio.sleep(0)
+        others = [asyncio.create_task(line.come("other")) for _ in range(5)]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError):
+            await line.come("other")
+        with pytest.raises(OverloadedError):
+            await line.come("flood")
+        line.places = 100
+        results = await asyncio.gather(*flood, *others, return_exceptions=True)
+        assert [result is None for result in results] == [*[True] * 5, *[False] * 5, *[True] * 5], "its last ones leave"
 
     run(scenario)

@@ -3,13 +3,15 @@
 Fairness is start-time fair queueing (Goyal, Vin and Cheng, 1996): a request starts at the later of the class's virtual
 time and its tenant's last virtual finish, and finishes after cost / weight; the smallest start goes first. A tenant
 that floods the queue delays itself alone. A request that has waited its class's patience counts as one class higher, so
-nothing starves. Pure: time is passed in.
+nothing starves. Of a full queue the longest is cut (McKenney, Stochastic Fairness Queueing, 1990), so that a flood does
+not keep others out either. Pure: time is passed in.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -122,6 +124,27 @@ class FairQueue:
                 self.remove(ticket)
                 return ticket
         return None
+
+    def displaced_by(self, newcomer: Ticket) -> Ticket | None:
+        """Who leaves a full queue for `newcomer`, None when it is itself the one to be turned away.
+
+        It is the last one of the least urgent class, of the tenant that has most waiting there for its weight.
+        """
+        lowest = max((ticket.level for ticket in self._waiting), default=newcomer.level)
+        if lowest < newcomer.level:
+            return None
+        last: dict[str, Ticket] = {}
+        waiting: Counter[str] = Counter()
+        for ticket in self._waiting:
+            if ticket.level is lowest:
+                last.pop(ticket.tenant, None)
+                last[ticket.tenant] = ticket
+                waiting[ticket.tenant] += 1
+        share = {tenant: waiting[tenant] / ticket.weight for tenant, ticket in last.items()}
+        own = (waiting[newcomer.tenant] + 1) / newcomer.weight if lowest is newcomer.level else 0.0
+        # Among equals the one that came last: it has waited least.
+        longest = max(reversed(share), key=share.__getitem__, default=None)
+        return last[longest] if longest is not None and share[longest] > own else None
 
     def ahead(self, ticket: Ticket) -> int:
         """Tokens that would be served before a ticket of its class, at most: those of its class and of higher ones."""

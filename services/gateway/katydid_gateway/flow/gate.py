@@ -47,14 +47,11 @@ class Gate:
     async def turn(self, ticket: Ticket) -> AsyncIterator[None]:
         """Wait for the ticket's turn; within the block the request is sent, and counts as the engine's afterwards.
 
-        Raises OverloadedError when too many wait already.
+        Raises OverloadedError when too many wait already, or when its place is needed by one that comes before it.
         """
         if not self.open:
             if len(self.queue) >= self._max_queued:
-                raise OverloadedError(
-                    f"{len(self.queue)} requests wait for an engine, the most that may",
-                    retry_after_s=max(1.0, self.wait_s(ticket)),
-                )
+                self._make_room(ticket)
             await self._wait(ticket)
         self._passing = True
         try:
@@ -62,6 +59,17 @@ class Gate:
         finally:
             self._passing = False
             self._look()
+
+    def _make_room(self, newcomer: Ticket) -> None:
+        displaced = self.queue.displaced_by(newcomer)
+        error = OverloadedError(
+            f"{len(self.queue)} requests wait for an engine, the most that may",
+            retry_after_s=max(1.0, self.wait_s(displaced or newcomer)),
+        )
+        if displaced is None:
+            raise error
+        self.queue.remove(displaced)
+        self._turns[displaced].set_exception(error)
 
     async def _wait(self, ticket: Ticket) -> None:
         turn = asyncio.get_running_loop().create_future()
