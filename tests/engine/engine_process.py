@@ -150,9 +150,10 @@ class SessionClient:
         self._numbers = 0
         self._reader: asyncio.Task[None] | None = None
 
-    async def open(self, session_id: str = "", last_frame: int = 0) -> None:
+    async def open(self, session_id: str = "", last_frame: int = 0, abandoned: str = "") -> None:
         self._outbound: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
-        self.send(open=pb.SessionOpen(client="test", session_id=session_id, last_frame=last_frame))
+        opening = pb.SessionOpen(client="test", session_id=session_id, last_frame=last_frame, abandoned=abandoned)
+        self.send(open=opening)
         self.call = self.stub.Session(self._written(self._outbound))
         frame = await self.call.read()
         assert isinstance(frame, pb.SessionResponse)

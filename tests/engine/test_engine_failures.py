@@ -91,6 +91,31 @@ def test_health_follows_the_step_loop_and_a_stop_lets_work_finish(model: Path, t
         assert service.process.wait(10) == 0
 
 
+def test_a_session_that_was_given_up_takes_no_places(model: Path, tmp_path: Path) -> None:
+    """A gateway that was told nothing for too long comes back with a new session, and names the old one."""
+    options = ("--reattach-window-s", "600", "--fault-delays", "decode:5")
+    with engine(model, tmp_path, *options, "--http-listen", "127.0.0.1:0") as service:
+
+        async def scenario() -> None:
+            async with session(service.address) as client, session(service.address) as other:
+                lost = [client.submit(prompt(20, number), max_tokens=3000, ignore_eos=True) for number in range(3)]
+                kept = other.submit(prompt(20, 9), max_tokens=400, ignore_eos=True)
+                while not (kept.output and all(answer.output for answer in lost)):
+                    await asyncio.sleep(0.01)
+                old = client.opened.session_id
+                await client.break_off()
+                client.frames.clear()
+                await client.open(abandoned=old)
+                assert (await client.generate(prompt(5), max_tokens=3)).end.reason == pb.FINISH_REASON_LENGTH
+                await asyncio.wait_for(kept.done.wait(), 60)
+                assert len(kept.output) == 400, "another gateway's"
+                while (load := other.frames[-1].loads[0]).running or load.free_pages != load.total_pages:
+                    await asyncio.sleep(0.01)
+
+        run(scenario())
+        assert service.metrics()['katydid_engine_finished_choices_total{reason="abort"}'] == 3
+
+
 def test_drain_aborts_after_its_timeout_and_no_worker_outlives_its_face(model: Path, tmp_path: Path) -> None:
     with engine(model, tmp_path, "--fault-delays", "decode:20") as service:
 

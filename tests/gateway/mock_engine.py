@@ -130,6 +130,8 @@ class MockEngine(EngineServiceServicer):
         self, request_iterator: AsyncIterator[pb.SessionRequest], _context: object
     ) -> AsyncIterator[pb.SessionResponse]:
         first = await anext(request_iterator)
+        if (given_up := self._sessions.get(first.open.abandoned)) is not None:
+            given_up.running.clear()
         known = self._sessions.get(first.open.session_id)
         session = known or _Session()
         self._sessions[session.id] = session

@@ -111,11 +111,14 @@ class Face:
         return len(self._live)
 
     def open_session(self, opening: pb.SessionOpen) -> tuple[Session, int, pb.SessionOpened]:
-        """The session, new or taken up again, the number of the stream, and what to greet it with.
+        """The session, new or taken up again, the number of the stream, and what to greet it with. One that the gateway
+        has given up is dropped first: what nobody waits for would take the places of what it sends now.
 
         Raises:
             ConflictError: frames that the gateway misses are gone.
         """
+        if (given_up := self._sessions.get(opening.abandoned)) is not None:
+            self._drop(given_up)
         session = self._sessions.get(opening.session_id)
         if session is None:
             session = Session(opening.client, self._seal)

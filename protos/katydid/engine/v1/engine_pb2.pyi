@@ -270,22 +270,28 @@ class SessionOpen(_message.Message):
     CLIENT_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     LAST_FRAME_FIELD_NUMBER: _builtins.int
+    ABANDONED_FIELD_NUMBER: _builtins.int
     client: _builtins.str
     """Stable name of the gateway process, for the engine's log."""
     session_id: _builtins.str
     """Session to take up again; empty for a new one."""
     last_frame: _builtins.int
     """With session_id: the last frame that arrived; later ones are sent again."""
+    abandoned: _builtins.str
+    """A session that this gateway had before and has given up, such as one with an engine that was stopped for a while: its
+    requests go on elsewhere, and are aborted now rather than after their window. Empty for none.
+    """
     def __init__(
         self,
         *,
         client: _builtins.str = ...,
         session_id: _builtins.str = ...,
         last_frame: _builtins.int = ...,
+        abandoned: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "last_frame", b"last_frame", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "client", b"client", "last_frame", b"last_frame", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

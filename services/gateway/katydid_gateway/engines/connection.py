@@ -79,6 +79,7 @@ class EngineConnection:
         self._state = router.engines[where.name] = EngineState(where.name)
         self._health = HealthWatch(self._channel, self._exclude)
         self._absence = "not connected"
+        self._abandoned = ""
 
     @property
     def ready(self) -> bool:
@@ -184,6 +185,7 @@ class EngineConnection:
             reattach_window_s=to_seconds(description.reattach_window),
             observer=self,
             progress=self._health.progress,
+            abandoned=self._abandoned,
             transport_delay_s=self._delay_s,
         )
         watch = asyncio.create_task(follow_engine(self.name, len(self._state.ranks), self._channel, self._router.index))
@@ -202,6 +204,7 @@ class EngineConnection:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._abandoned = self.session.abandoned
             self.session = None
             self.description = None
             self._router.forget(self.name)

@@ -73,6 +73,7 @@ class EngineSession:
         reattach_window_s: float,
         observer: SessionObserver,
         progress: ProgressWatch,
+        abandoned: str = "",
         transport_delay_s: float = 0.0,
     ) -> None:
         self._name = name
@@ -83,6 +84,7 @@ class EngineSession:
         self._window_s = reattach_window_s
         self._observer = observer
         self._progress = progress
+        self._abandoned = abandoned
         self._delay_s = transport_delay_s
         self._listeners: dict[int, EngineListener] = {}
         self._last_request = 0
@@ -93,6 +95,11 @@ class EngineSession:
         self._acked_at = 0.0
         self._broken_at: float | None = None
         self._streams = 0
+
+    @property
+    def abandoned(self) -> str:
+        """The session with this engine that was given up last, "" for none: the engine may not know yet."""
+        return self._abandoned
 
     @property
     def in_flight(self) -> int:
@@ -157,7 +164,12 @@ class EngineSession:
     async def _attend(self) -> None:
         """One stream, from its opening to its end."""
         outbound: asyncio.Queue[pb.SessionRequest | None] = asyncio.Queue()
-        opening = pb.SessionOpen(client=self._client, session_id=self._session_id, last_frame=self._last_frame)
+        opening = pb.SessionOpen(
+            client=self._client,
+            session_id=self._session_id,
+            last_frame=self._last_frame,
+            abandoned=self._abandoned,
+        )
         outbound.put_nowait(pb.SessionRequest(open=opening))
         call = self._stub.Session(self._written(outbound))
         try:
@@ -248,6 +260,7 @@ class EngineSession:
         return self._window_s - (time.monotonic() - self._broken_at)
 
     def _give_up(self) -> None:
+        self._abandoned = self._session_id or self._abandoned
         self._session_id, self._last_frame, self._acked = "", 0, 0
         self._lose(list(self._listeners), _lost(self._name))
 
