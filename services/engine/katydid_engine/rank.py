@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from katydid_kernels.peer_reduce import PeerReducer, symmetric_peers
+from katydid_kernels.peer_reduce import PeerReducer
 from katydid_runtime.block_hash import BLOCK_TOKENS
 from katydid_runtime.errors import EngineLostError, SettingsError
 
@@ -24,14 +24,13 @@ from katydid_engine.compiled_grammars import CompiledGrammars
 from katydid_engine.decode_options import captures, draft_depth, plans_ahead
 from katydid_engine.draft_depth import DraftDepth
 from katydid_engine.eplb.rebalancer import BalanceState, Rebalancer
-from katydid_engine.layers.part_copies import PartCopies
 from katydid_engine.loader import load_model
 from katydid_engine.lockstep import Lockstep
 from katydid_engine.messages import ExpertBalance, Ready, Stop
-from katydid_engine.model_config import ModelConfig, read_model_config
+from katydid_engine.model_config import read_model_config
 from katydid_engine.models.decoder_lm import DecoderLM
-from katydid_engine.models.rank_context import HALVED_FROM, dispatches
 from katydid_engine.page_budget import count_pages
+from katydid_engine.peer_rooms import copies_of, peers_of
 from katydid_engine.plan import StepOutput, StepPlan
 from katydid_engine.plan_ring import PlanReader, PlanWriter
 from katydid_engine.planning.memory import check_memory
@@ -58,10 +57,6 @@ _FOLLOW_POLL_S = 1.0
 _LOAD_TIMEOUT_S = 1800.0
 _FAREWELL_S = 0.5
 _IDLE_ROUND = b""
-# A kernel that waits for another rank looks at its flag at most so often in a second.
-_LOOKS_A_SECOND = 4_000_000
-# Rows up to which a sum over a TP group goes by kernels that write into each other's GPUs.
-_FEW_TOKENS = 128
 
 
 def work(config: WorkerConfig, channel: BlockingChannel) -> None:
@@ -83,7 +78,7 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         _choose_gpu(device)
         _check_memory(config, device)
     _meet(config, device)
-    peers = _peers(config, groups, device)
+    peers = peers_of(config, groups, device)
     times.over("ranks and device")
     model = load_model(
         Path(config.folder),
@@ -95,7 +90,7 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         stage=groups.stage,
         micro_batches=config.micro_batches,
         peers=peers,
-        copies=_copies(config, groups, device),
+        copies=copies_of(config, groups, device),
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
     )
@@ -340,57 +335,6 @@ def _join_groups(config: WorkerConfig) -> RankGroups:
         timeout=timedelta(seconds=_LOAD_TIMEOUT_S),
     )
     return join_groups(config.plan, config.rank, timeout_s=config.rank_timeout_s)
-
-
-def _peers(config: WorkerConfig, groups: RankGroups, device: torch.device) -> PeerReducer | None:
-    """Memory of the TP group's GPUs, for few rows or those of a split residual; None where all go by collectives."""
-    plan = config.plan
-    if device.type != "cuda" or plan.tp & (plan.tp - 1) or plan.tp == 1 or plan.pp > 1:
-        return None
-    assert isinstance(groups.tensor, TorchCollectives)
-    assert groups.tensor.group is not None
-    hidden = read_model_config(Path(config.folder)).hidden_size
-    if hidden % 16:
-        return None
-    rows = -(-config.max_batch_tokens // plan.tp) * plan.tp
-    sizes = {"few_tokens": _FEW_TOKENS, "tokens": rows if plan.sp else plan.tp}
-    # A kernel that gives a rank up goes on with what there is: by then the face must have ended the group.
-    patience = min(round(2 * config.rank_timeout_s * _LOOKS_A_SECOND), 2**31 - 1)
-    memory = symmetric_peers(groups.tensor.group, PeerReducer.nbytes(plan.tp, hidden, **sizes), device)
-    return PeerReducer(memory, hidden, patience=patience, **sizes)
-
-
-def _copies(config: WorkerConfig, groups: RankGroups, device: torch.device) -> PartCopies | None:
-    """Memory of the TP group's GPUs for chunks whose parts take turns; None where no chunk is cut so, or rows go by
-    collectives."""
-    plan, model = config.plan, read_model_config(Path(config.folder))
-    halves = _halves(config, model)
-    if device.type != "cuda" or not (halves and plan.fp8_transfers) or model.hidden_size % 16:
-        return None
-    assert isinstance(groups.tensor, TorchCollectives)
-    assert groups.tensor.group is not None
-    tokens = -(-config.max_batch_tokens // 2)
-    # A rank tells of each row its experts and their weights, the shared one's among them.
-    told = 0 if model.moe is None else 2 * (model.moe.top_k + 1)
-    size = PartCopies.nbytes(plan.tp, model.hidden_size, tokens=tokens, told=told)
-    memory = symmetric_peers(groups.tensor.group, size, device)
-    return PartCopies(memory, model.hidden_size, tokens=tokens, told=told)
-
-
-def _halves(config: WorkerConfig, model: ModelConfig) -> bool:
-    """Whether long chunks are computed in two parts. Raises SettingsError where they are to be, and none is so long."""
-    plan, parts = config.plan, config.micro_batches
-    if not plan.sp or parts < 2 or dispatches(model, plan):
-        return False
-    if config.max_batch_tokens < HALVED_FROM:
-        raise SettingsError(
-            f"micro_batches={parts}: with plan={plan} only steps of {HALVED_FROM} tokens or more are computed in "
-            f"parts, and max_batch_tokens is {config.max_batch_tokens}",
-            field="micro_batches",
-            value=parts,
-            allowed=f"1, or 2 with max_batch_tokens of at least {HALVED_FROM}",
-        )
-    return True
 
 
 def _meet(config: WorkerConfig, device: torch.device) -> None:

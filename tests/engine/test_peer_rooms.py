@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from katydid_engine import rank
 from katydid_engine.models.rank_context import HALVED_FROM
 from katydid_engine.parallel import ParallelPlan
+from katydid_engine.peer_rooms import copies_of
 from katydid_engine.rank_groups import RankGroups
 from katydid_engine.settings import EngineSettings
 from katydid_engine.worker_config import WorkerConfig
@@ -28,19 +28,19 @@ def config(plan: str, tokens: int, parts: int = 2) -> WorkerConfig:
 def test_rows_that_go_to_their_experts_have_no_memory_for_parts() -> None:
     """Eight ranks are more than a row's four experts; of two all have some."""
     groups, gpu = RankGroups(), torch.device("cuda")
-    assert rank._copies(config("tp8,sp,ep8,fp8", HALVED_FROM), groups, gpu) is None
+    assert copies_of(config("tp8,sp,ep8,fp8", HALVED_FROM), groups, gpu) is None
     with pytest.raises(AssertionError):  # it would ask for the group of GPUs
-        rank._copies(config("tp2,sp,ep2,fp8", HALVED_FROM), groups, gpu)
+        copies_of(config("tp2,sp,ep2,fp8", HALVED_FROM), groups, gpu)
 
 
 @pytest.mark.parametrize("plan", ["tp2,sp", "tp2,sp,ep2"])
 def test_parts_that_no_step_is_cut_into_are_refused(plan: str) -> None:
     groups, cpu = RankGroups(), torch.device("cpu")
     with pytest.raises(SettingsError, match=f"micro_batches=2: with plan={plan} .* max_batch_tokens is 8191") as caught:
-        rank._copies(config(plan, HALVED_FROM - 1), groups, cpu)
+        copies_of(config(plan, HALVED_FROM - 1), groups, cpu)
     assert caught.value.field == "micro_batches"
     for allowed in (config(plan, HALVED_FROM), config(plan, 512, parts=1), config("tp8,sp,ep8", 512)):
-        assert rank._copies(allowed, groups, cpu) is None
+        assert copies_of(allowed, groups, cpu) is None
 
 
 def test_the_setting_says_from_how_many_tokens() -> None:
