@@ -273,7 +273,8 @@ async def _started(settings: EngineSettings, telemetry: Telemetry, metrics: Engi
 
         async def stop() -> None:
             # All at once: ranks that compute together cannot go on without each other.
-            await asyncio.gather(*(group.stop() for group in groups))
+            failed = any(group.failure.done() for group in groups)
+            await asyncio.gather(*(group.stop(failed=failed) for group in groups))
 
         stack.push_async_callback(stop)
 

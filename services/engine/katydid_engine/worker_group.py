@@ -39,7 +39,7 @@ from katydid_engine.worker_config import RingEnds, WorkerConfig
 __all__ = ["WorkerGroup"]
 
 _RING_BYTES = 16 * 1024 * 1024
-_STOP_TIMEOUT_S = 3.0
+_STOP_TIMEOUT_S, _FAILED_STOP_TIMEOUT_S = 3.0, 0.3
 _FLUSH_TIMEOUT_S = 10.0
 
 
@@ -127,14 +127,15 @@ class WorkerGroup:
         if self._config.plan.world_size > 1 and self.stalled(timeout_s):
             self._fail(EngineLostError(f"worker {self._config.dp_rank}.0 has been silent for {timeout_s} s"))
 
-    async def stop(self) -> None:
-        """Ends all ranks, by force where they do not listen."""
+    async def stop(self, *, failed: bool = False) -> None:
+        """Ends all ranks, by force where they do not listen; for a moment only where they, or those that they compute
+        with, have ``failed``: they wait for each other, and have nothing left to put in order."""
         self._stopping = True
         for channel in self._channels:
             channel.send(Stop())
         if self._readers:
             # A worker's channel ends when it does.
-            await asyncio.wait(self._readers, timeout=_STOP_TIMEOUT_S)
+            await asyncio.wait(self._readers, timeout=_FAILED_STOP_TIMEOUT_S if failed else _STOP_TIMEOUT_S)
         for process in self._processes:
             process.kill()
             await asyncio.to_thread(process.wait)
