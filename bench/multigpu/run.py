@@ -56,6 +56,8 @@ LIMITS_S = {
     "lost": 300,
     "vllm": 3600,
 }
+# Most stages of hy3-tiny, which has six layers.
+TINY_STAGES = 4
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 
@@ -63,9 +65,10 @@ def jobs(gpus: int, parts: list[str], lengths: list[int], batches: list[int], *,
     """What the ranks do, in order; each job is one plan."""
     sp = [f"tp{gpus}", f"tp{gpus},sp", f"tp{gpus},sp,fp8", f"tp{gpus},sp,ep{gpus}", f"tp{gpus},sp,ep{gpus},fp8"]
     dp = f"dp{gpus},ep{gpus}"
+    stages = f"pp{gpus}" if gpus <= TINY_STAGES else f"tp{gpus // TINY_STAGES},pp{TINY_STAGES}"
     made: list[Job] = []
     if "correct" in parts:
-        made += [{"part": "correct", "plan": plan} for plan in (*sp, dp, f"{dp}+{gpus}", f"pp{gpus}")]
+        made += [{"part": "correct", "plan": plan} for plan in (*sp, dp, f"{dp}+{gpus}", stages)]
     if "serve" in parts:
         common = {"part": "serve", "lengths": lengths, "batches": batches, "context": 64 if dry else 4096}
         made += [
