@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["TOP_K", "draw_ids", "typical_error"]
+__all__ = ["TOP_K", "draw_ids", "hit_experts", "typical_error"]
 
 TOP_K = 8
 FEW_TOKENS = 8
@@ -26,9 +26,14 @@ def draw_ids(tokens: int, experts: int) -> list[Tensor]:
     generator, found = torch.Generator().manual_seed(tokens), list[Tensor]()
     while len(found) < (12 if tokens <= 4 else 1):
         ids = torch.rand(rows, experts, generator=generator).topk(TOP_K).indices.int()
-        if len(ids.unique()) == expected:
+        if hit_experts(ids) == expected:
             found.append(ids.cuda().repeat(max(1, tokens // 2048), 1))
     return found
+
+
+def hit_experts(ids: Tensor) -> int:
+    """How many experts the tokens go to."""
+    return len(set(ids.flatten().tolist()))
 
 
 def typical_error(check: Callable[[], float], tokens: int) -> float:

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,9 @@ def part(name: str) -> dict[str, Any]:
     runs: dict[str, Callable[[], dict[str, Any]]] = {
         "few rows": few_rows, "odd shapes": odd_shapes, "rows": rows, "layer": layer,
     }  # fmt: skip
-    runs |= {kind: lambda kind=kind: dense(kind) for kind in GROUPS["gemm"][:4]}
-    runs |= {f"experts {shard}": lambda shard=shard: experts(shard) for shard in SHARD_NAMES}
-    runs |= {f"tiles {shard}": lambda shard=shard: tiles(shard) for shard in ("TP8", "EP8")}
+    runs |= {kind: partial(dense, kind) for kind in GROUPS["gemm"][:4]}
+    runs |= {f"experts {shard}": partial(experts, shard) for shard in SHARD_NAMES}
+    runs |= {f"tiles {shard}": partial(tiles, shard) for shard in ("TP8", "EP8")}
     return runs[name]()
 
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from expert_draws import hit_experts
 from gemm_timing import BF16, COPY_TB_PER_S, E4M3, FP8_TFLOPS, Row, compiling, measuring, median_us, preparing, row
 from katydid_kernels import RouterWeight, add_rms_norm_route, fused_moe
 from katydid_kernels.gemm.checking import expert_operands
@@ -63,7 +64,7 @@ def _row(layers: list[_Layer], x: Tensor, residual: Tensor) -> Row:
     tokens = x.shape[1]
     calls = [partial(each, *rows) for rows in zip(x, residual, strict=True) for each in layers]
     us = median_us(calls, 15)
-    hit = sum(len(call()[2].unique()) for call in calls) / len(calls)
+    hit = sum(hit_experts(call()[2]) for call in calls) / len(calls)
     matrices = hit * 3 * WIDTH * HIDDEN
     # Router weights in fp32; x, residual and output in bf16, and the sum that goes on.
     rest = EXPERTS * HIDDEN * 4 + 4 * 2 * tokens * HIDDEN

@@ -5,12 +5,13 @@ Measured here, made into rows by `moe_rows`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from expert_draws import TOP_K, draw_ids, typical_error
+from expert_draws import TOP_K, draw_ids, hit_experts, typical_error
 from gemm_timing import BF16, E4M3, compiling, measuring, median_us, preparing
 from katydid_kernels.gemm import experts as launches
 from katydid_kernels.gemm.checking import block_operands, check_block_experts, check_experts, expert_operands
@@ -99,7 +100,7 @@ class Batch:
         """Time, and the experts hit."""
         return {
             "tokens": len(self.x),
-            "hit": sum(len(ids.unique()) for ids in self.ids) / len(self.ids),
+            "hit": sum(hit_experts(ids) for ids in self.ids) / len(self.ids),
             "us": self.time_us(),
         }
 
@@ -107,7 +108,8 @@ class Batch:
         """Microseconds of each launch of a batch, by itself."""
         plan, ids, w2 = self.workspace.plan, self.ids[0], self.weights[0][1]
         tile = launches.choose_tile(ids.numel(), len(w2), w2.shape[2], w2.shape[1], w2.dtype)
-        calls = {"plan": [partial(plan_routes, ids, plan, len(w2), tile.tokens)] * 4}
+        plans = [partial(plan_routes, ids, plan, len(w2), tile.tokens)] * 4
+        calls: dict[str, Sequence[Callable[[], object]]] = {"plan": plans}
         if isinstance(tile, UpTile):
             up = partial(launches._launch_up, self.x, scales=self.scales, workspace=self.workspace, tile=tile)
             calls["up"] = [partial(up, w13=w13) for w13, _ in self.weights]

@@ -57,7 +57,7 @@ def agreement(call: Callable[[Tensor], Tensor], weight: Tensor, bias: Tensor, to
     for _ in range(-(-tokens // chunk)):
         x = torch.randn(chunk, HIDDEN, device="cuda").bfloat16()
         expected = torch.topk(torch.sigmoid(x.double() @ wide) + bias.double(), TOP_K).indices.sort(1).values
-        found = torch.cat([call(part) for part in x.split(batch)]).sort(1).values
+        found = torch.cat([call(part) for part in torch.split(x, batch)]).sort(1).values
         equal += int((found == expected).all(1).sum())
     return equal / (-(-tokens // chunk) * chunk)
 

@@ -53,7 +53,7 @@ def rows() -> dict[str, Any]:
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
-    return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
 def _row(name: str, us: float, size: int) -> dict[str, Any]:

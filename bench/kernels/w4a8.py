@@ -40,7 +40,7 @@ def main() -> None:
     os.environ.setdefault("GEMM_BENCH_LOCK", tempfile.mkstemp()[1])
     command = [sys.executable, __file__, "--part"]
     running = {name: subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in PARTS}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, process in running.items():
         try:
             output, _ = process.communicate(timeout=arguments.limit_s)

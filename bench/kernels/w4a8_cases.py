@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from expert_draws import TOP_K, draw_ids, typical_error
+from expert_draws import TOP_K, draw_ids, hit_experts, typical_error
 from gemm_timing import BF16, COPY_TB_PER_S, E4M3, FP8_TFLOPS, Row, measuring, median_us, preparing, row
 from katydid_kernels import ExpertScales, fused_moe, fused_moe_w4a8, linear_fp8, linear_w4a8
 from katydid_kernels.linear_few import linear_few, takes_few
@@ -114,12 +114,10 @@ def experts(shard: str) -> dict[str, Any]:
     rows = []
     for batch in batches:
         with measuring():
-            ours, fp8 = (
-                median_us([partial(call, pair, ids) for ids in batch.ids for pair in weights], 15)
-                for call, weights in ((batch.w4a8, packed), (batch.fp8, e4m3))
-            )
+            ours = median_us([partial(batch.w4a8, pair, ids) for ids in batch.ids for pair in packed], 15)
+            fp8 = median_us([partial(batch.fp8, pair, ids) for ids in batch.ids for pair in e4m3], 15)
         tokens = len(batch.x)
-        hit = sum(len(ids.unique()) for ids in batch.ids) / len(batch.ids)
+        hit = sum(hit_experts(ids) for ids in batch.ids) / len(batch.ids)
         byte_us = hit * 3 * width * HIDDEN * BYTES_A_CODE / COPY_TB_PER_S * 1e-6
         floor = max(byte_us, 6e-6 * tokens * TOP_K * width * HIDDEN / FP8_TFLOPS)
         name = f"W4A8 MoE {shard} {tokens} tokens, {hit:.0f} of {count} experts hit"
