@@ -18,7 +18,7 @@ T = TypeVar("T")
 async def streams(load: Load, count: int = 12) -> tuple[list[Ask], list[asyncio.Task[Outcome]]]:
     """Long streams over both APIs, all of which have begun."""
     asks = [
-        Ask(f"stream {number}", 300, sampling={"ignore_eos": True, "temperature": number % 2, "seed": number})
+        Ask(f"stream {number}", 500, sampling={"ignore_eos": True, "temperature": number % 2, "seed": number})
         for number in range(count)
     ]
     begun: set[int] = set()

@@ -121,6 +121,23 @@ def test_a_line_full_of_bulk_lets_the_urgent_in() -> None:
     run(scenario)
 
 
+def test_a_place_of_one_that_is_just_leaving_is_taken() -> None:
+    async def scenario() -> None:
+        line = Line(0, max_queued=1)
+        bulk = asyncio.create_task(line.come("bulk", level=PriorityClass.BULK))
+        await asyncio.sleep(0)
+        urgent = asyncio.create_task(line.come("urgent", level=PriorityClass.URGENT))
+        bulk.cancel()
+        await asyncio.gather(bulk, return_exceptions=True)
+        assert bulk.cancelled()
+        line.places = 1
+        await urgent
+        assert line.gate.open is False
+        assert not len(line.gate.queue)
+
+    run(scenario)
+
+
 def test_a_flood_does_not_keep_others_out_of_a_full_line() -> None:
     async def scenario() -> None:
         line = Line(0, max_queued=10)

@@ -69,7 +69,9 @@ class Gate:
         if displaced is None:
             raise error
         self.queue.remove(displaced)
-        self._turns[displaced].set_exception(error)
+        # Who is just being cancelled leaves anyway.
+        if not self._turns[displaced].done():
+            self._turns[displaced].set_exception(error)
 
     async def _wait(self, ticket: Ticket) -> None:
         turn = asyncio.get_running_loop().create_future()
