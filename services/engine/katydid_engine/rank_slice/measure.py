@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -180,6 +181,9 @@ def measure_capture(steps: SliceSteps, sequences: int) -> dict[str, Any]:
     """Seconds until all graphs are captured of an engine with so many sequences of the longest, which chooses among
     all numbers of drafts up to the slice's; how many, and bytes."""
     device = steps.slice.model.device
+    # As in an engine, collections do not look at what imports left.
+    gc.collect()
+    gc.freeze()
     steps.synchronize()
     free, began = torch.cuda.mem_get_info(device)[0], time.perf_counter()
     graphs = steps.capture(
