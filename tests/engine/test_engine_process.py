@@ -317,9 +317,8 @@ def test_takes_up_a_lost_stream_without_a_gap(running: Service) -> None:
 def test_aborts_what_nobody_takes_up(running: Service) -> None:
     async def scenario() -> None:
         async with session(running.address) as other, session(running.address) as client:
-            answer = client.submit(prompt(70), max_tokens=3000, ignore_eos=True)
-            while not answer.output:
-                await asyncio.sleep(0.005)
+            client.submit(prompt(70), max_tokens=3000, ignore_eos=True)
+            await client.generate(prompt(5), max_tokens=1)  # behind it
             old = client.opened.session_id
             await client.break_off()
             seen = len(other.frames)
