@@ -91,8 +91,9 @@ def test_blocks_are_granted_packed_and_committed_once() -> None:
             await asyncio.sleep(0.001)
         assert memory.given_up == 1
         assert name(3) not in memory.committed
-        await asyncio.sleep(0.01)
-        assert stored(metrics) == {"stored": 1.0, "present": 1.0}
+        async with asyncio.timeout(20):
+            while stored(metrics) != {"stored": 1.0, "present": 1.0}:
+                await asyncio.sleep(0.001)
         running.cancel()
 
     run(scenario)
