@@ -107,3 +107,19 @@ def test_no_gateway():
                 await client.models()
 
     asyncio.run(scenario())
+
+
+def test_a_port_that_speaks_http_is_called_so():
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(64)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        writer.close()
+
+    async def body() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            host, port = server.sockets[0].getsockname()
+            async with AsyncKatydid(f"{host}:{port}", max_retries=0, timeout=30) as client:
+                with pytest.raises(UnavailableError, match=r"it speaks HTTP/1\.1, not gRPC"):
+                    await client.models()
+
+    asyncio.run(asyncio.wait_for(body(), 60))

@@ -34,6 +34,8 @@ DOMAIN = "katydid"
 _DETAILS_KEY = "grpc-status-details-bin"
 # What gRPC puts, after a list of addresses, before the one thing that a reader can use.
 _CORE_PREFIX = "Failed to connect to remote host: "
+# What it says among much else of a port that answers in HTTP/1.1, such as the gateway's other one.
+_CORE_HTTP1 = "http1.x server"
 _OUR_OWN = "Locally cancelled"
 
 _WITHOUT_DETAILS: dict[grpc.StatusCode, type[KatydidError]] = {
@@ -135,7 +137,8 @@ def from_rpc_error(error: grpc.RpcError, peer: str | None = None) -> KatydidErro
                 break
     message = call.details() or ""
     if peer is not None and call.code() is grpc.StatusCode.UNAVAILABLE:
-        message = f"the connection to {peer} failed: {message.rpartition(_CORE_PREFIX)[2]}"
+        why = "it speaks HTTP/1.1, not gRPC" if _CORE_HTTP1 in message else message.rpartition(_CORE_PREFIX)[2]
+        message = f"the connection to {peer} failed: {why}"
     return _by_code(call.code(), message)
 
 
