@@ -76,11 +76,11 @@ def jobs(gpus: int, parts: list[str], lengths: list[int], batches: list[int], *,
             {**common, "plan": f"tp{gpus},sp,ep{gpus},fp8", "batches": []},
             {**common, "plan": f"tp{gpus},sp,fp8", "batches": []},
             {**common, "plan": f"tp{gpus},sp,ep{gpus}", "batches": []},
-            {**common, "plan": dp},
             {**common, "plan": dp, "ahead": True},
             {**common, "plan": f"tp{gpus}", "lengths": [], "drafts": 2},
-            {**common, "plan": dp, "drafts": 2},
             {**common, "plan": dp, "drafts": 2, "ahead": True},
+            {**common, "plan": dp},
+            {**common, "plan": dp, "drafts": 2},
             {**common, "plan": f"tp{gpus}", "peers": False},
         ]
     if "halves" in parts:
@@ -154,6 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, required=True, choices=(1, 2, 4, 8), help="1: hand-off alone, on one GPU")
     parser.add_argument("--parts", nargs="+", choices=LIMITS_S)
+    parser.add_argument("--plans", nargs="+", help="of ranks' jobs, those of these plans alone, as in dp8,ep8")
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768, 131072], help="of prompts, tokens")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 64, 128, 256])
     parser.add_argument("--layers", type=int, default=16, help="of Hy3 that are built at full width")
@@ -186,6 +187,7 @@ def carry_all_out(options: argparse.Namespace) -> list[str]:
     gpus, until, rows = options.gpus, time.monotonic() + options.limit, []
     work = {"layers": options.layers, "dry": options.dry}
     of_ranks = jobs(gpus, options.parts, options.lengths, options.batches, dry=options.dry)
+    of_ranks = [job for job in of_ranks if not options.plans or job["plan"] in options.plans]
     begun = [(functools.partial(ranks, gpus, work), of_ranks)] if of_ranks else []
     begun += [(functools.partial(part, gpus, dry=options.dry), [job]) for job in alone(options)]
     for start, todo in begun:
