@@ -189,8 +189,12 @@ class Dispatcher:
         self._retries.came()
 
     def may_retry(self, error: KatydidError) -> bool:
-        """Whether a request that failed so before its first token may go to another engine."""
-        return isinstance(error, EngineLostError) or self._retries.take()
+        """Whether a request that failed so before its first token may go to another engine.
+
+        What was sent to an engine that had just begun to drain goes on for nothing: it has done no work, and says so to
+        everybody at once.
+        """
+        return isinstance(error, EngineLostError | DrainingError) or self._retries.take()
 
     def resumed(self, engine: str, choices: int) -> None:
         """So many choices that `engine` had begun go on elsewhere."""

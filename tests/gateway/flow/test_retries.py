@@ -48,6 +48,24 @@ def test_the_breaker_opens_tries_and_closes() -> None:
     assert not made.is_open(now)
 
 
+def test_a_burst_that_meets_an_engine_as_it_begins_to_drain_goes_on_elsewhere(chatml: Path) -> None:
+    """All of it: a rolling restart must not use up what is kept for engines that fail."""
+
+    async def scenario(built: Rig) -> None:
+        leaving, other = built.engines
+        leaving.options.refusal = pb.RequestError(reason="DRAINING", message="the engine drains", retryable=True)
+        answers = await asyncio.gather(*(built.chat(f"question {number} " * 3) for number in range(80)))
+        assert {answer.status_code for answer in answers} == {200}
+        assert len(leaving.submitted) > LEAST + SHARE * 80, "more than the budget has"
+        assert len(other.submitted) == 80
+
+    async def body() -> None:
+        async with rig(chatml, engines=2) as built:
+            await scenario(built)
+
+    asyncio.run(body())
+
+
 def test_an_engine_that_fails_its_requests_is_left_alone(chatml: Path) -> None:
     async def scenario(built: Rig) -> None:
         bad, good = built.engines

@@ -1,7 +1,7 @@
 """How many requests may be tried again: a share of those that came, so that retries never become the load.
 
-What an engine that is there refuses is tried elsewhere within this budget. Requests of an engine that is gone are not
-counted: they go on elsewhere, all of them.
+What an engine that is there refuses is tried elsewhere within this budget. Requests of an engine that is gone or about
+to go are not counted: they go on elsewhere, all of them.
 """
 
 from __future__ import annotations
