@@ -1,3 +1,5 @@
+"""What the n-gram baseline learns from is byte for byte the text that the tokens stand for."""
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Rows of hy3-tiny's figures: bars and comparisons as the files of a measurement give them."""
+
 from __future__ import annotations
 
 import json

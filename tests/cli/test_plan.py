@@ -1,3 +1,5 @@
+"""What `katydid plan` reads from its options, and that its record and its table agree."""
+
 from __future__ import annotations
 
 import json

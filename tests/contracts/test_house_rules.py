@@ -27,14 +27,10 @@ def test_no_module_hides_behind_a_name_without_meaning() -> None:
     assert not named
 
 
-def test_every_product_module_says_why_it_exists() -> None:
-    silent = []
-    for room in ("services", "kernels", "sdk", "cli", "scripts"):
-        for path in sorted((ROOT / room).rglob("*.py")):
-            text = path.read_text()
-            if text.strip() and ast.get_docstring(ast.parse(text)) is None:
-                silent.append(str(path.relative_to(ROOT)))
-    assert not silent
+def test_every_module_says_why_it_exists() -> None:
+    texts = {path: path.read_text() for path in sources()}
+    silent = [path for path, text in texts.items() if text.strip() and ast.get_docstring(ast.parse(text)) is None]
+    assert [str(path.relative_to(ROOT)) for path in silent] == []
 
 
 def test_the_environment_is_read_by_settings_alone() -> None:

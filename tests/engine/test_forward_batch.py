@@ -1,3 +1,5 @@
+"""Packing of sequences into one batch: positions, slots and pages against plain sums."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,3 +1,5 @@
+"""Plans: how they are spelled, which contradict themselves, a model or a host."""
+
 from __future__ import annotations
 
 from typing import Any

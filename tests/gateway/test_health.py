@@ -1,3 +1,5 @@
+"""What ends an engine's ailment before the next question."""
+
 from __future__ import annotations
 
 import asyncio

@@ -1,3 +1,5 @@
+"""Random numbers by Philox: published answers, and a scalar form of the noise made of them."""
+
 from __future__ import annotations
 
 import math

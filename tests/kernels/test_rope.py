@@ -1,3 +1,5 @@
+"""Rotary embedding against complex multiplication."""
+
 from __future__ import annotations
 
 import cmath

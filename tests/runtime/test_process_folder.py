@@ -1,3 +1,5 @@
+"""Folders of a process: gone with it, and swept by the next one where it was killed."""
+
 from __future__ import annotations
 
 import os

@@ -1,3 +1,5 @@
+"""hy3-tiny's tokenizer, words, and prepared data that were made here."""
+
 from __future__ import annotations
 
 import lzma

@@ -1,3 +1,5 @@
+"""Training rows: sizes, weights, order, and tasks that their context answers."""
+
 from __future__ import annotations
 
 import random

@@ -1,3 +1,5 @@
+"""Calibration texts of hy3-tiny: lengths, repeatability, and what stands in the way."""
+
 from __future__ import annotations
 
 import re

@@ -1,3 +1,5 @@
+"""Documents out of packages: what is taken, what is left out, what is said when one is missing."""
+
 from __future__ import annotations
 
 import zipfile

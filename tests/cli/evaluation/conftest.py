@@ -1,3 +1,5 @@
+"""hy3-tiny's text side, held-out documents that were made here, and a folder of them."""
+
 from __future__ import annotations
 
 import json

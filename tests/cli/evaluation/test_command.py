@@ -1,3 +1,5 @@
+"""The evaluation's table, JSON and refusals, with figures that were made here."""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,5 @@
+"""Intervals by the bootstrap: as wide as they say, and paired where two figures are of the same items."""
+
 from __future__ import annotations
 
 import random

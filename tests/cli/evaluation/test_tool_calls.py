@@ -1,3 +1,5 @@
+"""Calls that a model wrote, held against their schemas and against what was asked."""
+
 from __future__ import annotations
 
 import random

@@ -1,3 +1,5 @@
+"""Moves between placements of experts, carried out on plain lists."""
+
 from __future__ import annotations
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""Which slot a row's choice of an expert goes to, and what is counted of it."""
+
 from __future__ import annotations
 
 import torch

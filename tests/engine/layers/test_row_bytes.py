@@ -1,3 +1,5 @@
+"""Rows as the bytes that travel between ranks, and as those who get them want them."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""A small random model of each family that the engine runs."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
