@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
-import random
 import statistics
 import tempfile
 import time
 import traceback
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
+from asking import PATIENCE_S, TAIL, ended, prompt, streamed, timed
 from katydid.kvcache.v1 import kvcache_pb2
 from katydid.kvcache.v1.kvcache_pb2_grpc import KvCacheServiceStub
 from katydid_client import AsyncKatydid
@@ -27,16 +26,15 @@ from katydid_runtime.duration import to_duration
 from telling import Rows, missing, row
 
 from bench.kvcache_ttft import DENSE
-from tests.engine.engine_process import Answer, Service, SessionClient, engine, service, session
+from tests.engine.engine_process import Service, engine, service, session
 from tests.engine.test_engine_kvcache import attached, blocks_held, flush
 from tests.tiny_model import write_tiny_model
 
 NARROW = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
-TAIL, MANY, ROUNDS = 16, 400, 2
+MANY, ROUNDS = 400, 2
 # Of the cache service: all blocks of a run, none of which is driven out while others are measured.
 MEMORY_BYTES = 56 << 30
 MOST_MAPPING_S = 60.0
-PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -130,8 +128,8 @@ async def _one_block(prefill: Service, decode: Service) -> None:
     """From one engine to the other."""
     async with session(prefill.address) as giver, session(decode.address) as taker:
         ids = prompt(130, 1)
-        await _ended(giver.submit(ids, max_tokens=1))
-        answer = await _ended(taker.submit(ids, max_tokens=1, blocks_within=to_duration(5.0)))
+        await ended(giver.submit(ids, max_tokens=1))
+        answer = await ended(taker.submit(ids, max_tokens=1, blocks_within=to_duration(5.0)))
         assert sum(answer.cached()) == 128, f"the decode engine found {answer.cached()}"
 
 
@@ -167,15 +165,15 @@ async def _handed(both: Both, length: int, *, dry: bool) -> Rows:
             follows = number % 2 == 1
             last = {"blocks_within": to_duration(1.0)} if follows else {}
             following = taker.submit(ids, max_tokens=1, fetch_only=True, **last) if follows else None
-            first, first_s, _ = await _timed(giver, ids, max_tokens=1, hold=to_duration(30.0))
+            first, first_s, _ = await timed(giver, ids, max_tokens=1, hold=to_duration(30.0))
             if following is None:
                 started = time.perf_counter()
                 await blocks_held([both.cache], held + (length - 1) // 64)
                 took["written"].append(time.perf_counter() - started)
-            rest, gap_s, _ = await _timed(taker, ids, generated_ids=array("I", first.output).tobytes(), **last)
+            rest, gap_s, _ = await timed(taker, ids, generated_ids=array("I", first.output).tobytes(), **last)
             if following is not None:
                 await following.done.wait()
-            whole, whole_s, second_s = await _timed(taker, ids, bypass_cache=True)
+            whole, whole_s, second_s = await timed(taker, ids, bypass_cache=True)
             equal += first.output + rest.output == whole.output
             took["first"].append(first_s)
             took["followed" if follows else "waited"].append(gap_s)
@@ -210,14 +208,14 @@ async def _bits(both: Both, length: int) -> Rows:
         for number in range(4):
             ids = prompt(length - 7 * number, 77 + number)
             held = await _blocks(both.cache)
-            first = await _ended(giver.submit(ids, max_tokens=1, ignore_eos=True))
+            first = await ended(giver.submit(ids, max_tokens=1, ignore_eos=True))
             await blocks_held([both.cache], held + (len(ids) - 1) // 64)
             fields = {"max_tokens": TAIL, "ignore_eos": True, "logprobs": 5}
             fields["generated_ids"] = array("I", first.output).tobytes()
-            fetching = await _ended(taker.submit(ids, **fields))
+            fetching = await ended(taker.submit(ids, **fields))
             assert sum(fetching.cached()[1:]) == (len(ids) - 1) // 64 * 64, f"fetched {fetching.cached()}"
             order = {"own": giver, "fetched": taker, "own again": giver, "fetched again": taker}
-            said = {who: await _ended(client.submit(ids, **fields)) for who, client in order.items()}
+            said = {who: await ended(client.submit(ids, **fields)) for who, client in order.items()}
             assert len({answer.cached() for answer in said.values()}) == 1, {who: a.cached() for who, a in said.items()}
             values = {
                 who: list(zip(answer.chosen[0], *[iter(answer.top[0])] * 5, strict=True))
@@ -252,7 +250,7 @@ async def _fronted(both: Both, gateway: str, lengths: list[int]) -> Rows:
             for number in range(ROUNDS + 1):
                 for served in (both.prefill, both.decode):
                     await flush(served.address)
-                met.append(await _streamed(client, prompt(length, 5000 * length + number)))
+                met.append(await streamed(client, prompt(length, 5000 * length + number)))
             name = f"hand-off, {length} tokens, behind a gateway"
             there = sum(one.engine == "decode" for one in met)
             rows += [
@@ -269,8 +267,8 @@ async def _lose_decode(both: Both, gateway: str, length: int, *, dry: bool) -> R
     """In the middle of an answer: the engine that computed the prompt goes on with it."""
     ids, name = prompt(length, 9), "hand-off, decode engine killed in an answer"
     async with AsyncKatydid(gateway, timeout=PATIENCE_S) as client:
-        whole = await _streamed(client, ids, MANY, bypass_cache=True)
-        stopped = await _streamed(client, ids, MANY, at=(MANY // 10, both.decode.kill))
+        whole = await streamed(client, ids, MANY, bypass_cache=True)
+        stopped = await streamed(client, ids, MANY, at=(MANY // 10, both.decode.kill))
     # In bf16 what a pass over a whole text gives differs from what steps did, and near ties end otherwise.
     bar = MANY if dry else None
     return [
@@ -291,8 +289,8 @@ async def _lose_prefill(both: Both, length: int) -> Rows:
         with _gateway(both, where) as gateway:
             async with AsyncKatydid(gateway.address, timeout=PATIENCE_S) as client:
                 await _until_paired(client)
-                whole = await _streamed(client, ids, bypass_cache=True)
-                asking = asyncio.create_task(_streamed(client, ids, bypass_cache=True))
+                whole = await streamed(client, ids, bypass_cache=True)
+                asking = asyncio.create_task(streamed(client, ids, bypass_cache=True))
                 await asyncio.sleep(whole.first_s / 3)
                 both.prefill.kill()
                 killed = time.perf_counter()
@@ -311,41 +309,6 @@ def _gateway(both: Both, engines: str) -> contextlib.AbstractContextManager[Serv
     return service("katydid_gateway", both.folder, "--http-listen", "127.0.0.1:0", *options)
 
 
-@dataclass(frozen=True)
-class Stream:
-    """Ids, seconds to the first, from that to the second, the longest between two, and the engine that ended it."""
-
-    ids: list[int]
-    first_s: float
-    gap_s: float
-    longest_s: float
-    engine: str
-
-
-async def _streamed(
-    client: AsyncKatydid,
-    ids: list[int],
-    tokens: int = TAIL,
-    at: tuple[int, Callable[[], None]] | None = None,
-    **fields: Any,
-) -> Stream:
-    """``at`` so many tokens something is done."""
-    began = time.perf_counter()
-    seen: list[int] = []
-    times: list[float] = []
-    async with client.generate_stream(ids, max_tokens=tokens, temperature=0.0, ignore_eos=True, **fields) as stream:
-        async for event in stream:
-            seen += event.token_ids
-            times += [time.perf_counter()] * len(event.token_ids)
-            if at is not None and len(seen) >= at[0]:
-                at[1]()
-                at = None
-        final = await stream.get_final()
-    waits = [after - before for before, after in itertools.pairwise(times)]
-    assert final.timing is not None
-    return Stream(seen, times[0] - began, waits[0], max(waits), final.timing.engine)
-
-
 async def _until_paired(client: AsyncKatydid) -> None:
     async with asyncio.timeout(30):
         while (await client.explain_route([5] * 200)).candidates[0].partner != "decode":  # noqa: ASYNC110
@@ -355,25 +318,6 @@ async def _until_paired(client: AsyncKatydid) -> None:
 async def _blocks(cache: str) -> int:
     async with grpc.aio.insecure_channel(cache) as channel:
         return (await KvCacheServiceStub(channel).Stats(kvcache_pb2.StatsRequest())).tiers[0].blocks
-
-
-async def _timed(client: SessionClient, ids: list[int], **fields: Any) -> tuple[Answer, float, float]:
-    """The answer, seconds to its first token, and from that to its second."""
-    started = time.perf_counter()
-    answer = client.submit(ids, **({"max_tokens": TAIL, "ignore_eos": True} | fields))
-    times = []
-    for wanted in (1, 2):
-        while len(answer.output) < wanted and not answer.done.is_set():  # noqa: ASYNC110 - the session has no event
-            await asyncio.sleep(0.0002)
-        times.append(time.perf_counter())
-    return await _ended(answer), times[0] - started, times[1] - times[0]
-
-
-async def _ended(answer: Answer) -> Answer:
-    await asyncio.wait_for(answer.done.wait(), PATIENCE_S)
-    if answer.end.HasField("error"):
-        raise RuntimeError(f"{answer.end.error.reason}: {answer.end.error.message}")
-    return answer
 
 
 @contextlib.contextmanager
@@ -388,11 +332,6 @@ def _seeing(gpu: str | None) -> Iterator[None]:
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         if before is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = before
-
-
-def prompt(length: int, seed: int, most: int = 250) -> list[int]:
-    chooser = random.Random(seed)
-    return [chooser.randrange(3, most) for _ in range(length)]
 
 
 def _same(some: Sequence[object], others: Sequence[object]) -> int:
