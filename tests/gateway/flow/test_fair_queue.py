@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from katydid_gateway.flow.fair_queue import PATIENCE_S, FairQueue, PriorityClass, Ticket, class_of
@@ -61,6 +62,24 @@ def test_past_service_is_no_debt() -> None:
     first = queue.pop(1.0)
     assert first is not None
     assert first.tenant == "a"
+
+
+@pytest.mark.parametrize(
+    ("priority", "expected"),
+    [(1000, 0), (100, 0), (99, 1), (0, 1), (-1, 2), (-100, 2), (-101, 3), (-1000, 3)],
+)
+def test_the_class_of_a_priority(priority: int, expected: int) -> None:
+    assert class_of(priority) == expected
+
+
+@pytest.mark.parametrize("since", [0.0, 1000.0])
+def test_patience_is_counted_from_when_a_request_came(since: float) -> None:
+    queue = FairQueue()
+    waiting = ticket("a", since=since)
+    queue.push(waiting)
+    for waited, served in ((0.0, False), (9.9, False), (10.0, True)):
+        queue.push(ticket("b", priority=PriorityClass.URGENT, since=since + waited))
+        assert (queue.pop(since + waited) is waiting) == served
 
 
 def test_classes_in_order_and_patience_moves_up() -> None:
