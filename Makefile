@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 check: install ## lint, types, import rules, protos
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/mypy --explicit-package-bases --exclude 'bench/(kernels|multigpu|kvcache|overlap)' tools bench
+	$(BIN)/mypy --explicit-package-bases --exclude 'bench/(kernels|multigpu|kvcache)' tools bench
 	MYPYPATH=bench:bench/kernels $(BIN)/mypy --exclude allreduce bench/kernels bench/kvcache*.py bench/kvcache_peers bench/kvcache_clock
 	$(BIN)/lint-imports
 	cd protos && ../$(BIN)/buf lint

@@ -121,7 +121,8 @@ class Bench:
             free()
 
     def decode(self, layers: int) -> None:
-        took, sending = {}, {}
+        took: dict[tuple[int, int, bool], float] = {}
+        sending: dict[int, float] = {}
         for parts in (1, 2):
             made = self.slice_of(DECODE, layers, micro_batches=parts, dense_first=False)
             link = made.link
@@ -210,7 +211,7 @@ class Movers:
 
 class Coming:
     def __init__(self, link: EmulatedLink, sent: Tensor, out: Tensor) -> None:
-        self._over, self._out = torch.cuda.Event(), out
+        self._over, self._out = torch.cuda.Event(), out  # type: ignore[no-untyped-call]
         link.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(link.stream):
             link.carry(out.nbytes)
@@ -220,7 +221,7 @@ class Coming:
             self._over.record()
 
     def done(self) -> bool:
-        return bool(self._over.query())
+        return bool(self._over.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> Tensor:
         torch.cuda.current_stream().wait_event(self._over)
@@ -255,7 +256,7 @@ def captured(work: Callable[[], object]) -> Callable[[], None]:
     with torch.inference_mode():
         work()
         torch.cuda.synchronize()
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             graph.capture_begin(capture_error_mode="thread_local")
             work()
