@@ -14,6 +14,7 @@ from katydid_cache.records import BlockMissReason, PutOutcome, PutRefusal, PutSt
 from katydid_kvcache.policy.lifetimes import Keep, Lifetime, SessionTerms
 from katydid_kvcache.reading import Reading
 from katydid_kvcache.store import Write
+from katydid_runtime.errors import ConflictError
 from xxhash import xxh3_128_digest
 
 from tests.kvcache.inside import BLOCK, durably, get, key, opened, payload, put
@@ -124,6 +125,15 @@ def test_wrong_checksum_is_refused_and_leaves_nothing() -> None:
             assert isinstance(begun, Write)
             assert cache.writer.finish(begun, bytes(16), Keep()) == PutOutcome(PutStatus.REFUSED, PutRefusal.CHECKSUM)
             assert not space.blocks
+
+    run(scenario)
+
+
+def test_memory_alone_has_nowhere_to_be_written_to() -> None:
+    async def scenario() -> None:
+        async with opened() as (cache, _):
+            with pytest.raises(ConflictError, match="memory alone"):
+                await cache.flush()
 
     run(scenario)
 

@@ -15,7 +15,7 @@ import lmdb
 from katydid_cache.asking import Asker
 from katydid_cache.layout import Span
 from katydid_cache.records import PutRefusal, Tier, TierRun
-from katydid_runtime.errors import NotFoundError
+from katydid_runtime.errors import ConflictError, NotFoundError
 
 from katydid_kvcache.aftermath import Aftermath
 from katydid_kvcache.arena import host_memory_bytes
@@ -309,12 +309,19 @@ class Cache:
         return dropped
 
     async def flush(self) -> int:
-        """`Writer.flush`, once everything on its way to the shared store has got there or been given up."""
+        """`Writer.flush`, once everything on its way to the shared store has got there or been given up.
+
+        Raises ConflictError where there is neither a disk nor a shared store.
+        """
         if self.shared is not None:
             await self.shared.flush()
-            if self._disk is None:
-                return 0
-        return await self.writer.flush()
+        if self._disk is not None:
+            return await self.writer.flush()
+        if self.shared is None:
+            raise ConflictError(
+                "this cache has memory alone", field="disk_path", allowed="a service with a disk or a shared store"
+            )
+        return 0
 
     @property
     def quarantined(self) -> int:
