@@ -32,20 +32,22 @@ def lost(gpus: int, *, dry: bool) -> Iterator[Rows]:
         (f"dp{gpus},ep{gpus}", gpus - 1, signal.SIGKILL),
         (f"tp{gpus},sp,ep{gpus}", gpus - 1, signal.SIGSTOP),
     ]
-    yield from _side_by_side([functools.partial(_lose, *case, dry=dry) for case in cases])
+    yield from _side_by_side(
+        [functools.partial(_lose, *case, dry=dry) for case in cases], most=1 if dry else len(cases)
+    )
 
 
 def agree(gpus: int, *, dry: bool) -> Iterator[Rows]:
     """Engines of several ranks, which draft, against one of a single rank."""
     plans = [f"tp{gpus}", f"dp{gpus},ep{gpus}", f"dp{gpus},ep{gpus}+{gpus}"]
     dtypes = ["float32"] if dry else ["float32", "bfloat16"]
-    yield from _side_by_side([functools.partial(_agree, plans, dtype, dry=dry) for dtype in dtypes])
+    yield from _side_by_side([functools.partial(_agree, plans, dtype, dry=dry) for dtype in dtypes], most=len(dtypes))
 
 
-def _side_by_side(calls: list[Callable[[], Rows]]) -> Iterator[Rows]:
-    """Each has processes of its own. A call that fails is told by a row without a value."""
+def _side_by_side(calls: list[Callable[[], Rows]], *, most: int) -> Iterator[Rows]:
+    """Each has processes of its own, of ``most`` calls at a time. A call that fails is told by a row without a value."""
     engine_process.START_TIMEOUT_S = 300.0
-    with ThreadPoolExecutor(len(calls)) as pool:
+    with ThreadPoolExecutor(most) as pool:
         for pending in [pool.submit(call) for call in calls]:
             yield pending.result()
 
