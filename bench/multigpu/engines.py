@@ -45,7 +45,7 @@ def agree(gpus: int, *, dry: bool) -> Iterator[Rows]:
 
 
 def _side_by_side(calls: list[Callable[[], Rows]], *, most: int) -> Iterator[Rows]:
-    """Each has processes of its own, of ``most`` calls at a time. A call that fails is told by a row without a value."""
+    """Each has processes of its own, ``most`` calls at a time. A call that fails is told by a row without a value."""
     engine_process.START_TIMEOUT_S = 300.0
     with ThreadPoolExecutor(most) as pool:
         for pending in [pool.submit(call) for call in calls]:
