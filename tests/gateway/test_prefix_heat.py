@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from katydid_gateway.routing.drift import CacheDrift
 from katydid_gateway.routing.load import RankReport
 from katydid_gateway.routing.prefix_heat import HALF_LIFE_S, PrefixHeat
 from katydid_gateway.routing.router import ANOTHER, WARM_UP_S
@@ -104,16 +103,3 @@ def test_a_full_rank_is_avoided() -> None:
     )
     assert full.prediction.pressure_s == pytest.approx(0.05 * 0.18 / 0.02)
     assert free.prediction.pressure_s == 0
-
-
-def test_a_picture_of_caches_that_is_wrong_is_told_once() -> None:
-    """Hashes that differ show as nothing but zero overlap."""
-    drift = CacheDrift()
-    assert drift.share("e") == 1.0
-    turned = [drift.found("e", 10_000, 0) for _ in range(10)]
-    assert turned.count(True) == 1
-    assert drift.share("e") == 0.0
-    assert not any(drift.found("e", 10_000, 12_000) for _ in range(200))
-    assert drift.share("e") > 0.9
-    assert not any(drift.found("cold", 0, 5_000) for _ in range(50))
-    assert any(drift.found("e", 10_000, 100) for _ in range(200))

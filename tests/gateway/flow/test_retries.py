@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from katydid.engine.v1 import engine_pb2 as pb
 from katydid_gateway.flow.retries import LEAST, SHARE, RetryBudget
-from katydid_gateway.routing.breaker import FAILURES, FIRST_S, LONGEST_S, Breaker
+from katydid_gateway.routing.breaker import FAILURES
 
 from tests.gateway.rig import Rig, rig
 
@@ -24,28 +24,6 @@ def test_retries_never_exceed_their_share(events: list[bool]) -> None:
         elif budget.take():
             taken += 1
         assert taken <= LEAST + SHARE * came + 1e-6
-
-
-def test_the_breaker_opens_tries_and_closes() -> None:
-    made = Breaker()
-    for _ in range(FAILURES - 1):
-        made.failed(0.0)
-    made.answered()
-    for _ in range(FAILURES):
-        assert not made.is_open(0.0)
-        made.failed(0.0)
-    assert made.is_open(FIRST_S - 0.1)
-    made.failed(1.0)
-    assert not made.is_open(FIRST_S)
-    made.failed(FIRST_S)
-    assert made.is_open(FIRST_S + 2 * FIRST_S - 0.1)
-    now = FIRST_S
-    for _ in range(8):
-        now = made.open_until
-        made.failed(now)
-    assert made.open_until - now == LONGEST_S
-    made.answered()
-    assert not made.is_open(now)
 
 
 def test_a_burst_that_meets_an_engine_as_it_begins_to_drain_goes_on_elsewhere(chatml: Path) -> None:
