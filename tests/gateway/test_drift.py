@@ -17,3 +17,11 @@ def test_a_picture_of_caches_that_is_wrong_is_told_once() -> None:
     assert drift.share("e") > 0.9
     assert not any(drift.found("cold", 0, 5_000) for _ in range(50))
     assert any(drift.found("e", 10_000, 100) for _ in range(200))
+
+
+def test_an_alarm_stands_until_the_picture_is_well_right() -> None:
+    drift = CacheDrift()
+    turns = [
+        sum(drift.found("e", 10_000, found) for _ in range(300)) for found in (0, 7_000, 0, 9_000, 7_000, 0, 7_000, 0)
+    ]
+    assert turns == [1, 0, 0, 0, 0, 1, 0, 0]
