@@ -47,7 +47,7 @@ class Sender:
             return self._resume(prepared, flight, flight.part, failed, clock)
         if flight.attempt > 1:
             candidate = await self._route(prepared, failed, clock)
-            dispatch = self._dispatch(prepared, candidate, flight)
+            dispatch = self._dispatch(prepared, candidate, flight, clock)
         else:
             dispatch = await self._admit(prepared, flight, clock)
         clock.submitted(dispatch.engine)
@@ -60,11 +60,11 @@ class Sender:
         admission = self._flow.admit(tenant, priority, candidate.prediction, prepared.timeout_s)
         prepared.admissions.append(admission)
         if self._flow.gate.open:
-            return self._dispatch(prepared, candidate, flight)
+            return self._dispatch(prepared, candidate, flight, clock)
         began = time.monotonic_ns()
         async with self._flow.turn(admission):
             clock.add("admission", time.monotonic_ns() - began)
-            return self._dispatch(prepared, await self._route(prepared, (), clock), flight)
+            return self._dispatch(prepared, await self._route(prepared, (), clock), flight, clock)
 
     async def _route(self, prepared: Prepared, failed: Collection[str], clock: RequestClock) -> Candidate:
         with clock.phase("route"), self._telemetry.start("gateway.route", clock.span.context) as span:
@@ -72,15 +72,16 @@ class Sender:
                 await asyncio.sleep(self._delay_s)
             return self._dispatcher.decide(prepared.routed(), span, failed)
 
-    def _dispatch(self, prepared: Prepared, candidate: Candidate, flight: Flight) -> Dispatch:
+    def _dispatch(self, prepared: Prepared, candidate: Candidate, flight: Flight, clock: RequestClock) -> Dispatch:
         submission = prepared.submission
         flight.hands_off = candidate.partner is not None and submission.sampling.max_tokens > 1
-        routed, timeout_s = prepared.routed(), prepared.timeout_s
-        if not flight.hands_off:
-            return self._dispatcher.send(routed, submission, candidate, flight, timeout_s)
-        dispatch = self._dispatcher.send(routed, submission.prompt_only(), candidate, flight, timeout_s)
-        flight.follower = self._dispatcher.follow(routed, submission, candidate, timeout_s)
-        return dispatch
+        with clock.phase("prepare"):
+            routed, timeout_s = prepared.routed(), prepared.timeout_s
+            if not flight.hands_off:
+                return self._dispatcher.send(routed, submission, candidate, flight, timeout_s)
+            dispatch = self._dispatcher.send(routed, submission.prompt_only(), candidate, flight, timeout_s)
+            flight.follower = self._dispatcher.follow(routed, submission, candidate, timeout_s)
+            return dispatch
 
     def _resume(
         self, prepared: Prepared, flight: Flight, part: Part, failed: set[str], clock: RequestClock
