@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from katydid_kernels.gemm.experts import ExpertWorkspace
     from katydid_kernels.gemm.plan import PlacedPairs
 
-__all__ = ["fused_moe", "fused_moe_reference", "moe_waits", "pairs_to_place"]
+__all__ = ["check_expert_ids", "fused_moe", "fused_moe_reference", "moe_waits", "pairs_to_place"]
 
 
 def fused_moe(
@@ -89,11 +89,18 @@ def _check(
         raise ValueError(f"topk_ids and topk_weights must be [{len(x)}, top_k], got {found}")
     if scales is not None and scales.of_blocks:
         scales.check_blocks(len(x), experts, hidden, width)
-    if not topk_ids.is_cuda and topk_ids.numel():
-        low, high = int(topk_ids.min()), int(topk_ids.max())
-        if low < 0 or (num_experts is not None and high >= num_experts):
-            limit = "experts" if num_experts is None else num_experts
-            raise ValueError(f"topk_ids must be in [0, {limit}), got {low if low < 0 else high}")
+    check_expert_ids(topk_ids, num_experts)
+
+
+def check_expert_ids(topk_ids: Tensor, num_experts: int | None) -> None:
+    """Raises ValueError for an id that is not in ``[0, num_experts)``. Ids on a GPU are not read: that would wait for
+    the device; kernels skip what is outside."""
+    if topk_ids.is_cuda or not topk_ids.numel():
+        return
+    low, high = int(topk_ids.min()), int(topk_ids.max())
+    if low < 0 or (num_experts is not None and high >= num_experts):
+        limit = "experts" if num_experts is None else num_experts
+        raise ValueError(f"topk_ids must be in [0, {limit}), got {low if low < 0 else high}")
 
 
 def moe_waits(dtype: torch.dtype, hidden: int, width: int, device: torch.device) -> bool:

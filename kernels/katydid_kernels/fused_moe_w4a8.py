@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from katydid_kernels.fused_moe import check_expert_ids
 from katydid_kernels.gemm.dense import runs_gluon
 from katydid_kernels.linear import linear_reference
 from katydid_kernels.swiglu import swiglu_reference
@@ -40,6 +41,7 @@ def fused_moe_w4a8(
     *,
     first_expert: int = 0,
     shared_output: Tensor | None = None,
+    num_experts: int | None = None,
 ) -> Tensor:
     """Returns bf16 ``[T, hidden]``.
 
@@ -56,10 +58,13 @@ def fused_moe_w4a8(
         h_scale: fp32 of one element: what h is divided by before it is rounded to e4m3.
         first_expert: id of the first packed expert.
         shared_output: ``[T, hidden]``, added in fp32 before rounding.
+        num_experts: experts of the whole model, to check ids against.
 
-    Raises ValueError for shapes, dtypes or scales that do not fit each other.
+    Raises ValueError for shapes, dtypes or scales that do not fit each other and, where the ids are on the host, for
+    one that is not in ``[0, num_experts)``; on the GPU such an id is skipped.
     """
     _check(x, w13, w2, topk_weights, topk_ids, x_scale, h_scale, shared_output)
+    check_expert_ids(topk_ids, num_experts)
     if x.is_cuda and len(x) and runs_gluon(x.device) and x.shape[1] % 128 == 0 and w2.cols % 64 == 0:
         # Imported where it runs: the kernels speak to one generation of GPUs and of Triton.
         from katydid_kernels.w4a8.experts import run_experts_w4a8

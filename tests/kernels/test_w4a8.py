@@ -114,3 +114,13 @@ def test_errors_name_the_field() -> None:
         fused_moe_w4a8(x, w13, w2, weights, ids, one, torch.ones(2, device=DEVICE))
     with pytest.raises(ValueError, match="topk_ids must be int32"):
         fused_moe_w4a8(x, w13, w2, weights, ids.long(), one, one)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="ids on a GPU are not read")
+@pytest.mark.parametrize(("wrong", "total", "message"), [(-1, None, "got -1"), (2, 2, r"in \[0, 2\), got 2")])
+def test_ids_out_of_range_on_the_host(wrong: int, total: int | None, message: str) -> None:
+    (w13, _), (w2, _) = packed(2, 128, 128, gated=True), packed(2, 128, 64)
+    x, one = torch.zeros(2, 128).to(E4M3), torch.ones(1)
+    ids, weights = torch.tensor([[0], [wrong]], dtype=torch.int32), torch.ones(2, 1)
+    with pytest.raises(ValueError, match=message):
+        fused_moe_w4a8(x, w13, w2, weights, ids, one, one, num_experts=total)
