@@ -303,8 +303,8 @@ async def commit(
 ) -> list[PutOutcome]:
     """Finish `writes` whose slots were written in place, one claim each.
 
-    The bytes are looked at in a thread, some at a time: to hash them takes longer than everything else here, and the
-    loop has others to serve.
+    The bytes are looked at in threads, some at a time: to hash them takes longer than everything else here, and the
+    loop has others to serve. A thread alone hashes 5 GB/s, a tenth of what a GPU writes.
     """
     outcomes: list[PutOutcome] = []
     reaching: list[tuple[int, asyncio.Task[PutOutcome]]] = []
@@ -313,8 +313,8 @@ async def commit(
         while left:
             some = claims[len(outcomes) : len(outcomes) + _SIGHT_BLOCKS]
             sights = [writer.sight(write, claim) for write, claim in zip(left, some, strict=False)]
-            # The thread may read slots that are given up meanwhile; it writes nothing.
-            seen = await asyncio.to_thread(lambda: [look() for look in sights])  # noqa: B023 - awaited right here
+            # The threads may read slots that are given up meanwhile; they write nothing.
+            seen = await asyncio.gather(*(asyncio.to_thread(look) for look in sights))
             for claim, each in zip(some, seen, strict=True):
                 write = left.pop(0)
                 outcome = writer.finish(write, claim, keep, each)
