@@ -51,3 +51,10 @@ def test_another_owner_cannot_release() -> None:
     assert not table.valid(2, lease)
     assert table.release(1, lease) == ["a"]
     assert not table.release(1, lease)
+
+
+def test_what_ended_early_does_not_pile_up() -> None:
+    table: LeaseTable[str] = LeaseTable()
+    for _ in range(10_000):
+        table.release(1, table.grant(1, ["a"], 1e9))
+    assert len(table._expiry) < 200

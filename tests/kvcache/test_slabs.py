@@ -23,7 +23,9 @@ class Slabs(RuleBasedStateMachine):
     @rule(size=st.sampled_from(SIZES))
     def allocate(self, size: int) -> None:
         self.count += 1
+        promised = self.slots.has_room(size)
         slot = self.slots.allocate(size, f"owner {self.count}")
+        assert promised == (slot is not None)
         used = {other.slab for other in self.taken} | {number for number, _ in self.slots}
         room = len(used) < SLABS or any(slab.free for _, slab in self.slots if slab.slot_bytes == size)
         if slot is None:
@@ -79,7 +81,9 @@ TestSlabs.settings = settings(max_examples=60, stateful_step_count=40, deadline=
 
 
 def test_a_slot_larger_than_a_slab_is_never_given() -> None:
-    assert SlabAllocator[str](2, 64).allocate(65, "big") is None
+    slots: SlabAllocator[str] = SlabAllocator(2, 64)
+    assert [slots.has_room(size) for size in (64, 65)] == [True, False]
+    assert slots.allocate(65, "big") is None
 
 
 def test_no_new_slab_while_growth_is_stopped() -> None:
