@@ -31,15 +31,19 @@ SOURCE = "bench/results/slice.json: "
 DECODE = r"tp8 rank 0, fp8, fp8 KV: decode of {} at {}"
 DISPATCHED = r"dp8,ep8 rank 0, fp8, fp8 KV: decode of {} at {}"
 FITTED_ROWS = ((16, 32768), (64, 4096))
+# Rows and context of the steps that are taken apart.
+STEPS = ((1, 8192), (4, 4096), (8, 4096), (16, 4096), (64, 4096))
 PROMPT = r"tp8 rank 0, fp8, fp8 KV: prefill of {} tokens in chunks of 32768"
 _FEW = 4096
 _NAME = re.compile(r"(\S+) rank 0, fp8, fp8 KV: (?:decode of (\d+) at (\d+)|prefill of (\d+) tokens in chunks of \d+)$")
 
 Rows = dict[str, dict[str, Any]]
+Points = dict[str, dict[int, float]]
 
 
-def fitted(rows: Rows) -> tuple[dict[str, tuple[float, str]], dict[int, float]]:
-    """Values with their sources, and seconds of experts cut eight ways by tokens."""
+def fitted(rows: Rows) -> tuple[dict[str, tuple[float, str]], Points]:
+    """Values with their sources; and by rows the seconds of experts cut eight ways, of a linear beyond its weights, and
+    of what is element-wise."""
     one, few, many = (rows[DECODE.format(*case)] for case in ((1, 8192), (16, 4096), (64, 4096)))
     prompt, long = rows[PROMPT.format(32768)], rows[PROMPT.format(131072)]
     wide = rows[DISPATCHED.format(16, 32768)]
@@ -60,9 +64,6 @@ def fitted(rows: Rows) -> tuple[dict[str, tuple[float, str]], dict[int, float]]:
     values["attention_flop_per_s"] = flop / (layer(long, "attention") - attention_s), "attention of a prompt of 128K"
     products = 4096 * 1280 + 1024 * 4096
     linear_s = (layer(one, "qkv", "output projection") - products / copy) / 2
-    values["linear_s"] = linear_s, "QKV and output projection of one request, less their weights at copy speed"
-    per_row = (layer(many, "qkv", "output projection") - layer(one, "qkv", "output projection")) / 2 / 63
-    values["linear_s_per_row"] = per_row, "the same of 64 requests against one"
     rate = 2 * 32768 * products / (layer(prompt, "qkv", "output projection") - 2 * linear_s)
     values["linear_flop_per_s"] = rate, "QKV and output projection of a prompt of 32K"
     values["qkv_post_s"] = layer(one, "qkv post"), "qkv_post of one request"
@@ -86,16 +87,28 @@ def fitted(rows: Rows) -> tuple[dict[str, tuple[float, str]], dict[int, float]]:
     rest = sum(many["phases"][phase] for phase in ("lm head", "sampling", "other", "gaps", "dense layers"))
     values["head_s"] = max(0.0, rest - head_bytes / copy), "head, sampling, copies and gaps of 64 requests"
     short = rows[PROMPT.format(8192).replace("32768", "8192")]
-    cases = ((1, one), (16, few), (64, many), (8192, short), (32768, prompt))
-    experts = {tokens: layer(row, "experts", layers=SPARSE) for tokens, row in cases}
-    return values | _dispatch(rows, values), experts
+    steps = {
+        batch: rows[DECODE.format(batch, context)] for batch, context in STEPS if DECODE.format(batch, context) in rows
+    }
+    cases = {**steps, 8192: short, 32768: prompt}
+    points = {
+        "experts": {tokens: layer(row, "experts", layers=SPARSE) for tokens, row in cases.items()},
+        "linear": {n: (layer(row, "qkv", "output projection") - products / copy) / 2 for n, row in steps.items()},
+        "element_wise": {n: layer(row, "norms", "router", "qkv post") for n, row in steps.items()},
+    }
+    return values | _dispatch(rows, values, points), points
 
 
-def _dispatch(rows: Rows, values: dict[str, tuple[float, str]]) -> dict[str, tuple[float, str]]:
+def _dispatch(rows: Rows, values: dict[str, tuple[float, str]], points: Points) -> dict[str, tuple[float, str]]:
     """What a layer of two steps that send rows to their experts takes beyond its other parts, and each row of it."""
     known = measured("h200")
     figures = dict(known.figures) | {name: value for name, (value, _) in values.items()}
-    speeds = replace(known, figures=figures | {"dispatch_s": 0.0, "dispatch_s_per_row": 0.0})
+    speeds = replace(
+        known,
+        figures=figures | {"dispatch_s": 0.0, "dispatch_s_per_row": 0.0},
+        linear=sorted(points["linear"].items()),
+        element_wise=sorted(points["element_wise"].items()),
+    )
     phases = Phases(HY3, ParallelPlan.parse("dp8,ep8"), speeds)
     (few, few_s), (many, many_s) = (
         (case[0], (rows[DISPATCHED.format(*case)]["value"] - phases.decode(*case).computing) / LAYERS)
@@ -108,7 +121,7 @@ def _dispatch(rows: Rows, values: dict[str, tuple[float, str]]) -> dict[str, tup
 
 def held_out(rows: Rows, speeds: Measured) -> list[dict[str, Any]]:
     """Predictions over measured times; ``fitted`` tells rows that the fit has seen."""
-    seen = {DECODE.format(*case) for case in ((1, 8192), (16, 4096), (64, 4096))}
+    seen = {DECODE.format(*case) for case in STEPS}
     seen |= {PROMPT.format(tokens) for tokens in (32768, 131072)} | {PROMPT.format(8192).replace("32768", "8192")}
     seen |= {DISPATCHED.format(*case) for case in FITTED_ROWS}
     found = []
@@ -135,21 +148,29 @@ def held_out(rows: Rows, speeds: Measured) -> list[dict[str, Any]]:
 def main() -> None:
     rows: Rows = {row["figure"]: row for row in json.loads(SLICE.read_text())["rows"]}
     data = json.loads(SPEEDS.read_text())
-    values, experts = fitted(rows)
+    values, points = fitted(rows)
     for name, (value, source) in values.items():
         kind = next(kind for kind in ("speeds", "constants") if name in data[kind])
         data[kind][name] = {"value": float(f"{value:.3g}"), "source": SOURCE + source}
     # Where the slice has no step of a size, the kernel's own benchmark stays; beyond, only what was measured here.
-    kept = {tokens: seconds for tokens, seconds in data["sliced_experts"]["8"] if tokens <= _FEW}
-    points = {**kept, **experts}
-    data["sliced_experts"]["8"] = [[tokens, float(f"{points[tokens]:.4g}")] for tokens in sorted(points)]
+    kept = {tokens: seconds for tokens, seconds in data["sliced_experts"]["8"] if STEPS[-1][0] < tokens <= _FEW}
+    data["sliced_experts"]["8"] = _points({**kept, **points["experts"]})
     data["sliced_experts"]["source"] = (
         "by TP degree; tokens against seconds of a layer of Hy3 in fp8. 8: bench/results/slice.json, with the shared "
-        "expert among them, but 4 and 256 to 4096 tokens; these and others: bench/results/moe.json"
+        "expert among them, but 256 to 4096 tokens; these and others: bench/results/moe.json"
     )
+    data["few_rows"] = {
+        "source": f"{SOURCE}steps of few rows; rows against seconds of a layer: of a linear, less its weights at copy "
+        "speed; of norms, router and qkv_post",
+        **{name: _points(points[name]) for name in ("linear", "element_wise")},
+    }
     SPEEDS.write_text(_written(data))
     for row in held_out(rows, measured("h200")):
         print(row)
+
+
+def _points(values: dict[int, float]) -> list[list[float]]:
+    return [[rows, float(f"{values[rows]:.4g}")] for rows in sorted(values)]
 
 
 def _written(data: dict[str, Any]) -> str:

@@ -14,12 +14,16 @@ ROWS = {row["figure"]: row for row in json.loads(SLICE.read_text())["rows"]}
 
 def test_what_is_committed_is_what_is_fitted() -> None:
     speeds = measured("h200")
-    values, experts = fitted(ROWS)
+    values, points = fitted(ROWS)
     assert {name: speeds[name] for name in values} == pytest.approx(
         {name: value for name, (value, _) in values.items()}, rel=6e-3
     )
-    for tokens, seconds in experts.items():
+    for tokens, seconds in points["experts"].items():
         assert speeds.sliced_experts_s(8, tokens) == pytest.approx(seconds, rel=1e-3)
+    for rows, seconds in points["linear"].items():
+        assert speeds.linear_s(rows) == pytest.approx(seconds, rel=1e-3)
+    for rows, seconds in points["element_wise"].items():
+        assert speeds.element_wise_s(rows) == pytest.approx(seconds, rel=1e-3)
 
 
 def test_predictions_of_what_was_left_out() -> None:

@@ -27,6 +27,8 @@ class Measured:
         figures: by name, in bytes, FLOP and seconds.
         assumed: names of those that nobody measured.
         sliced_experts: by TP degree, points of (tokens, seconds) of one layer's experts.
+        linear, element_wise: points of (rows, seconds): what a linear takes beyond reading its weights, and what norms,
+            router and qkv_post of a layer take, in steps of few rows.
     """
 
     gpu: str
@@ -34,6 +36,8 @@ class Measured:
     figures: Mapping[str, float]
     assumed: tuple[str, ...]
     sliced_experts: Mapping[int, Sequence[tuple[float, float]]]
+    linear: Sequence[tuple[float, float]]
+    element_wise: Sequence[tuple[float, float]]
 
     def __getitem__(self, name: str) -> float:
         return self.figures[name]
@@ -42,6 +46,14 @@ class Measured:
         """Of a layer of Hy3 cut by column over ``tp`` ranks: between points by how many experts are read, or by powers
         of tokens where all are; beyond the last in proportion."""
         return _between(self.sliced_experts[tp], tokens)
+
+    def linear_s(self, rows: float) -> float:
+        """Between points, and beyond them, along a line: other kernels take other numbers of rows."""
+        return _along(self.linear, rows)
+
+    def element_wise_s(self, rows: float) -> float:
+        """Likewise."""
+        return _along(self.element_wise, rows)
 
 
 def measured(gpu: str) -> Measured:
@@ -59,6 +71,8 @@ def measured(gpu: str) -> Measured:
         {name: float(entry["value"]) for name, entry in entries.items()},
         tuple(name for name, entry in entries.items() if entry["source"].startswith("ASSUMED")),
         {int(tp): points for tp, points in data["sliced_experts"].items() if tp != "source"},
+        data["few_rows"]["linear"],
+        data["few_rows"]["element_wise"],
     )
 
 
@@ -73,6 +87,13 @@ def _between(points: Sequence[tuple[float, float]], x: float) -> float:
                 return y0 + (y1 - y0) * (here - first) / (last - first)
             return y0 * math.exp(math.log(y1 / y0) * math.log(x / x0) / math.log(x1 / x0))
     raise AssertionError
+
+
+def _along(points: Sequence[tuple[float, float]], x: float) -> float:
+    x = max(x, points[0][0])
+    pairs = list(itertools.pairwise(points))
+    (x0, y0), (x1, y1) = next((pair for pair in pairs if x <= pair[1][0]), pairs[-1])
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 def _read(tokens: float) -> float:

@@ -81,9 +81,7 @@ class Phases:
         kv = plan.kv_heads(config.num_kv_heads) * config.head_dim
         read = speeds["copy_bytes_per_s"] * speeds["attention_share_of_copy"]
         attention = speeds["attention_s"] + requests * context * 2 * kv / read
-        rows = speeds["qkv_post_s"] + speeds["norm_s"] + speeds["norm_router_s"]
-        rows += requests * speeds["router_s_per_token"]
-        return self._pass(attention, rows, requests, requests)
+        return self._pass(attention, speeds.element_wise_s(requests), requests, requests)
 
     def prefill(self, tokens: int, context: int = 0) -> PhaseTime:
         """A prompt's ``tokens`` new tokens behind ``context`` others, by one DP group."""
@@ -161,8 +159,8 @@ class Phases:
 
     def _linear(self, rows: float, inputs: int, outputs: int) -> float:
         speeds = self._speeds
-        reading = inputs * outputs / speeds["copy_bytes_per_s"] + min(rows, _FEW_ROWS) * speeds["linear_s_per_row"]
-        return speeds["linear_s"] + max(reading, 2 * rows * inputs * outputs / speeds["linear_flop_per_s"])
+        reading = inputs * outputs / speeds["copy_bytes_per_s"] + speeds.linear_s(min(rows, _FEW_ROWS))
+        return max(reading, speeds.linear_s(1) + 2 * rows * inputs * outputs / speeds["linear_flop_per_s"])
 
     def _experts(self, tokens: float) -> float:
         moe, plan, speeds = self._config.moe, self._plan, self._speeds
