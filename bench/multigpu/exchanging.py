@@ -70,13 +70,13 @@ def _captured_s(own: Rank, call: Callable[[], object]) -> float:
         for _ in range(CALLS):
             call()
     own.meet()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS)]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS)]  # type: ignore[no-untyped-call]
     graph.replay()
     for mark in marks:
         graph.replay()
         mark.record()
     own.meet()
-    return 1e-3 * statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks)) / CALLS
+    return 1e-3 * float(statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(marks))) / CALLS
 
 
 def _called_s(own: Rank, call: Callable[[], object]) -> float:

@@ -210,7 +210,7 @@ async def _bits(both: Both, length: int) -> Rows:
             held = await _blocks(both.cache)
             first = await ended(giver.submit(ids, max_tokens=1, ignore_eos=True))
             await blocks_held([both.cache], held + (len(ids) - 1) // 64)
-            fields = {"max_tokens": TAIL, "ignore_eos": True, "logprobs": 5}
+            fields: dict[str, Any] = {"max_tokens": TAIL, "ignore_eos": True, "logprobs": 5}
             fields["generated_ids"] = array("I", first.output).tobytes()
             # No more than a token: what it says further would be in blocks of its own, which later ones find.
             fetching = await ended(taker.submit(ids, **fields | {"max_tokens": 1}))

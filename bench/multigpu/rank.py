@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from agreement import correct
@@ -17,7 +18,7 @@ from one_rank import Rank
 from serving import serve
 from telling import Told
 
-PARTS = {
+PARTS: dict[str, Callable[..., None]] = {
     "correct": correct,
     "serve": serve,
     "halves": halves,

@@ -134,7 +134,7 @@ def _devices() -> tuple[str, dict[str, str]]:
 
     if not torch.cuda.is_available():
         return "CPU", {"torch": torch.__version__}
-    versions = {"torch": torch.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    versions = {"torch": torch.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}  # type: ignore[no-untyped-call]
     return torch.cuda.get_device_name(), versions
 
 
