@@ -182,8 +182,16 @@ def test_a_prompt_held_whole_still_computes_a_token() -> None:
     assert predict(state, state.ranks[0], 640, 10, [], TierSpeeds()).uncached_tokens == 1
 
 
+def test_what_is_fetched_stands_behind_what_the_engine_holds() -> None:
+    state = EngineState("e", [RankState(RankReport(prefill_speed=SPEED))], block_bytes=1, kv_cache_attached=True)
+    terms = predict(state, state.ranks[0], 1280, 5, [TierRun(CacheTier.MEMORY, 10)], TierSpeeds())
+    assert (terms.cached_blocks, terms.uncached_tokens) == (10, 5 * 64)
+
+
 def test_measured_speeds_move_the_average() -> None:
-    speeds = TierSpeeds()
+    speeds = TierSpeeds({CacheTier.MEMORY: 5e9})
+    speeds.measured(CacheTier.MEMORY, 1_000_000_000, 0.1)
+    assert speeds.bytes_per_s[CacheTier.MEMORY] == pytest.approx(6e9)
     for _ in range(60):
         speeds.measured(CacheTier.MEMORY, 1_000_000_000, 0.1)
     assert speeds.bytes_per_s[CacheTier.MEMORY] == pytest.approx(1e10, rel=0.01)

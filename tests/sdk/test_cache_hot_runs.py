@@ -8,6 +8,7 @@ from katydid_cache.hot_runs import HotRuns
 def test_a_run_is_hot_after_hits_in_a_short_time_and_cools_down() -> None:
     hot = HotRuns(threshold=4.0, half_life_s=10.0)
     assert [hot.hit(b"run", 0.0) for _ in range(4)] == [False, False, False, True]
+    assert [hot.hit(b"later", 1000.0 + number) for number in range(5)] == [False, False, False, False, True]
     assert hot.hit(b"run", 1.0)
     assert not hot.hit(b"run", 41.0), "four half-lives later little is left"
     assert not any(hot.hit(b"other", 100.0 * number) for number in range(20)), "hits far apart make nothing hot"
