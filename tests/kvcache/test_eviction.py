@@ -242,6 +242,18 @@ def test_a_guest_goes_before_everything_that_was_admitted(name: str) -> None:
     assert policy.pop() == 9
 
 
+def test_the_main_queue_of_s3fifo_gives_as_many_chances_as_uses() -> None:
+    """With fewer than ten items the small queue is always the first to give: this takes twenty."""
+    policy = new_eviction("s3fifo", lambda item: item)
+    for item in range(20):
+        policy.insert(item)
+        policy.touch(item)
+    assert policy.pop() == 0, "the small queue is a tenth, of the others the oldest goes"
+    for item in (1, 1, 2):
+        policy.touch(item)
+    assert [policy.pop() for _ in range(19)] == [*range(3, 19), 2, 19, 1]
+
+
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="lru, lfu, arc, s3fifo"):
         new_eviction("clock", lambda item: item)
