@@ -57,6 +57,14 @@ def test_one_that_does_not_fit_is_matched_again_when_enough_came_free(queues: Re
     assert pool.matches <= before + 2
 
 
+def test_a_sequence_is_let_in_beside_what_is_to_be_spared(queues: Residency) -> None:
+    waiting = sequence(1, 6)
+    queues.enqueue(waiting)
+    assert not queues.take_pages(waiting, 3), "6 of 8 pages leave 2"
+    assert queues.take_pages(waiting, 2)
+    assert queues.pool.num_available == 2
+
+
 def test_blocks_that_another_finishes_count(queues: Residency) -> None:
     """Six blocks of a running chain and two free pages hold a chain of eight that begins with the six."""
     running = admit(queues, sequence(1, 6))
