@@ -212,8 +212,8 @@ async def _bits(both: Both, length: int) -> Rows:
             await blocks_held([both.cache], held + (len(ids) - 1) // 64)
             fields: dict[str, Any] = {"max_tokens": TAIL, "ignore_eos": True, "logprobs": 5}
             fields["generated_ids"] = array("I", first.output).tobytes()
-            # No more than a token: what it says further would be in blocks of its own, which later ones find.
-            fetching = await ended(taker.submit(ids, **fields | {"max_tokens": 1}))
+            # One token behind the given one: what it says further would be in blocks of its own, which later ones find.
+            fetching = await ended(taker.submit(ids, **fields | {"max_tokens": 2}))
             assert sum(fetching.cached()[1:]) == (len(ids) - 1) // 64 * 64, f"fetched {fetching.cached()}"
             order = {"own": giver, "fetched": taker, "own again": giver, "fetched again": taker}
             said = {who: await ended(client.submit(ids, **fields)) for who, client in order.items()}
