@@ -29,5 +29,4 @@ def test_what_is_committed_is_what_is_fitted() -> None:
 def test_predictions_of_what_was_left_out() -> None:
     left_out = [row for row in held_out(ROWS, measured("h200")) if not row["fitted"]]
     assert len(left_out) >= 10
-    assert all(abs(row["value"] - 1) < 0.2 for row in left_out)
-    assert sum(row["met"] for row in left_out) >= 0.9 * len(left_out)
+    assert all(row["met"] for row in left_out)
