@@ -138,6 +138,36 @@ def test_a_place_of_one_that_is_just_leaving_is_taken() -> None:
     run(scenario)
 
 
+def test_one_that_is_displaced_and_leaves_gives_away_no_turn_of_another() -> None:
+    async def scenario() -> None:
+        line, sent = Line(1, max_queued=1), asyncio.Event()
+
+        async def sending() -> None:
+            async with line.gate.turn(Ticket("first", 10, PriorityClass.NORMAL, time.monotonic())):
+                await sent.wait()
+                line.places -= 1
+
+        first = asyncio.create_task(sending())
+        await asyncio.sleep(0)
+        bulk = asyncio.create_task(line.come("bulk", level=PriorityClass.BULK))
+        await asyncio.sleep(0)
+        urgent = asyncio.create_task(line.come("urgent", level=PriorityClass.URGENT))
+        await asyncio.sleep(0)
+        bulk.cancel()
+        await asyncio.gather(bulk, return_exceptions=True)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert line.passed == [], "the only place is promised to the first"
+        sent.set()
+        await first
+        line.places = 1
+        await urgent
+        assert line.gate.open is False
+        assert not len(line.gate.queue)
+
+    run(scenario)
+
+
 def test_a_flood_does_not_keep_others_out_of_a_full_line() -> None:
     async def scenario() -> None:
         line = Line(0, max_queued=10)

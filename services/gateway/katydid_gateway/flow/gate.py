@@ -81,7 +81,7 @@ class Gate:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
                 # Its turn came while it was leaving: the next one has it.
                 self._passing = False
             raise
