@@ -137,11 +137,14 @@ class Face:
             asyncio.get_running_loop().call_later(self._window_s, self._abandon, session, stream)
 
     def submit(self, session: Session, message: pb.SubmitRequest) -> None:
-        """Starts a request; one that is refused is answered by its Finish.
+        """Starts a request; one that is refused is answered by its Finish. What still comes on a session that was
+        dropped is not begun: nobody would hear of it, nor stop it.
 
         Raises:
             ConflictError: the number is in use.
         """
+        if session.id not in self._sessions:
+            return
         received_at = time.monotonic()
         if message.request in session.requests:
             raise ConflictError(
