@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,25 @@ def test_who_would_be_late_is_refused_at_once(chatml: Path) -> None:
         assert (await built.chat("short")).status_code == 200
 
     run(chatml, scenario, ttft_limit_s=0.2, options=MockOptions(max_model_tokens=100_000))
+
+
+def test_one_first_token_that_does_not_come_keeps_nobody_out(chatml: Path) -> None:
+    """What an engine owes is a reason to go to another one; where it answers others at once it refuses none of them."""
+
+    async def scenario(built: Rig) -> None:
+        engine, (state,) = built.engines[0], built.gateway.fleet.router.engines.values()
+        engine.options.prefill_s = 60.0
+        stuck = asyncio.create_task(built.chat("a first one"))
+        await until(lambda: engine.in_flight == 1)
+        engine.options.prefill_s = 0.0
+        (rank,) = state.ranks
+        rank.due = dict.fromkeys(rank.due, time.monotonic() - 100.0)
+        assert rank.late_s(time.monotonic()) >= 100.0
+        assert (await built.chat("short")).status_code == 200
+        stuck.cancel()
+        await asyncio.gather(stuck, return_exceptions=True)
+
+    run(chatml, scenario, ttft_limit_s=1.0)
 
 
 def test_a_flood_of_one_tenant_delays_itself(chatml: Path, tmp_path: Path) -> None:

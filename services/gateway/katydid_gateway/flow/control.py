@@ -58,7 +58,8 @@ class FlowControl:
         now = time.monotonic()
         ticket = Ticket(tenant, prediction.uncached_tokens, class_of(priority), now, self._terms(tenant).weight)
         wait_s = 0.0 if self.gate.open else self.gate.wait_s(ticket)
-        ttft_s = wait_s + prediction.ttft_s
+        # By work alone: that one first token is long owed sends others elsewhere, but where they can go they are taken.
+        ttft_s = wait_s + prediction.expected_s
         limit_s = min(timeout_s, self._ttft_limit_s or timeout_s)
         # A deadline that has passed ends the request by itself.
         if ttft_s > limit_s > 0:
