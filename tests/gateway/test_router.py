@@ -208,18 +208,33 @@ def test_measured_speeds_move_the_average() -> None:
 def test_a_rank_is_as_late_as_the_first_token_that_should_have_come_first(
     requests: list[tuple[float, float, float]], now: float
 ) -> None:
-    """Requests are (sent at, expected after, first token so long after that)."""
+    """Requests are (sent at, expected after, first token so long after that); who was overtaken is not counted."""
     rank = RankState()
-    owed = []
+    owed: list[float] = []
     for number, (sent, expected_s, took_s) in enumerate(requests):
         rank.sent(number, 10, sent, expected_s)
         if sent + took_s <= now:
             rank.settled(number)
+            owed.clear()
         else:
             owed.append(now - (sent + 2 * expected_s + 1.0))
     assert rank.late_s(now) == pytest.approx(max([0.0, *owed]))
     if all(took_s <= 2 * expected_s + 1.0 for _, expected_s, took_s in requests):
         assert rank.late_s(now) <= 1e-9, "nothing is late that came in time"
+
+
+def test_one_that_is_overtaken_does_not_make_a_rank_late() -> None:
+    """It waits for pages, or lets others go first; one that ended before it came says nothing of either."""
+    rank = RankState()
+    for request in (1, 2, 3):
+        rank.sent(request, 10, 0.0, 0.5)
+    assert rank.late_s(10.0) == 8.0
+    rank.ended(3)
+    assert rank.late_s(10.0) == 8.0
+    rank.settled(2)
+    assert rank.late_s(10.0) == 0.0
+    rank.sent(4, 10, 10.0, 0.5)
+    assert rank.late_s(20.0) == 8.0
 
 
 @pytest.mark.parametrize("blocks", [12, 100, 1000])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from katydid_gateway.routing.breaker import Breaker
 
@@ -40,7 +41,7 @@ class RankState:
 
     `own` are requests of this gateway that have not ended, which it counts itself: a report that comes late must not
     make a rank look idle. `others` is what the last report had beyond them. `due` says by when the first tokens that it
-    owes should be there.
+    owes should be there, in the order of sending.
     """
 
     report: RankReport = RankReport()
@@ -70,13 +71,18 @@ class RankState:
             self.due[request] = now + _LATE_TIMES * expected_s + _LATE_S
 
     def settled(self, request: int) -> None:
-        """The request has its first token or has ended: reports speak for it from now on."""
+        """The request has its first token: reports speak for it from now on. Those sent before it that still wait were
+        overtaken, by the engine's own order or for want of pages: that tells of them and not of the rank."""
         self.unreported.pop(request, None)
-        self.due.pop(request, None)
+        if request in self.due:
+            for earlier in list(takewhile(lambda other: other != request, self.due)):
+                del self.due[earlier]
+            del self.due[request]
 
     def ended(self, request: int) -> None:
         """The rank has nothing of the request any more."""
-        self.settled(request)
+        self.unreported.pop(request, None)
+        self.due.pop(request, None)
         self.own.discard(request)
 
     def reported(self, report: RankReport, now: float) -> None:

@@ -160,7 +160,7 @@ class Router:
         return self.index.size_bytes + self.tiers.size_bytes + self.heat.size_bytes
 
     def settled(self, request: int, holder: Holder) -> None:
-        """The request has its first token, or has ended without one."""
+        """The request has its first token."""
         engine = self.engines.get(holder.engine)
         if engine is not None and holder.rank < len(engine.ranks):
             engine.ranks[holder.rank].settled(request)
