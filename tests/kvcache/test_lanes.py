@@ -290,6 +290,32 @@ def test_instances_pull_over_lanes_and_survive_the_loss_of_workers_and_sources()
     run(scenario)
 
 
+def test_two_pulls_of_the_same_blocks_bring_them_once_and_both_have_them() -> None:
+    async def scenario() -> None:
+        with ExitStack() as stack:
+            source = stack.enter_context(ServiceProcess(**LANES))
+            target = stack.enter_context(ServiceProcess(**LANES, lanes=2, pull_from=source.address))
+            async with client(source.address) as there, client(target.address, lanes=0) as here:
+                known, blocks = make(1), make(4)
+                await there.put(known + blocks)
+                assert (await here.pulls.pull(source.address, packed(known))).pulled == 1
+                source.process.send_signal(signal.SIGSTOP)
+                pulls = [
+                    asyncio.create_task(here.pulls.pull(source.address, packed(blocks), deadline_s=20.0))
+                    for _ in range(2)
+                ]
+                # It is over before either: whoever waits keeps its own deadline, and whoever waits for it goes on.
+                result = await here.pulls.pull(source.address, packed(blocks), deadline_s=0.5)
+                assert (result.pulled, result.present, result.missed) == (0, 0, 4)
+                source.process.send_signal(signal.SIGCONT)
+                results = await asyncio.gather(*pulls)
+                assert [result.missed for result in results] == [0, 0]
+                assert sum(result.pulled for result in results) == 4
+                assert await whole(here, blocks)
+
+    run(scenario)
+
+
 def test_a_source_without_lanes_is_pulled_from_by_stream() -> None:
     async def scenario() -> None:
         with ExitStack() as stack:

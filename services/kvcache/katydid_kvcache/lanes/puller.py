@@ -21,7 +21,7 @@ from katydid_cache.layout import Span
 from katydid_runtime.errors import KatydidError, PermissionDeniedError, UnavailableError
 from katydid_runtime.tls import Tls
 
-from katydid_kvcache.blocks import Namespace
+from katydid_kvcache.blocks import Block, Namespace
 from katydid_kvcache.cache import Cache
 from katydid_kvcache.lanes.orders import Credentials, LaneOrder, StreamOrder
 from katydid_kvcache.lanes.workers import LaneWorkers
@@ -60,6 +60,8 @@ class Puller:
         self._tls = tls
         self._token = token
         self._clients: OrderedDict[tuple[str, bytes], CacheClient] = OrderedDict()
+        # What batches under way are bringing, and when each is over: who asks for the same waits for it.
+        self._coming: dict[Block, asyncio.Future[None]] = {}
 
     async def pull(
         self,
@@ -144,17 +146,23 @@ class Puller:
         deadline: float,
         pulled: Pulled,
     ) -> None:
-        """Take slots for blocks, fill them and make them visible."""
+        """Take slots for blocks, fill them and make them visible; those that another pull is bringing are waited for,
+        and brought here if it gives them up."""
         writes: list[Write] = []
         asked: list[bytes] = []
+        others: list[tuple[bytes, bytes, asyncio.Future[None]]] = []
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         names, before = self._cache.names(asker, hashes), self._cache.names(asker, parents)
-        for block_hash, name, parent in zip(hashes, names, before, strict=True):
+        for place, (block_hash, name, parent) in enumerate(zip(hashes, names, before, strict=True)):
             begun = self._cache.begin_write(namespace, name, parent, Span(), asker.tenant)
             if isinstance(begun, Write):
                 writes.append(begun)
                 asked.append(block_hash)
-            else:
-                pulled.present += begun.present is not None
+                self._coming[begun.block] = over
+            elif begun.present is not None:
+                pulled.present += 1
+            elif (block := namespace.blocks.get(name)) in self._coming:
+                others.append((block_hash, parents[place], self._coming[block]))
         open_writes = dict(enumerate(writes))
         try:
             if writes:
@@ -173,6 +181,14 @@ class Puller:
         finally:
             for write in open_writes.values():
                 self._cache.writer.abort(write)
+            for write in writes:
+                del self._coming[write.block]
+            over.set_result(None)
+        if others and (left_s := deadline - time.monotonic()) > 0:
+            await asyncio.wait({other for _, _, other in others}, timeout=left_s)
+            again = [(block_hash, parent) for block_hash, parent, other in others if other.done()]
+            hashes, parents = [block_hash for block_hash, _ in again], [parent for _, parent in again]
+            await self._batch(client, namespace, source, asker, hashes, parents, deadline, pulled)
 
     async def _lane_order(
         self, client: CacheClient, source: str, asked: Sequence[bytes], writes: Sequence[Write], timeout_s: float
