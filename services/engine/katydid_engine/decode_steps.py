@@ -58,7 +58,7 @@ class Pieces(Protocol):
 
     def prepare(self, key: tuple[str, Bucket], work: Callable[[], None], briefly: Briefly = _WHOLE) -> None:
         """Before the first step; ``work`` reads and writes the same memory whenever it is done, and within ``briefly``
-        launches each of its kernels, if seldomer."""
+        launches every kernel that it has, each fewer times."""
         ...
 
     def run(self, key: tuple[str, Bucket]) -> None: ...

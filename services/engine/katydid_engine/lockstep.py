@@ -123,10 +123,10 @@ class Lockstep:
         if not kinds:
             return _NOTHING, 0, 0
         self._passed_at = time.monotonic()
-        *_, sampled, wished = max(told, key=lambda of_rank: of_rank[-2])
+        *_, sampled, drafts = max(told, key=lambda of_rank: of_rank[-2])
         if sampled:
-            self.drafts = int(wished)
+            self.drafts = int(drafts)
         turn = min(kinds)
         of_turn = [(rows, behind) for kind, _, rows, behind, *_ in told if kind == turn]
-        wished = {behind for _, behind in of_turn}
-        return turn, max(rows for rows, _ in of_turn), wished.pop() if len(wished) == 1 else 0
+        passes = {behind for _, behind in of_turn}
+        return turn, max(rows for rows, _ in of_turn), passes.pop() if len(passes) == 1 else 0
