@@ -138,3 +138,12 @@ def test_vllms_times_stand_beside_ours(load: Any, tmp_path: Path) -> None:
     ]
     assert beside.beside_vllm(rows, tmp_path / "none.json") == rows
     assert list(beside.complete(rows[0])) == ["figure", "value", "unit", "floor", "peer", "peer_value", "bar", "met"]
+
+
+def test_a_step_with_moves_is_compared_with_those_around_it(load: Any) -> None:
+    """The load evens out as experts move: against steps behind alone the way there would look longer than it is."""
+    took = [("still", 12.0)] * 9 + [("planning", 12.0), ("moving", 11.5), ("moving", 12.5)] + [("still", 10.0)] * 5
+    more = load("moving").beyond_the_usual([*took, ("still", 13.0)])
+    assert more["planning"] == [1.0]
+    assert more["moving"] == [0.5, 1.5]
+    assert sorted(more["still"]) == [0.0] * 14 + [3.0]
