@@ -39,6 +39,9 @@ def rewritten(schema: Any) -> Any:
         ('{"type": "string", "pattern": "(?=a)b"}', "#/pattern: a lookahead"),
         ('{"type": "string", "pattern": "a^b"}', "#/pattern: ^ at character 1"),
         ('{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "#/oneOf cannot"),
+        ('{"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"const": 1}}}', "#/oneOf cannot"),
+        ('{"oneOf": [{"$ref": "#/$defs/a"}, {"const": 1}], "$defs": {"a": {"$ref": "#/$defs/a"}}}', "#/oneOf cannot"),
+        ('{"oneOf": [{"$ref": "#/$defs/a"}, {"const": 1}]}', "#/oneOf cannot"),
         ('{"type": "string", "enum": [1]}', "#/enum has no value"),
         ('{"type": "array", "minItems": -5}', "#/minItems is -5"),
         ('{"type": "array", "maxItems": 1.5}', "#/maxItems is 1.5"),
@@ -138,6 +141,17 @@ def compiled(schema: str) -> xgrammar.CompiledGrammar:
 INTEGER = {"type": "integer"}
 
 
+def named(kind: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {"kind": {"$ref": f"#/$defs/~0{kind}"}, "n": INTEGER}, "required": ["kind"]}
+
+
+# What Pydantic makes of a union that a field tells apart.
+TOLD_APART = {
+    "$defs": {"Cat": named("cat"), "Dog": named("dog"), "~cat": {"const": "cat"}, "~dog": {"enum": ["dog", "pup"]}},
+    "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+}
+
+
 @pytest.mark.parametrize(
     "schema",
     [
@@ -155,6 +169,7 @@ INTEGER = {"type": "integer"}
         {"type": "object", "properties": {"a": INTEGER, "b": {}}, "required": ["b"], "additionalProperties": False},
         {"type": "object", "properties": {"a": INTEGER}, "required": ["z"], "additionalProperties": {"type": "null"}},
         {"oneOf": [{"type": "object", "properties": {"k": {"const": 1}}, "required": ["k"]}, {"type": "null"}]},
+        TOLD_APART,
         {"enum": ['a"b', [1], None, -0.5]},
     ],
     ids=json.dumps,

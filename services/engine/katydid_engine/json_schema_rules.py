@@ -65,22 +65,22 @@ def enforceable(source: str) -> str:
         schema = json.loads(source)
     except (ValueError, RecursionError) as error:
         raise SchemaError(f"it is no JSON: {error}") from error
-    return json.dumps(_rewritten(schema, "#", 0))
+    return json.dumps(_rewritten(schema, "#", 0, schema))
 
 
-def _rewritten(schema: Any, path: str, depth: int) -> Any:
+def _rewritten(schema: Any, path: str, depth: int, root: Any) -> Any:
     if isinstance(schema, bool):
         return {} if schema else False
     if not isinstance(schema, dict):
         raise SchemaError(f"{path} is {json.dumps(schema)[:40]}, expected an object or a boolean")
     if depth > MAX_GRAMMAR_DEPTH:
         raise SchemaError(f"{path[:80]}... is nested deeper than {MAX_GRAMMAR_DEPTH} schemas")
-    _check(schema, path)
+    _check(schema, path, root)
     result = {name: value for name, value in schema.items() if name not in _LISTS + _MAPS + _SCHEMAS}
     for name, place, part in _parts(schema, path):
         if name == "propertyNames" and isinstance(part, dict):
             part = {"type": "string", **part}
-        done = _rewritten(part, place, depth + 1)
+        done = _rewritten(part, place, depth + 1, root)
         if name in _SCHEMAS:
             result[name] = done
         elif name in _LISTS:
@@ -116,7 +116,7 @@ def _parts(schema: dict[str, Any], path: str) -> Iterator[tuple[str, str, Any]]:
             yield name, f"{path}/{name}/{key.replace('~', '~0').replace('/', '~1')}", part
 
 
-def _check(schema: dict[str, Any], path: str) -> None:
+def _check(schema: dict[str, Any], path: str, root: Any) -> None:
     refused = sorted(_REFUSED & schema.keys())
     if schema.get("uniqueItems"):
         refused.append("uniqueItems")
@@ -129,7 +129,7 @@ def _check(schema: dict[str, Any], path: str) -> None:
             raise SchemaError(f"{path}/{whole} cannot be enforced together with {beside[0]}")
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
         raise SchemaError(f"{path}/allOf of more than one schema cannot be enforced")
-    if len(schema.get("oneOf", ())) > 1 and not _disjoint(schema["oneOf"]):
+    if len(schema.get("oneOf", ())) > 1 and not _disjoint(schema["oneOf"], root):
         raise SchemaError(f"{path}/oneOf cannot be enforced unless types or constants tell its schemas apart")
     reference = schema.get("$ref", "#")
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
@@ -210,15 +210,16 @@ def _types(schema: dict[str, Any], path: str) -> list[str]:
     return types
 
 
-def _disjoint(schemas: Any) -> bool:
+def _disjoint(schemas: Any, root: Any) -> bool:
     """Whether no value satisfies two of them, as far as types, constants and constant properties show."""
-    kinds = [_marks(schema) for schema in schemas]
+    kinds = [_marks(schema, root) for schema in schemas]
     pairs = ((a, b) for i, a in enumerate(kinds) for b in kinds[:i])
     return all(any(not (a[key] & b[key]) for key in a.keys() & b.keys()) for a, b in pairs)
 
 
-def _marks(schema: Any) -> dict[str, frozenset[str]]:
+def _marks(schema: Any, root: Any) -> dict[str, frozenset[str]]:
     """What a value must be one of: its type (under ""), itself ("="), and required properties by name."""
+    schema = _referred(schema, root)
     if not isinstance(schema, dict):
         return {}
     marks: dict[str, frozenset[str]] = {}
@@ -231,9 +232,20 @@ def _marks(schema: Any) -> dict[str, frozenset[str]]:
     properties = schema.get("properties", {})
     if marks.get("") == frozenset(("object",)) and isinstance(properties, dict):
         for name in schema.get("required", ()):
-            if (values := _constants(properties.get(name))) is not None:
+            if (values := _constants(_referred(properties.get(name), root))) is not None:
                 marks[f".{name}"] = values
     return marks
+
+
+def _referred(schema: Any, root: Any) -> Any:
+    """What a chain of references leads to; None where it leads nowhere, or round in a circle."""
+    for _ in range(MAX_GRAMMAR_DEPTH):
+        if not isinstance(schema, dict) or "$ref" not in schema:
+            return schema
+        place, schema = schema["$ref"], root
+        for step in str(place).split("/")[1:]:
+            schema = schema.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(schema, dict) else None
+    return None
 
 
 def _constants(schema: Any) -> frozenset[str] | None:
