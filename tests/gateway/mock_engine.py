@@ -94,6 +94,18 @@ class MockEngine(EngineServiceServicer):
             session.streams += 1
             session.wake.set()
 
+    def lose_worker(self) -> None:
+        """What an engine says whose worker has died: it ends all requests itself, and takes no more."""
+        self.options.refusal = pb.RequestError(reason="UNAVAILABLE", message="the engine is failing", retryable=True)
+        for session in self._sessions.values():
+            for number, running in list(session.running.items()):
+                del session.running[number]
+                for choice in range(len(running.outputs)):
+                    frame = ended(number, pb.FINISH_REASON_ERROR)
+                    frame.finishes[0].choice = choice
+                    frame.finishes[0].error.CopyFrom(pb.RequestError(reason="ENGINE_LOST", message="a rank ended"))
+                    self._emit(session, frame)
+
     def change_role(self, role: pb.Role) -> None:
         """Takes a role and says so in a frame, as after SetRole."""
         self.options.role = role

@@ -38,16 +38,21 @@ def run(folder: Path, scenario: Any, *, step_s: float = 0.01, **options: Any) ->
 
 async def kill(built: Rig, tokens: int) -> MockEngine:
     """Stop the engine that answers, once every choice has so many tokens."""
+    victim = await far_enough(built, tokens)
+    await victim.stop()
+    return victim
 
-    def far_enough() -> bool:
+
+async def far_enough(built: Rig, tokens: int) -> MockEngine:
+    """The engine that answers, once every choice has so many tokens."""
+
+    def reached() -> bool:
         answers = built.gateway.generator._answers
         running = [answer for answer in answers if not answer._done]
         return any(all(choice.tokens >= tokens for choice in answer._choices) for answer in running)
 
-    await until(far_enough)
-    victim = next(engine for engine in built.engines if engine.in_flight)
-    await victim.stop()
-    return victim
+    await until(reached)
+    return next(engine for engine in built.engines if engine.in_flight)
 
 
 def texts(events: list[Any]) -> dict[int, str]:
@@ -151,6 +156,30 @@ def test_a_stop_string_over_the_seam_is_still_found(chatml: Path) -> None:
         assert texts(await interrupted) == texts(whole)
 
     run(chatml, scenario, engines=2, step_s=0.02)
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_an_engine_that_says_itself_that_it_lost_its_worker_is_followed_by_another(chatml: Path, choices: int) -> None:
+    async def scenario(built: Rig) -> None:
+        asked: dict[str, Any] = {"messages": USER, "max_tokens": 60, "seed": 11, "n": choices}
+        whole = await built.events(**asked)
+        interrupted = asyncio.create_task(built.events(**asked))
+        victim = await far_enough(built, 8)
+        victim.lose_worker()
+        assert texts(await interrupted) == texts(whole)
+
+    run(chatml, scenario, engines=2)
+
+
+def test_a_lost_worker_without_another_engine_is_a_loss(chatml: Path) -> None:
+    """The engine refuses what comes back to it until it has ended: that refusal is not what the client is to hear."""
+
+    async def scenario(built: Rig) -> None:
+        running = asyncio.create_task(built.events(messages=USER, max_tokens=200))
+        (await far_enough(built, 3)).lose_worker()
+        assert (await asyncio.wait_for(running, 5))[-1]["error"]["code"] == "engine_lost"
+
+    run(chatml, scenario)
 
 
 def test_a_request_that_kills_its_engines_is_given_up(chatml: Path) -> None:

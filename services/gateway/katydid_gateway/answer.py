@@ -242,7 +242,9 @@ class Answer:
         if finish.trace.phases:
             self.trace = finish.trace
         if finish.error is not None:
-            self._engine_failed(flight, finish.error, retryable=finish.retryable)
+            # An engine that lost its worker can still say so: what it had begun goes on elsewhere all the same.
+            lost = isinstance(finish.error, EngineLostError)
+            self._engine_failed(flight, finish.error, retryable=finish.retryable or lost)
             return
         if finish.reason is FinishReason.ABORT and not choice.done:
             self._engine_failed(flight, EngineLostError("the engine aborted the request"), retryable=True)
@@ -279,6 +281,9 @@ class Answer:
         self._failed.add(engine)
         self._dispatcher.failed(flight.dispatch, error, retryable=retryable)
         begun = self.tokens > 0
+        if begun and isinstance(self._lost_by, EngineLostError):
+            # Who would not go on with a lost engine's answer did not end it.
+            error = self._lost_by
         self._land(flight)
         again = retryable and flight.attempt < MAX_ATTEMPTS
         if begun:
