@@ -41,6 +41,8 @@ def chain(blocks: list[PutBlock]) -> bytes:
 class ServiceProcess:
     """`python -m katydid_kvcache` with the given options; as a context manager it is stopped at the end."""
 
+    _program: tuple[str, ...] = ("-m", "katydid_kvcache")
+
     def __init__(self, folder: Path | None = None, **options: object) -> None:
         settings: dict[str, object] = {
             "listen": "127.0.0.1:0",
@@ -59,7 +61,7 @@ class ServiceProcess:
     def start(self) -> Self:
         """Run it and wait until it is ready."""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "katydid_kvcache", *self._words], stderr=subprocess.PIPE, text=True
+            [sys.executable, *self._program, *self._words], stderr=subprocess.PIPE, text=True
         )
         assert self.process.stderr is not None
         for line in self.process.stderr:

@@ -76,7 +76,7 @@ def test_blocks_go_from_instance_to_instance_and_are_read_in_place(tmp_path: Pat
             assert (await reader.lookup(hashes)).blocks == 24
             missing = make_chain(8)
             assert (await reader.lookup(chain(missing))).blocks == 0
-            assert time.monotonic() - started < 2
+            assert time.monotonic() - started < 15
             assert (await reader.put(missing))[0].status is PutStatus.STORED
             for service in services:
                 async with CacheClient(service.address) as client:

@@ -66,14 +66,15 @@ def test_blocks_outlive_the_instance_that_wrote_them(
                         BlockMissReason.STORE_UNAVAILABLE,
                         BlockMissReason.ABSENT,
                     }
-                    assert time.monotonic() - started < 4
+                    assert time.monotonic() - started < 15, "it waited for the store"
                     await until_found(cache, chain(blocks), 3)
-                    started = time.monotonic()
                     for _ in range(20):
                         assert (await cache.lookup(chain(blocks), lease=False)).blocks == 3
                     more = make(3)
                     assert await cache.put(more) == [PutOutcome(PutStatus.STORED)] * 3
-                    assert time.monotonic() - started < 1, "a dead store costs nothing any more"
+                    async with asyncio.timeout(20):
+                        while (await cache.stats()).tiers[Tier.SHARED].sheds.get("failing", 0) < 3:
+                            await asyncio.sleep(0.05)
                     stats = await cache.stats()
                     assert stats.tiers[Tier.SHARED].hits >= 5
                 assert other.stop() == 0

@@ -150,6 +150,16 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("katydid_cache.client._RESUME_S", 20.0)
 
 
+class PatientService(ServiceProcess):
+    """Keeps half a write until such a client is back, which takes as long as the machine is busy."""
+
+    _program = (
+        "-c",
+        "import runpy; from katydid_kvcache import half_writes; half_writes._KEEP_S = 30.0;"
+        "runpy.run_module('katydid_kvcache', run_name='__main__')",
+    )
+
+
 @asynccontextmanager
 async def cutting_proxy(address: str, limits: list[int], *, up: bool = False) -> AsyncIterator[tuple[str, list[int]]]:
     """A way to `address` whose connections end after so many bytes down (or `up`), one limit each, then none; and the
@@ -327,7 +337,7 @@ def test_a_write_over_a_cut_connection_goes_on_in_mid_object(tmp_path: Path) -> 
             # What the service had of the block in mid-flight was not sent again: at most a frame's worth was.
             assert sum(carried) < 3 * LARGE.block_bytes + (2 << 20)
 
-    with ServiceProcess(memory_bytes=64 * MIB, slab_bytes=32 * MIB) as service:
+    with PatientService(memory_bytes=64 * MIB, slab_bytes=32 * MIB) as service:
         run(lambda: scenario(service))
 
 
