@@ -110,6 +110,30 @@ def test_hadamard_turns_q_and_k_last(case: dict[str, Tensor], pages: tuple[Tenso
     torch.testing.assert_close(k_pages[0, :, 2], k[2])
 
 
+@pytest.mark.parametrize("hadamard", [False, True])
+@pytest.mark.parametrize("qk_norm", ["none", "before_rope", "after_rope"])
+def test_means_are_taken_off_keys_alone(
+    case: dict[str, Tensor], pages: tuple[Tensor, Tensor], qk_norm: QkNorm, hadamard: bool
+) -> None:
+    """Behind RoPE and rotation, in front of the scale; q and V are as without."""
+    torch.manual_seed(1)
+    mean, scale = torch.randn(KV_HEADS, DIM), torch.tensor([0.5, 0.25])
+    norms: dict[str, Any] = {} if qk_norm == "none" else {k: v for k, v in case.items() if k != "qkv"}
+    arguments: dict[str, Any] = {"qk_norm": qk_norm, "eps": EPS, "hadamard": hadamard, "k_scale": scale} | norms
+    plain = [page.clone() for page in pages]
+    expected_q = qkv_post(case["qkv"], TABLE, POSITIONS, SLOTS, *plain, v_scale=scale, **arguments)
+    q = qkv_post(case["qkv"], TABLE, POSITIONS, SLOTS, *pages, v_scale=scale, k_mean=mean, **arguments)
+    assert torch.equal(q, expected_q)
+    assert torch.equal(pages[1], plain[1])
+    k_in = case["qkv"].view(TOKENS, -1, DIM)[:, Q_HEADS : Q_HEADS + KV_HEADS]
+    k = expected_heads(k_in, case["k_norm_weight"], qk_norm).double()
+    k = (k @ hadamard_matrix(DIM).double() if hadamard else k) - mean.double()
+    for token, slot in enumerate(SLOTS.tolist()):
+        if slot >= 0:
+            stored = pages[0][slot // 64, :, slot % 64].double() * scale.double()[:, None]
+            torch.testing.assert_close(stored, k[token], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("static", [False, True])
 def test_q_in_e4m3(case: dict[str, Tensor], pages: tuple[Tensor, Tensor], static: bool, way: str) -> None:
     norms = {name: value for name, value in case.items() if name != "qkv"}
@@ -134,6 +158,8 @@ def test_shapes_that_do_not_fit(case: dict[str, Tensor], pages: tuple[Tensor, Te
         qkv_post(case["qkv"], TABLE, POSITIONS, SLOTS, k_pages, k_pages)
     with pytest.raises(ValueError, match="rows of q, k and v heads of 8, with 2 k and v heads, got 79"):
         qkv_post(case["qkv"][:, :79], TABLE, POSITIONS, SLOTS, k_pages, v_pages)
+    with pytest.raises(ValueError, match=r"k_mean must be fp32 \[2, 8\], got float32 \[8\]"):
+        qkv_post(case["qkv"], TABLE, POSITIONS, SLOTS, k_pages, v_pages, k_mean=torch.zeros(8))
     with pytest.raises(ValueError, match="the table's width 4"):
         qkv_post(case["qkv"], TABLE[:, :4], POSITIONS, SLOTS, k_pages, v_pages)
 

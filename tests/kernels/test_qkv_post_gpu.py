@@ -50,9 +50,10 @@ def error(found: Tensor, expected: Tensor) -> float:
     [(64, 8, 128, "before_rope", False), (8, 1, 128, "before_rope", True), (5, 3, 64, "after_rope", False),
      (16, 2, 256, "none", True), (9, 9, 64, "after_rope", True)],
 )  # fmt: skip
+@pytest.mark.parametrize("means", [False, True])
 @pytest.mark.parametrize("tokens", [1, 33, 64, 200])
 def test_against_float64(
-    tokens: int, q_heads: int, kv_heads: int, dim: int, qk_norm: QkNorm, hadamard: bool, q_kind: str,
+    tokens: int, means: bool, q_heads: int, kv_heads: int, dim: int, qk_norm: QkNorm, hadamard: bool, q_kind: str,
     pages_dtype: torch.dtype,
 ) -> None:  # fmt: skip
     torch.manual_seed(tokens)
@@ -80,6 +81,8 @@ def test_against_float64(
     arguments: dict[str, Any] = {"qk_norm": qk_norm, "eps": eps, "k_scale": scales, "v_scale": scales}
     if qk_norm != "none":
         arguments |= {"q_norm_weight": weights[0], "k_norm_weight": weights[1]}
+    if means:
+        arguments["k_mean"] = torch.randn(kv_heads, dim, device=device)
 
     q_in, k_in, v_in = qkv.reshape(tokens, -1, dim).split([q_heads, kv_heads, kv_heads], 1)
     expected_q = turned(q_in, weights[0], qk_norm, eps, angles, hadamard)
@@ -101,6 +104,8 @@ def test_against_float64(
     page, offset = slots[stored].long() // 64, slots[stored].long() % 64
     factor = 1.0 if scales is None else scales.double()[:, None]
     expected_k = turned(k_in, weights[1], qk_norm, eps, angles, hadamard)
+    if means:
+        expected_k -= arguments["k_mean"].double()
     assert error(k_pages[page, :, offset].double() * factor, expected_k[stored]) < ROUNDING[pages_dtype]
     assert error(v_pages[page, :, :, offset].double() * factor, v_in.double()[stored]) < ROUNDING[pages_dtype]
     untouched = torch.ones(pages, 64, dtype=torch.bool, device=device)

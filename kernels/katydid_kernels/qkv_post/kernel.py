@@ -140,8 +140,8 @@ def _store_v(
 @triton.jit(do_not_specialize=["tokens"])
 def qkv_post_kernel(
     qkv_ptr, qkv_stride, table_ptr, positions_ptr, slots_ptr, q_weight_ptr, k_weight_ptr, q_ptr, q_scale_ptr,
-    q_scales_ptr, k_pages_ptr, v_pages_ptr, k_scale_ptr, k_scale_step, v_scale_ptr, v_scale_step, tokens, eps,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
+    q_scales_ptr, k_pages_ptr, v_pages_ptr, k_scale_ptr, k_scale_step, v_scale_ptr, v_scale_step, k_mean_ptr, tokens,
+    eps, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
     HADAMARD: tl.constexpr, Q_SCALE: tl.constexpr, ROWS: tl.constexpr, LOOP: tl.constexpr, V_TOKENS: tl.constexpr,
     V_COLUMNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -201,7 +201,15 @@ def qkv_post_kernel(
                 next1, next2 = _load_heads(source, group + 1, end_group, Q_HEADS, KV_HEADS, D, ROWS)
                 head = (group - Q_GROUPS) * ROWS + row
                 inside = (head < KV_HEADS) & (slot >= 0)
+                if k_mean_ptr is not None:
+                    mean = k_mean_ptr + head[:, None] * D + half[None, :]
+                    mean1 = tl.load(mean, mask=inside[:, None], other=0.0)
+                    mean2 = tl.load(mean + HALF, mask=inside[:, None], other=0.0)
                 r1, r2, factor = _rotated(x1, x2, half, k_coefficients, k_weight_ptr, eps, ROWS, HALF, NORM, HADAMARD)
+                if k_mean_ptr is not None:
+                    r1 = r1 * factor[:, None] - mean1
+                    r2 = r2 * factor[:, None] - mean2
+                    factor = tl.full([ROWS], 1.0, tl.float32)
                 if k_scale_ptr is not None:
                     factor /= tl.load(k_scale_ptr + head * k_scale_step, mask=inside, other=1.0)
                 page_row = ((slot // PAGE).to(tl.int64) * KV_HEADS + head) * PAGE + slot % PAGE

@@ -34,6 +34,7 @@ def qkv_post(
     eps: float = 1e-6,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    k_mean: Tensor | None = None,
     hadamard: bool = False,
     overlap: bool = False,
 ) -> Tensor:
@@ -52,22 +53,25 @@ def qkv_post(
         eps: of the norm.
         k_scale: fp32 ``[1]`` or ``[kv_heads]``; ``k / k_scale`` is stored, saturated to the range of an fp8 page.
         v_scale: likewise for V.
+        k_mean: fp32 ``[kv_heads, head_dim]``, contiguous: taken off every key of its head before it is scaled. Softmax
+            does not see it: to all scores of a query it adds the same (smooth K; Zhang et al., "SageAttention", 2024).
         hadamard: multiply q and k by the orthonormal Hadamard matrix of head_dim, last.
         overlap: let the kernel start before the preceding one ends (programmatic dependent launch). Then all but qkv
             must be older than the preceding kernel.
 
     Raises ValueError for norm weights without a norm, a norm without them, and shapes that do not fit.
     """
-    _check(qkv, table, k_pages, v_pages, q_norm_weight, k_norm_weight, qk_norm)
+    _check(qkv, table, k_pages, v_pages, q_norm_weight, k_norm_weight, qk_norm, k_mean)
     if not _has_kernel(qkv):
         return qkv_post_reference(
             qkv, table, positions, slot_mapping, k_pages, v_pages, q_norm_weight=q_norm_weight,
-            k_norm_weight=k_norm_weight, qk_norm=qk_norm, eps=eps, k_scale=k_scale, v_scale=v_scale, hadamard=hadamard,
+            k_norm_weight=k_norm_weight, qk_norm=qk_norm, eps=eps, k_scale=k_scale, v_scale=v_scale, k_mean=k_mean,
+            hadamard=hadamard,
         )  # fmt: skip
     q = _new_q(qkv, k_pages, qkv.dtype)
     _launch(
         qkv, table, positions, slot_mapping, k_pages, v_pages, q, None, None, q_norm_weight, k_norm_weight, qk_norm,
-        eps, k_scale, v_scale, hadamard, overlap,
+        eps, k_scale, v_scale, k_mean, hadamard, overlap,
     )  # fmt: skip
     return q
 
@@ -87,6 +91,7 @@ def qkv_post_fp8(
     eps: float = 1e-6,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    k_mean: Tensor | None = None,
     hadamard: bool = False,
     overlap: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -97,18 +102,19 @@ def qkv_post_fp8(
 
     The other arguments, and what it raises, as `qkv_post`.
     """
-    _check(qkv, table, k_pages, v_pages, q_norm_weight, k_norm_weight, qk_norm)
+    _check(qkv, table, k_pages, v_pages, q_norm_weight, k_norm_weight, qk_norm, k_mean)
     if not _has_kernel(qkv):
         q = qkv_post_reference(
             qkv, table, positions, slot_mapping, k_pages, v_pages, q_norm_weight=q_norm_weight,
-            k_norm_weight=k_norm_weight, qk_norm=qk_norm, eps=eps, k_scale=k_scale, v_scale=v_scale, hadamard=hadamard,
+            k_norm_weight=k_norm_weight, qk_norm=qk_norm, eps=eps, k_scale=k_scale, v_scale=v_scale, k_mean=k_mean,
+            hadamard=hadamard,
         )  # fmt: skip
         return qkv_post_fp8_reference(q, q_scale)
     q = _new_q(qkv, k_pages, _E4M3)
     scales = torch.empty(q.shape[:2], device=qkv.device)
     _launch(
         qkv, table, positions, slot_mapping, k_pages, v_pages, q, q_scale, scales, q_norm_weight, k_norm_weight,
-        qk_norm, eps, k_scale, v_scale, hadamard, overlap,
+        qk_norm, eps, k_scale, v_scale, k_mean, hadamard, overlap,
     )  # fmt: skip
     return q, scales
 
@@ -132,6 +138,7 @@ def _check(
     q_norm_weight: Tensor | None,
     k_norm_weight: Tensor | None,
     qk_norm: QkNorm,
+    k_mean: Tensor | None,
 ) -> None:
     if (qk_norm == "none") != (q_norm_weight is None) or (q_norm_weight is None) != (k_norm_weight is None):
         raise ValueError(f"qk_norm={qk_norm!r}: expected both norm weights exactly when it is not 'none'")
@@ -140,6 +147,10 @@ def _check(
         raise ValueError(f"v_pages must be k_pages' shape {list(k_pages.shape)} with the last two swapped, and dtype")
     if head_dim < 4 or head_dim & (head_dim - 1) or table.shape[1] != head_dim:
         raise ValueError(f"head_dim must be a power of two and the table's width {table.shape[1]}, got {head_dim}")
+    if k_mean is not None and (k_mean.shape != (kv_heads, head_dim) or k_mean.dtype != torch.float32):
+        raise ValueError(
+            f"k_mean must be fp32 [{kv_heads}, {head_dim}], got {str(k_mean.dtype)[6:]} {list(k_mean.shape)}"
+        )
     if qkv.shape[1] % head_dim or qkv.shape[1] <= 2 * kv_heads * head_dim:
         raise ValueError(
             f"qkv must have rows of q, k and v heads of {head_dim}, with {kv_heads} k and v heads, got {qkv.shape[1]}"
@@ -162,6 +173,7 @@ def _launch(
     eps: float,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    k_mean: Tensor | None,
     hadamard: bool,
     overlap: bool,
 ) -> None:
@@ -184,7 +196,7 @@ def _launch(
     qkv_post_kernel[(programs,)](
         qkv, qkv.stride(0), table, positions, slot_mapping, q_norm_weight, k_norm_weight, q, q_scale, scales,
         k_pages, v_pages, k_scale, int(k_scale is not None and k_scale.numel() > 1),
-        v_scale, int(v_scale is not None and v_scale.numel() > 1), tokens, eps,
+        v_scale, int(v_scale is not None and v_scale.numel() > 1), k_mean, tokens, eps,
         Q_HEADS=q_heads, KV_HEADS=kv_heads, D=head_dim, PAGE=page_size, NORM=qk_norm, HADAMARD=hadamard,
         Q_SCALE="none" if scales is None else ("dynamic" if q_scale is None else "static"),
         ROWS=rows, LOOP=loop, V_TOKENS=v_tokens, V_COLUMNS=v_columns, EARLY=overlap, num_warps=warps, **options,

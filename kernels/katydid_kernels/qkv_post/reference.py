@@ -30,6 +30,7 @@ def qkv_post_reference(
     eps: float,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    k_mean: Tensor | None,
     hadamard: bool,
 ) -> Tensor:
     """`qkv_post` in torch, of its arguments."""
@@ -52,7 +53,8 @@ def qkv_post_reference(
     stored = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[stored].long()
     page, offset = slots // page_size, slots % page_size
-    k_pages[page, :, offset, :] = _to_page_dtype(k[stored], k_scale, k_pages.dtype)
+    kept = k[stored] if k_mean is None else k[stored].float() - k_mean
+    k_pages[page, :, offset, :] = _to_page_dtype(kept, k_scale, k_pages.dtype)
     v_pages[page, :, :, offset] = _to_page_dtype(v[stored], v_scale, v_pages.dtype)
     ready: Tensor = q.contiguous()
     return ready

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from katydid_engine.weights import FLOATS
 
-__all__ = ["DTYPE_BYTES", "Checkpoint", "TensorEntry"]
+__all__ = ["DTYPE_BYTES", "KEY_MEANS", "Checkpoint", "TensorEntry"]
 
 DTYPE_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F8_E4M3": 1, "I32": 4, "I64": 8}
+# Lies beside the files of the index: other engines, which read these alone, refuse tensors that they do not know.
+KEY_MEANS = "key-means.safetensors"
 # The format's own limit (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
 _MAX_HEADER_BYTES = 100_000_000
 
@@ -31,7 +33,8 @@ class TensorEntry:
 
 
 class Checkpoint:
-    """The tensors of a model folder, from ``model.safetensors.index.json`` or every ``*.safetensors`` in it.
+    """The tensors of a model folder, from ``model.safetensors.index.json`` or every ``*.safetensors`` in it; means
+    of keys lie in a file of their own.
 
     Remembers which names were used, so that ``unused`` can tell what a model left lying.
 
@@ -122,7 +125,8 @@ def _shards(folder: Path) -> tuple[Path, ...]:
     absent = [shard.name for shard in shards if not shard.is_file()]
     if absent:
         raise ModelFolderError(f"{index}: names shards that are absent: {', '.join(absent[:5])}", field="model")
-    return shards
+    extra = folder / KEY_MEANS
+    return (*shards, extra) if extra.is_file() else shards
 
 
 def _read_header(shard: Path) -> dict[str, TensorEntry]:

@@ -50,6 +50,7 @@ class StoredQuantization:
         blocks: a weight scale stands for 128 x 128 weights; otherwise for a matrix or an output row of it.
         kv_cache: K and V were calibrated for fp8 pages, with scales ``k_scale`` and ``v_scale``.
         rotated_keys: q and k are multiplied by the Hadamard matrix of head_dim behind RoPE.
+        key_means: fp8 pages hold K without the vectors ``k_mean``, one a head.
     """
 
     scheme: Scheme = Scheme.NONE
@@ -57,6 +58,7 @@ class StoredQuantization:
     blocks: bool = False
     kv_cache: bool = False
     rotated_keys: bool = False
+    key_means: bool = False
 
 
 UNQUANTISED = StoredQuantization()
@@ -131,6 +133,7 @@ def _compressed_tensors(fields: ConfigFields) -> StoredQuantization:
         blocks=any(blocks for _, blocks, _ in kinds),
         kv_cache=kv_cache,
         rotated_keys=_rotated_keys(fields),
+        key_means=fields.flag("key_means", False),
     )
 
 

@@ -26,7 +26,7 @@ def cases() -> dict[str, tuple[Chain, list[Tensor], list[Tensor]]]:
         "rows": (rows.e4m3_rows, [drawn(300, 576)], []),
         "norm": (block.rms_norm, [drawn(2, 300, 576), drawn(576)], [torch.tensor(1e-5)]),
         "gated": (block.gated, [drawn(300, 1536), drawn(2, 300, 1536)[1]], []),
-        "rotary": (block._rotated, [drawn(2, 300, 9, 64)], [angle.cos(), angle.sin()]),
+        "rotary": (block.rotated, [drawn(2, 300, 9, 64)], [angle.cos(), angle.sin()]),
         "pages": (pages._stored, [drawn(2, 300, 3, 64)], [scale]),
         "int4": (learned._int4, [3 * drawn(192, 576)], [drawn(192, 576)]),
         "e4m3": (learned._e4m3, [20 * drawn(192, 576)], [torch.tensor(0.1, device="cuda"), drawn(192, 1)]),

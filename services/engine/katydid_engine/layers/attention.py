@@ -48,8 +48,9 @@ class Attention:
     """This rank's heads; the result is its summand of the output projection.
 
     Args:
-        kv_dtype: of the pages. e4m3 pages hold K and V over the checkpoint's constant scales, or over 1, and q is then
-            quantised too, with a scale for each token and head.
+        kv_dtype: of the pages. e4m3 pages hold K and V over the checkpoint's constant scales, or over 1, K without the
+            vector of its head where the checkpoint has means of keys, and q is then quantised too, with a scale for
+            each token and head.
         output_parts: of the hidden columns that the result comes in.
 
     Attributes:
@@ -75,6 +76,8 @@ class Attention:
         scales = [_page_scale(weights, name, config.num_kv_heads) for name in ("k", "v")]
         quantised = kv_dtype.itemsize == 1
         self._k_scale, self._v_scale = (scale if quantised else None for scale in scales)
+        mean = _key_mean(weights, config) if config.quantization.key_means else None
+        self._k_mean = mean if quantised else None
         self.sparse = False
         self.input = self._qkv.input
         self._dtype = weights.dtype
@@ -121,7 +124,12 @@ class Attention:
             q, q_scale = qkv_post(*operands, **norms, overlap=self._overlap), None
         else:
             q, q_scale = qkv_post_fp8(
-                *operands, **norms, k_scale=self._k_scale, v_scale=self._v_scale, overlap=self._overlap
+                *operands,
+                **norms,
+                k_scale=self._k_scale,
+                v_scale=self._v_scale,
+                k_mean=self._k_mean,
+                overlap=self._overlap,
             )
         if self._quantises and batch.num_decodes == batch.num_seqs and len(q) > FEW_ROWS:
             out = torch.empty_like(q, dtype=torch.float8_e4m3fn)
@@ -206,7 +214,16 @@ def _page_scale(weights: Weights, name: str, kv_heads: int) -> Tensor:
             value=scale.numel(),
             allowed=f"1 or {kv_heads}",
         )
-    if scale.numel() == 1:
-        return scale
-    parts = min(weights.size, kv_heads)
-    return scale.chunk(parts)[weights.rank * parts // weights.size].contiguous()
+    return scale if scale.numel() == 1 else _of_rank(weights, scale)
+
+
+def _key_mean(weights: Weights, config: ModelConfig) -> Tensor:
+    """fp32 ``[kv_heads / tp, head_dim]``. Read whatever the pages' dtype, as their scales are."""
+    shape = (config.num_kv_heads, config.head_dim)
+    return _of_rank(weights, weights.tensor("k_mean", shape, dtype=torch.float32))
+
+
+def _of_rank(weights: Weights, by_head: Tensor) -> Tensor:
+    """This rank's KV heads of ``[kv_heads, ...]``; with more ranks than heads several hold the same one."""
+    parts = min(weights.size, len(by_head))
+    return by_head.chunk(parts)[weights.rank * parts // weights.size].contiguous()

@@ -19,7 +19,7 @@ from katydid_engine.quantize.pages import PageRounding
 from katydid_engine.quantize.precision import causal_attention
 from katydid_engine.quantize.rows import Rows, plain_rows
 
-__all__ = ["Block", "gated", "rms_norm", "rotary_angles"]
+__all__ = ["Block", "gated", "rms_norm", "rotary_angles", "rotated"]
 
 _ROUTERS = ("mlp.router.gate.weight", "mlp.gate.weight")
 _BIASES = ("mlp.expert_bias", "mlp.router.gate.e_score_correction_bias", "mlp.gate.e_score_correction_bias")
@@ -100,7 +100,7 @@ class Block:
         if config.qk_norm:
             q = rms_norm(q, self.tensors["self_attn.q_norm.weight"], config.rms_norm_eps)
             k = rms_norm(k, self.tensors["self_attn.k_norm.weight"], config.rms_norm_eps)
-        return _rotated(q, *angles), _rotated(k, *angles), v
+        return rotated(q, *angles), rotated(k, *angles), v
 
     def attend(self, rows: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Rows of the output projection, ``[S, T, heads * head_dim]``."""
@@ -153,6 +153,6 @@ class Block:
 
 
 @fused
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)

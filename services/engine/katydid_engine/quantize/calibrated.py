@@ -18,7 +18,7 @@ from katydid_runtime.errors import ModelFolderError, SettingsError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from katydid_engine.checkpoint import Checkpoint
+from katydid_engine.checkpoint import KEY_MEANS, Checkpoint
 from katydid_engine.layers.rotary import rotary_table
 from katydid_engine.model_config import ModelConfig
 from katydid_engine.quantization import GROUP, Scheme
@@ -40,6 +40,7 @@ __all__ = ["CalibratedRun"]
 _IDS, _LEARNING_IDS = "calibration.ids", "learning.ids"
 _STATE, _REPORTS, _LEARNED = "calibration.state", "calibration.json", "learned.state"
 _REPORT = "quantization-report"
+_KEY_MEAN = "self_attn.k_mean"
 # Tokens that go through a layer at a time.
 _CPU_BATCH, _GPU_BATCH = 8192, 32768
 
@@ -80,6 +81,13 @@ class CalibratedRun:
                 field="rotate_keys",
                 value="true",
                 allowed="false where head_dim is no power of two",
+            )
+        if recipe.key_means and recipe.kv_scales == "none":
+            raise SettingsError(
+                "key_means: pages that keep the model's dtype have nothing to gain",
+                field="key_means",
+                value="true",
+                allowed="false without kv_scales",
             )
         learns = recipe.distill
         if learns is not None and scheme is Scheme.FP8 and not learns.rounding_rate:
@@ -132,6 +140,7 @@ class CalibratedRun:
         if recipe.fp8_scales == "block":
             self._check_blocks()
         self._reports: list[LayerReport] = []
+        self._key_means: dict[str, Tensor] = {}
 
     def _check_blocks(self) -> None:
         for step in (step for file in self.files for step in file.shard.steps if step.quantises):
@@ -171,6 +180,8 @@ class CalibratedRun:
                 self._progress(0, file.prefix)
                 self._layer(partial, file, ids, streams)
             self._progress(read, file.prefix)
+        if self._key_means:
+            _save(partial.path / KEY_MEANS, self._key_means)
         losses = self._distil(partial) if self._recipe.distill is not None else []
         described = json.loads(self._recipe.model_dump_json())
         (partial.path / f"{_REPORT}.json").write_text(as_json(described, self._reports, losses))
@@ -200,6 +211,7 @@ class CalibratedRun:
         self._reports = [LayerReport(**fields) for fields in json.loads((partial.path / _REPORTS).read_text())]
         done = int(state["layers"])
         del self._reports[done:]
+        self._key_means = {name: tensor for name, tensor in state.items() if name.endswith(_KEY_MEAN)}
         return done, Streams(list(self._batches(state["original"])), list(self._batches(state["quantised"])))
 
     def _layer(self, partial: PartialFolder, file: LayerFile, ids: Tensor, streams: Streams) -> None:
@@ -212,11 +224,14 @@ class CalibratedRun:
         partial.write(file.shard, layer_tensors(file, result.block.tensors, result.matrices, result.pages))
         if file.index >= self._config.num_layers:
             moved = streams  # what follows the decoder layers starts from their states again
+        if result.pages is not None and result.pages.key_mean is not None:
+            self._key_means[file.prefix + _KEY_MEAN] = result.pages.key_mean.cpu()
         self._reports.append(layer_report(file.index, result))
         _write(partial.path / _REPORTS, json.dumps([dataclasses.asdict(one) for one in self._reports]))
         _save(
             partial.path / _STATE,
-            {
+            self._key_means
+            | {
                 "layers": torch.tensor(file.index + 1),
                 "original": torch.cat(moved.original),
                 "quantised": torch.cat(moved.quantised),

@@ -103,7 +103,9 @@ def _folded(
     pages = None
     if made.has(f"{prefix}self_attn.k_scale"):
         key, value = (_read(made, f"{prefix}self_attn.{name}_scale", device) for name in "kv")
-        pages = PageRounding(PageScales(key, value), rotate)
+        name = f"{prefix}self_attn.k_mean"
+        mean = _read(made, name, device) if made.has(name) else None
+        pages = PageRounding(PageScales(key, value, mean), rotate)
     return replace(block, tensors=tensors, rows=rows, pages=pages)
 
 

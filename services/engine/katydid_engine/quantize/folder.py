@@ -157,6 +157,7 @@ def _by_data(
         parts=run.parts,
         kv_scales=recipe.kv_scales,
         rotate_keys=recipe.rotate_keys,
+        key_means=recipe.key_means,
     )
     changes: dict[str, Any] = {"quantization_config": described}
     if recipe.rotate_residual:

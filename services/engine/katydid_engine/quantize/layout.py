@@ -121,7 +121,13 @@ def header(shard: Shard) -> bytes:
 
 
 def quantization_config(
-    scheme: Scheme, *, ignore: list[str], parts: Parts, kv_scales: str = "none", rotate_keys: bool = False
+    scheme: Scheme,
+    *,
+    ignore: list[str],
+    parts: Parts,
+    kv_scales: str = "none",
+    rotate_keys: bool = False,
+    key_means: bool = False,
 ) -> dict[str, Any]:
     """In compressed-tensors' terms.
 
@@ -130,6 +136,7 @@ def quantization_config(
         ignore: the linears that stay as they are.
         kv_scales: "tensor" or "head": pages are e4m3 over calibrated scales.
         rotate_keys: q and k are multiplied by a Hadamard matrix behind RoPE (compressed-tensors' transform R3).
+        key_means: pages leave out the means of keys; a field of our own, which other readers skip.
     """
     if scheme is not Scheme.W4A8:
         groups = [_fp8_group(["Linear"], parts.scales, experts="experts" in parts.places)]
@@ -154,6 +161,8 @@ def quantization_config(
     if rotate_keys:
         places = [{"targets": ["re:.*self_attn$"], "location": location} for location in ("q_attn", "k_cache")]
         config["transform_config"] = {"config_groups": {"R3": {"type": "hadamard", "apply": places}}}
+    if key_means:
+        config["key_means"] = True
     return config
 
 

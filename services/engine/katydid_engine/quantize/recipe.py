@@ -9,6 +9,7 @@
     gptq: {damping: 0.01, act_order: true, refit_scales: true, follow_drift: true, starved_tokens: 256}
     kv_scales: tensor
     rotate_keys: true
+    key_means: true
     distill: {steps: 300, learning_rate: 0.001, rounding_rate: 0.01, sequences: 4}
 
 Everything may be left out; `gptq: false` rounds to nearest, `distill: false` (the default) learns nothing.
@@ -106,6 +107,7 @@ class Recipe(_Strict):
         gptq: None rounds to nearest.
         kv_scales: calibrated scales of K and V: one a layer, or one a head.
         rotate_keys: q and k are rotated behind RoPE, so that e4m3 pages hold no outliers.
+        key_means: of every head's keys the mean is left out of e4m3 pages, which the softmax does not see.
         rotate_residual: the residual stream is rotated, in weights alone; not with draft layers.
         distill: None learns nothing.
     """
@@ -121,6 +123,7 @@ class Recipe(_Strict):
     gptq: Annotated[Gptq | None, BeforeValidator(_false_is_none)] = Gptq()
     kv_scales: Literal["none", "tensor", "head"] = "none"
     rotate_keys: bool = False
+    key_means: bool = False
     rotate_residual: bool = False
     distill: Annotated[Distillation | None, BeforeValidator(_false_is_none)] = None
 

@@ -15,10 +15,11 @@ import torch
 from katydid_runtime.errors import ModelFolderError
 from torch import Tensor
 
+from katydid_engine.layers.rotary import inverse_frequencies
 from katydid_engine.matrices import Fp8Matrix, Int4Matrix
-from katydid_engine.quantize.block import Block
+from katydid_engine.quantize.block import Block, rotated
 from katydid_engine.quantize.gptq import follow_drift, output_error
-from katydid_engine.quantize.pages import PageRounding, PageScales, page_scales
+from katydid_engine.quantize.pages import PageRounding, PageScales, mean_rotation, page_scales
 from katydid_engine.quantize.parts import Fp8Scales
 from katydid_engine.quantize.precision import fp32_products, tf32_products
 from katydid_engine.quantize.recipe import Recipe
@@ -53,8 +54,8 @@ class LayerResult:
         alphas: what smoothing chose.
         tokens: calibration tokens that each routed expert saw.
         outliers: the largest channel over the median channel of rows, by a matrix that multiplies them.
-        largest_key, largest_value: largest magnitudes ``[kv_heads]``.
-        pages: scales of K and V, where a recipe wants them.
+        largest_key, largest_value: largest magnitudes ``[kv_heads]``, of K without the mean that pages leave out.
+        pages: scales and means, where a recipe wants them.
     """
 
     block: Block
@@ -186,10 +187,12 @@ def _walk_attention(layer: _Layer, streams: Streams, angles: tuple[Tensor, Tenso
         [layer.quantised.enter_attention(x) for x in streams.quantised],
     )
     _round_shared(layer, names, rows)
-    result.largest_key, result.largest_value = _largest_heads(layer, rows.quantised, angles)
     recipe = layer.recipe
+    mean = _key_mean(layer, rows.quantised, angles) if recipe.key_means else None
+    result.largest_key, result.largest_value = _largest_heads(layer, rows.quantised, angles, mean)
     if recipe.kv_scales != "none":
-        result.pages = page_scales(result.largest_key, result.largest_value, by_head=recipe.kv_scales == "head")
+        by_head = recipe.kv_scales == "head"
+        result.pages = page_scales(result.largest_key, result.largest_value, by_head=by_head, key_mean=mean)
         layer.quantised = replace(layer.quantised, pages=PageRounding(result.pages, recipe.rotate_keys))
     for stream, block in ((rows.original, layer.original), (rows.quantised, layer.quantised)):
         stream[:] = [block.attend(batch, angles) for batch in stream]
@@ -201,13 +204,31 @@ def _walk_attention(layer: _Layer, streams: Streams, angles: tuple[Tensor, Tenso
         stream[:] = [block.leave_attention(x, one) for x, one in zip(stream, attended, strict=True)]
 
 
-def _largest_heads(layer: _Layer, rows: list[Tensor], angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Largest magnitudes of K, rotated where keys are, and of V: ``[kv_heads]`` each."""
+def _key_mean(layer: _Layer, rows: list[Tensor], angles: tuple[Tensor, Tensor]) -> Tensor:
+    """What is taken off all keys, ``[kv_heads, head_dim]`` as pages have them: their mean in front of RoPE, turned as
+    RoPE turns it on average over all positions of the model."""
+    config, (cos, sin) = layer.original.config, angles
+    means = []
+    for batch in rows:
+        _, k, _ = layer.quantised.heads(batch, angles)
+        means.append(rotated(k, cos, -sin).mean(1).sum(0))
+    mean = torch.stack(means).sum(0) / sum(len(batch) for batch in rows)
+    turn = mean_rotation(inverse_frequencies(config.rope, config.head_dim), config.max_positions)
+    mean = rotated(mean, *(part.to(mean.device) for part in turn))
+    return mean @ hadamard(config.head_dim, mean.device) if layer.recipe.rotate_keys else mean
+
+
+def _largest_heads(
+    layer: _Layer, rows: list[Tensor], angles: tuple[Tensor, Tensor], mean: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Largest magnitudes of K, rotated where keys are, without its mean, and of V: ``[kv_heads]`` each."""
     found = []
     for batch in rows:
         _, k, v = layer.quantised.heads(batch, angles)
         if layer.recipe.rotate_keys:
             k = k @ hadamard(k.shape[-1], k.device)
+        if mean is not None:
+            k = k - mean
         found.append(torch.stack([part.abs().amax((0, 1, 3)) for part in (k, v)]))
     key, value = torch.stack(found).amax(0)
     return key, value
