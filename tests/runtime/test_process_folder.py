@@ -53,14 +53,15 @@ def test_what_a_killed_process_left_is_swept_and_what_a_living_one_has_is_not(tm
     living, kept = owner()
     end(killed, signal.SIGKILL)
     assert left.is_dir(), "nobody could clean up"
-    other = tmp_path / "katydid-others"
-    other.mkdir()
+    others = [tmp_path / name for name in ("katydid-others.held", "katydid-test-unlocked")]
+    for other in others:
+        other.mkdir()
     with process_folder("katydid-test-") as own, process_folder("katydid-test-") as second:
         assert not left.exists()
         assert (kept / "inside").is_dir(), "its owner is alive"
         assert own.is_dir(), "a process does not sweep its own"
         assert second.is_dir()
-        assert other.is_dir(), "another name"
+        assert all(other.is_dir() for other in others), "other names"
     end(living, signal.SIGTERM)
 
 
@@ -68,7 +69,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "file").write_text("x")
-    os.symlink(precious, tmp_path / "katydid-test-link")
+    os.symlink(precious, tmp_path / "katydid-test-link.held")
     with process_folder("katydid-test-"):
         assert (precious / "file").exists()
 

@@ -16,16 +16,18 @@ from pathlib import Path
 
 __all__ = ["process_folder"]
 
+_HELD = ".held"
+"""Ends the names of folders that have a lock: one without it that nobody has locked may still be in use."""
+
 
 @contextlib.contextmanager
 def process_folder(prefix: str) -> Iterator[Path]:
     """A new folder of this process in the system's place for such, removed with all in it when the block ends.
 
-    Folders under the same prefix whose owners are dead are removed first. The prefix must be used by this function
-    alone: a folder that nobody has locked counts as left behind.
+    Folders that this function made under the same prefix, and whose owners are dead, are removed first.
     """
     place = Path(tempfile.gettempdir())
-    for left in place.glob(f"{prefix}*"):
+    for left in place.glob(f"{prefix}*{_HELD}"):
         _sweep(left)
     folder, lock = _made(prefix)
     try:
@@ -37,7 +39,7 @@ def process_folder(prefix: str) -> Iterator[Path]:
 
 def _made(prefix: str) -> tuple[Path, int]:
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=prefix))
+        folder = Path(tempfile.mkdtemp(_HELD, prefix))
         lock = _locked(folder)
         if lock is None:
             continue
