@@ -89,7 +89,11 @@ def test_a_trace_in_larger_blocks(tmp_path: Path) -> None:
     ("content", "said"),
     [
         (b"{\n", "trace.jsonl:1 is no trace entry"),
-        (b'{"timestamp": 1}\n', "trace.jsonl:1 is no trace entry"),
+        (b'{"timestamp": 1}\n', "trace.jsonl:1 is no trace entry: it has no 'input_length'"),
+        (b'{"timestamp": Infinity, "input_length": 9, "output_length": 1, "hash_ids": [1]}', "its timestamp is inf"),
+        (b'{"timestamp": 1, "input_length": Infinity}', "trace.jsonl:1 is no trace entry: cannot convert"),
+        (b'{"timestamp": 0, "input_length": 1e12, "output_length": 1, "hash_ids": [1]}', "input_length is 10000"),
+        (b"[" * 100_000, "trace.jsonl:1 is no trace entry"),
         (
             b'{"timestamp": 0, "input_length": 0, "output_length": 1, "hash_ids": [1]}\n',
             "trace.jsonl:1: input_length is 0",

@@ -21,6 +21,9 @@ from katydid_runtime.errors import SettingsError
 __all__ = ["Agents", "Arrival", "agent_traffic", "read_trace"]
 
 
+_LONGEST = 10_000_000
+
+
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """One request: when it comes, in seconds, the hashes of its prompt's 64-token blocks, and its lengths in tokens."""
@@ -52,11 +55,17 @@ def _arrivals(lines: Iterable[str], path: Path, rate_scale: float) -> Iterator[A
             record = json.loads(line)
             tokens, ids = int(record["input_length"]), [int(id) for id in record["hash_ids"]]
             at, output = float(record["timestamp"]) / 1e3, max(1, int(record["output_length"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise SettingsError(f"{path}:{number} is no trace entry: {error}", field="trace", value=line) from None
-        if tokens < 1 or not ids:
+            if not math.isfinite(at):
+                raise ValueError(f"its timestamp is {record['timestamp']}")
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            wrong = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise SettingsError(f"{path}:{number} is no trace entry: {wrong}", field="trace", value=line) from None
+        if not 1 <= tokens <= _LONGEST or not ids:
             raise SettingsError(
-                f"{path}:{number}: input_length is {tokens}, hash_ids has {len(ids)} ids", field="trace", value=line
+                f"{path}:{number}: input_length is {tokens}, hash_ids has {len(ids)} ids",
+                field="trace",
+                value=line,
+                allowed=f"an input_length of 1 to {_LONGEST}, and at least one id",
             )
         # A trace's blocks are larger than ours, by a factor that is the same for all of them.
         share = max(1, round(2 ** round(math.log2(tokens / len(ids) / BLOCK_TOKENS))))
