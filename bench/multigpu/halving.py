@@ -7,14 +7,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from katydid_engine.forward_batch import ForwardBatch, TokenRun
-from katydid_engine.layers.part_copies import PartCopies
 from katydid_engine.loader import load_model
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.rank_groups import RankGroups
-from katydid_kernels.peer_reduce import symmetric_peers
 from one_rank import Rank
 from shares import build_share, cut_hy3
 
@@ -22,7 +19,6 @@ __all__ = ["halves"]
 
 TINY = Path(__file__).parents[2] / "models" / "hy3-tiny"
 TINY_TOKENS, TINY_HIDDEN = 300, 256
-TOLD = 18
 REPEATS = 5
 
 
@@ -46,7 +42,7 @@ def _right(own: Rank, plan: ParallelPlan, groups: RankGroups) -> None:
             plan=plan,
             collectives=groups.tensor,
             peers=own.peers(plan, groups, TINY_HIDDEN, 1024),
-            copies=_copies(own, groups, TINY_HIDDEN, TINY_TOKENS) if parts > 1 else None,
+            copies=own.copies(groups, TINY_HIDDEN, TINY_TOKENS) if parts > 1 else None,
             micro_batches=parts,
             halved_from=64,
             **options,  # type: ignore[arg-type]
@@ -68,7 +64,7 @@ def _timed(own: Rank, plan: ParallelPlan, groups: RankGroups, tokens: int) -> No
             own.device,
             own.peers(plan, groups, config.hidden_size, tokens),
             micro_batches=parts,
-            copies=_copies(own, groups, config.hidden_size, tokens) if parts > 1 else None,
+            copies=own.copies(groups, config.hidden_size, tokens) if parts > 1 else None,
             halved_from=1,
         )
         cache = share.model.new_kv_cache(-(-tokens // 64))
@@ -83,16 +79,6 @@ def _timed(own: Rank, plan: ParallelPlan, groups: RankGroups, tokens: int) -> No
         own.note(name, 1e3 * took[-1], "ms", by_op=round(1e3 * by_op, 4))
         del share, cache, work
     own.note(f"halves of {tokens}, {plan}: two parts shorter than one", 100 * (1 - took[1] / took[0]), "%")
-
-
-def _copies(own: Rank, groups: RankGroups, hidden: int, tokens: int) -> PartCopies | None:
-    if own.dry:
-        return None
-    group: dist.ProcessGroup = groups.tensor.group  # type: ignore[attr-defined]
-    sizes = {"tokens": -(-tokens // 2), "told": TOLD}
-    return PartCopies(
-        symmetric_peers(group, PartCopies.nbytes(own.ranks, hidden, **sizes), own.device), hidden, **sizes
-    )
 
 
 def _captured(work: Callable[[], object]) -> Callable[[], object]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from katydid_engine.layers.part_copies import PartCopies
 from katydid_engine.parallel import ParallelPlan
 from katydid_engine.rank_groups import RankGroups
 from katydid_kernels.peer_reduce import PeerReducer, symmetric_peers
@@ -17,6 +18,8 @@ __all__ = ["CHUNK", "Rank"]
 
 CHUNK = 8192
 FEW_TOKENS = 128
+# Of each row, eight experts and the shared one, with their weights.
+TOLD = 18
 
 
 class Rank:
@@ -48,6 +51,14 @@ class Rank:
         size = PeerReducer.nbytes(plan.tp, hidden, **sizes)
         memory = symmetric_peers(groups.tensor.group, size, self.device)  # type: ignore[attr-defined]
         return PeerReducer(memory, hidden, **sizes)
+
+    def copies(self, groups: RankGroups, hidden: int, tokens: int) -> PartCopies | None:
+        """For chunks of ``tokens`` whose parts take turns."""
+        if self.dry:
+            return None
+        sizes = {"tokens": -(-tokens // 2), "told": TOLD}
+        size = PartCopies.nbytes(self.ranks, hidden, **sizes)
+        return PartCopies(symmetric_peers(groups.tensor.group, size, self.device), hidden, **sizes)  # type: ignore[attr-defined]
 
     def share(self, plan: ParallelPlan, groups: RankGroups, *, micro_batches: int = 1, skewed: bool = False) -> Share:
         config = cut_hy3(self.layers, dry=self.dry)

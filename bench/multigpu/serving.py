@@ -7,6 +7,7 @@ import time
 from functools import partial
 
 import numpy as np
+from katydid_engine.decode_steps import Captured
 from katydid_engine.lockstep import Lockstep
 from katydid_engine.model_config import ModelConfig
 from katydid_engine.parallel import ParallelPlan
@@ -38,21 +39,28 @@ def serve(
     drafts: int = 0,
     peers: bool = True,
     ahead: bool = False,
+    chunk: int = CHUNK,
+    parts: int = 1,
 ) -> None:
+    """Prompts in chunks of ``chunk`` tokens, which as an engine's are graphs where they are computed in two parts."""
     config = cut_hy3(own.layers, mtp=drafts > 0, dry=own.dry)
-    memory = own.peers(plan, groups, config.hidden_size, CHUNK) if peers else None
-    share = build_share(config, plan, groups, own.device, memory)
+    memory = own.peers(plan, groups, config.hidden_size, chunk) if peers else None
+    copies = own.copies(groups, config.hidden_size, chunk) if parts > 1 else None
+    share = build_share(config, plan, groups, own.device, memory, micro_batches=parts, copies=copies)
     name = f"{plan}" + ("" if peers else " over NCCL") + (f", {drafts} drafts" if drafts else "")
-    name += " ahead" if ahead else ""
+    name += (" ahead" if ahead else "") + (f" in chunks of {chunk}, {parts} parts" if parts > 1 else "")
     shares = {batch: batch // plan.dp for batch in batches if batch >= plan.dp}
     tokens = max([*lengths, *(rows * (context + 256) for rows in shares.values())])
     # As in an engine: groups that share experts agree on every pass, and launch none before the last is over unless
     # they are told to plan ahead.
     steps = steps_of(share, tokens, drafts, ahead=plan.dp == 1 or ahead)
+    if parts > 1 and not own.dry:
+        chunks = steps.runner.use_chunk_steps(Captured(), rows=1, tokens=max(lengths), chunks=(), halved=(chunk,))
+        chunks.prepare()
     for length in lengths if plan.dp == 1 else []:
         calls = 4 if length < LONG else 1
-        took_s = sorted(own.together(partial(steps.prefill, length, CHUNK)) for _ in range(calls))[(calls - 1) // 2]
-        floor_ms = 1e3 * _prompt_floor_s(config, plan, length)
+        took_s = sorted(own.together(partial(steps.prefill, length, chunk)) for _ in range(calls))[(calls - 1) // 2]
+        floor_ms = 1e3 * _prompt_floor_s(config, plan, length, chunk)
         own.note(f"serve {length}, {name}: TTFT, {own.layers} layers", 1e3 * took_s, "ms", floor=floor_ms)
         bar = LEAST_SHORTER if plan.sp and own.ranks == 8 and length == 32768 else None
         _against_tp(own, f"serve {length}, {name}: TTFT lower than with tp{plan.tp}", plan, "", length, took_s, bar)
@@ -102,11 +110,11 @@ def _step_s(steps: SliceSteps, decoding: Decoding) -> float:
     return float(np.median(seconds[SETTLING:]))
 
 
-def _prompt_floor_s(config: ModelConfig, plan: ParallelPlan, tokens: int) -> float:
+def _prompt_floor_s(config: ModelConfig, plan: ParallelPlan, tokens: int, chunk: int) -> float:
     """Of what must be read and computed chunk by chunk, with nothing sent."""
     total = 0.0
-    for first in range(0, tokens, CHUNK):
-        last = min(first + CHUNK, tokens)
+    for first in range(0, tokens, chunk):
+        last = min(first + chunk, tokens)
         work = step_work(
             config,
             plan,
