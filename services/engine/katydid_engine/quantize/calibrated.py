@@ -89,6 +89,13 @@ class CalibratedRun:
                 value="true",
                 allowed="false without kv_scales",
             )
+        if recipe.balance_keys and (recipe.kv_scales == "none" or not recipe.rotate_keys):
+            raise SettingsError(
+                "balance_keys: it is rotated keys in e4m3 pages that have something to gain",
+                field="balance_keys",
+                value="true",
+                allowed="false without kv_scales and rotate_keys",
+            )
         learns = recipe.distill
         if learns is not None and scheme is Scheme.FP8 and not learns.rounding_rate:
             raise SettingsError(

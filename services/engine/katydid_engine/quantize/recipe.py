@@ -10,6 +10,7 @@
     kv_scales: tensor
     rotate_keys: true
     key_means: true
+    balance_keys: true
     distill: {steps: 300, learning_rate: 0.001, rounding_rate: 0.01, sequences: 4}
 
 Everything may be left out; `gptq: false` rounds to nearest, `distill: false` (the default) learns nothing.
@@ -108,6 +109,8 @@ class Recipe(_Strict):
         kv_scales: calibrated scales of K and V: one a layer, or one a head.
         rotate_keys: q and k are rotated behind RoPE, so that e4m3 pages hold no outliers.
         key_means: of every head's keys the mean is left out of e4m3 pages, which the softmax does not see.
+        balance_keys: columns of q are scaled against those of k so that a rounded key costs scores least, in weights
+            alone; where keys are rotated.
         rotate_residual: the residual stream is rotated, in weights alone; not with draft layers.
         distill: None learns nothing.
     """
@@ -124,6 +127,7 @@ class Recipe(_Strict):
     kv_scales: Literal["none", "tensor", "head"] = "none"
     rotate_keys: bool = False
     key_means: bool = False
+    balance_keys: bool = False
     rotate_residual: bool = False
     distill: Annotated[Distillation | None, BeforeValidator(_false_is_none)] = None
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from katydid_engine.layers.rotary import inverse_frequencies
 from katydid_engine.matrices import Fp8Matrix, Int4Matrix
+from katydid_engine.quantize.balance import balance_keys
 from katydid_engine.quantize.block import Block, rotated
 from katydid_engine.quantize.gptq import follow_drift, output_error
 from katydid_engine.quantize.pages import PageRounding, PageScales, mean_rotation, page_scales
@@ -107,6 +108,9 @@ def quantise_layer(
         outliers = {name: _outlier(rows) for name, rows in sample.items() if len(rows) and "experts" not in name}
         if recipe.smooth:
             block, alphas = smooth(block, recipe.smooth, sample, functools.partial(_round, recipe, int4), gain_dtype)
+        if recipe.balance_keys:
+            turn = _mean_turn(block) if recipe.key_means else None
+            block = balance_keys(block, streams.original[0], angles, turn, gain_dtype)
         layer = _Layer(block, recipe, int4=int4)
         result = LayerResult(block, layer.matrices, layer.errors, alphas, layer.tokens, outliers)
         _walk_attention(layer, streams, angles, result)
@@ -207,15 +211,19 @@ def _walk_attention(layer: _Layer, streams: Streams, angles: tuple[Tensor, Tenso
 def _key_mean(layer: _Layer, rows: list[Tensor], angles: tuple[Tensor, Tensor]) -> Tensor:
     """What is taken off all keys, ``[kv_heads, head_dim]`` as pages have them: their mean in front of RoPE, turned as
     RoPE turns it on average over all positions of the model."""
-    config, (cos, sin) = layer.original.config, angles
+    cos, sin = angles
     means = []
     for batch in rows:
         _, k, _ = layer.quantised.heads(batch, angles)
         means.append(rotated(k, cos, -sin).mean(1).sum(0))
     mean = torch.stack(means).sum(0) / sum(len(batch) for batch in rows)
-    turn = mean_rotation(inverse_frequencies(config.rope, config.head_dim), config.max_positions)
-    mean = rotated(mean, *(part.to(mean.device) for part in turn))
-    return mean @ hadamard(config.head_dim, mean.device) if layer.recipe.rotate_keys else mean
+    mean = rotated(mean, *(part.to(mean.device) for part in _mean_turn(layer.original)))
+    return mean @ hadamard(mean.shape[-1], mean.device) if layer.recipe.rotate_keys else mean
+
+
+def _mean_turn(block: Block) -> tuple[Tensor, Tensor]:
+    config = block.config
+    return mean_rotation(inverse_frequencies(config.rope, config.head_dim), config.max_positions)
 
 
 def _largest_heads(
