@@ -126,3 +126,27 @@ def test_values_are_typed_by_the_schema(text: str, schema: object, value: object
     found = typed_value(text, schema)
     assert found == value
     assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("1.10", {"$ref": "#/$defs/version"}, "1.10"),
+        ("1.10", {"$ref": "#/properties/own"}, "1.10"),
+        ("1.10", {"allOf": [{"$ref": "#/$defs/version"}]}, "1.10"),
+        ("7", {"anyOf": [{"$ref": "#/$defs/version"}, {"type": "null"}]}, "7"),
+        ("7", {"$ref": "#/$defs/nowhere"}, 7),
+        ("7", {"$ref": "#/$defs/round"}, 7),
+        ("7", {"enum": ["7", "8"]}, "7"),
+        ("true", {"const": "true"}, "true"),
+        ("7", {"enum": [7, 8]}, 7),
+        ("7", {"anyOf": [{"enum": ["7"]}, {}]}, 7),
+    ],
+)
+def test_a_value_is_typed_by_what_its_schema_refers_to(text: str, schema: object, value: object) -> None:
+    root = {
+        "properties": {"own": {"type": "string"}},
+        "$defs": {"version": {"type": "string"}, "round": {"anyOf": [{"$ref": "#/$defs/round"}] * 3}},
+    }
+    found = typed_value(text, schema, root)
+    assert (found, type(found)) == (value, type(value))

@@ -19,12 +19,28 @@ SCHEMA = {
         "days": {"type": "integer"},
         "unit": {"type": "string", "enum": ["C", "F"]},
         "where": {"$ref": "#/$defs/place"},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "zip": {"type": ["string", "null"]},
+        "from": {"$ref": "#/properties/city"},
+        "either": {"oneOf": [{"type": "integer"}, {"$ref": "#/$defs/place"}]},
+        "size": {"enum": ["a", 2, None]},
+        "stops": {"type": "array", "items": {"$ref": "#/$defs/place"}},
     },
     "required": ["city"],
     "$defs": {"place": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
 }
-TOOLS = (Tool("weather", "w", SCHEMA), Tool("now"))
+TOOLS = (Tool("weather", "w", SCHEMA), Tool("now"), Tool("open", "o", {"type": "object"}))
 CALL = {"city": "Köln am <Rhein>", "days": 3, "unit": "C", "where": {"x": 1.5}}
+NULLABLE = {
+    "city": "P",
+    "note": "it's 1.10",
+    "zip": "50667",
+    "from": "1.10",
+    "either": {"x": 2},
+    "size": "a",
+    "stops": [],
+}
+OTHERS = {"city": "P", "note": None, "zip": None, "from": "true", "either": 7, "size": 2, "stops": [{"x": 1}]}
 
 
 def accepts(format: dict[str, Any], text: str) -> bool:
@@ -68,7 +84,10 @@ def test_what_is_forced_reads_back(family: str) -> None:
     write, kind = WRITERS[family], family.removesuffix("s") if family == "hy3s" else family
     format = calls_format(kind, TOOLS, several=True, suffixed=family == "hy3s")
     assert format is not None
-    calls = [("weather", CALL), ("now", {}), ("weather", {"city": "Paris"})]
+    calls = [
+        *(("weather", CALL), ("now", {}), ("weather", {"city": "Paris"}), ("weather", NULLABLE), ("weather", OTHERS)),
+        *(("weather", {"city": "P", "size": None}), ("open", {"x": 1, "what": "ever"}), ("open", {})),
+    ]
     text = whole(family, [write(name, given) for name, given in calls])
     assert accepts(format, text), text
     parser = output_parser(kind, TOOLS, "")
@@ -94,6 +113,9 @@ def test_what_is_no_such_call_is_refused(family: str) -> None:
         [write("other", {})],
         [write("weather", {"days": 3})],
         [write("weather", {"city": "P", "days": "x"})],
+        [write("weather", {"city": "P", "either": "x"})],
+        [write("weather", {"city": "P", "size": "3"})],
+        [write("weather", {"city": "P", "stops": [{"x": "1"}]})],
         [good, good],
     ]
     for calls in wrong:

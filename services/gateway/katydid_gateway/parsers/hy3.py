@@ -127,17 +127,16 @@ class Hy3Parser:
         self.calls += 1
 
     def _argument(self, value: str, parsed: Parsed) -> None:
-        typed = typed_value(value, self._schema_of(self._key))
+        schema = self._schemas.get(self._name)
+        properties = (schema or {}).get("properties")
+        own = properties.get(self._key) if isinstance(properties, Mapping) else None
+        typed = typed_value(value, own, schema)
         opening = "{" if not self._keys else ", "
         self._keys += 1
         self._part(f"{opening}{json_text(self._key)}: {json_text(typed)}", parsed)
 
     def _part(self, arguments: str, parsed: Parsed) -> None:
         parsed.tool_calls.append(ToolCall(self.calls - 1, arguments=arguments))
-
-    def _schema_of(self, key: str) -> object:
-        properties = (self._schemas.get(self._name) or {}).get("properties")
-        return properties.get(key) if isinstance(properties, Mapping) else None
 
 
 def _spellings(markers: Mapping[str, _In], tools: bool) -> dict[str, _In]:

@@ -6,17 +6,20 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from katydid_gateway.parsers.schema_parts import alternatives
+
 __all__ = ["json_text", "typed_value"]
 
 _ORDER = ("boolean", "integer", "number", "array", "object", "null", "string")
 
 
-def typed_value(text: str, schema: object) -> Any:
+def typed_value(text: str, schema: object, root: object = None) -> Any:
     """`text` as the first type of its schema that it can be, in the order boolean, integer, number, JSON, string.
 
     Without a declared type every one is tried; text that fits none stays a string, so nothing the model wrote is lost.
+    References lead into `root`.
     """
-    declared = _declared_types(schema)
+    declared = _declared_types(schema, root)
     for kind in _ORDER:
         if not declared or kind in declared:
             matched, value = _as(kind, text)
@@ -35,22 +38,24 @@ def json_text(value: Any) -> str:
     return text
 
 
-def _declared_types(schema: object) -> set[str]:
-    if not isinstance(schema, Mapping):
-        return set()
-    kind = schema.get("type")
-    types = (
-        {kind}
-        if isinstance(kind, str)
-        else {k for k in kind if isinstance(k, str)}
-        if isinstance(kind, list)
-        else set()
-    )
-    for union in ("anyOf", "oneOf"):
-        options = schema.get(union)
-        for option in options if isinstance(options, list) else ():
-            types |= _declared_types(option)
+def _declared_types(schema: object, root: object) -> set[str]:
+    """Those that the schema names, or that its constants have; none where any will do."""
+    types: set[str] = set()
+    for alternative in alternatives(schema, root):
+        found = _types_of(alternative)
+        if not found:
+            return set()
+        types |= found
     return types
+
+
+def _types_of(schema: Mapping[str, Any]) -> set[str]:
+    if isinstance(kind := schema.get("type"), str):
+        return {kind}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if not isinstance(values, list):
+        return set()
+    return {next(kind for kind in _ORDER if _IS[kind](value)) for value in values}
 
 
 def _as(kind: str, text: str) -> tuple[bool, Any]:
@@ -71,6 +76,8 @@ def _refuse_constant(name: str) -> Any:
 
 
 _IS = {
+    "boolean": lambda value: isinstance(value, bool),
+    "string": lambda value: isinstance(value, str),
     "integer": lambda value: isinstance(value, int) and not isinstance(value, bool),
     "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
     "array": lambda value: isinstance(value, list),

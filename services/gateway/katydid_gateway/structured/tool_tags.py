@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from katydid_gateway.parsers.hy3 import SUFFIX
+from katydid_gateway.parsers.schema_parts import alternatives
 from katydid_gateway.requests import Tool
 
 __all__ = ["Format", "as_format", "calls_format"]
@@ -18,8 +19,8 @@ __all__ = ["Format", "as_format", "calls_format"]
 Format: TypeAlias = dict[str, Any]
 
 _NO_ARGUMENTS: Mapping[str, object] = {"type": "object", "properties": {}, "additionalProperties": False}
-# Where the definitions lie that a schema may refer to.
-_DEFINITIONS = ("$defs", "definitions")
+# Where a part of a schema keeps the whole, for its references.
+_WHOLE = "whole"
 
 
 def calls_format(family: str, tools: Sequence[Tool], *, several: bool, suffixed: bool) -> Format | None:
@@ -82,32 +83,53 @@ class _Hy3:
         known = schema.get("properties")
         needed = schema.get("required")
         required = set(needed) if isinstance(needed, list) else set()
-        definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
         arguments = [
             argument if name in required else {"type": "optional", "content": argument}
             for name, value in (known.items() if isinstance(known, Mapping) else ())
-            if (argument := self._argument(name, value, definitions))
+            if (argument := self._argument(_text(name), _bare(value, schema)))
         ]
+        if known is None and schema.get("additionalProperties") is not False:
+            any_name = {"type": "regex", "pattern": "[^<>\\n]+"}
+            arguments = [{"type": "star", "content": self._argument(any_name, {"type": "any_text"})}]
         begin = f"{self.opened('tool_call')}{tool.name}{self.opened('tool_sep')}\n"
         content = _sequence(*arguments) if arguments else _text("")
         return _tag(begin, content, self.closed("tool_call"))
 
-    def _argument(self, name: str, schema: object, definitions: Mapping[str, object]) -> Format:
-        begin = f"{self.opened('arg_key')}{name}{self.closed('arg_key')}\n{self.opened('arg_value')}"
-        return _tag(begin, _bare(schema, definitions), self.closed("arg_value") + "\n")
+    def _argument(self, name: Format, value: Format) -> Format:
+        return _sequence(
+            _tag(self.opened("arg_key"), name, self.closed("arg_key") + "\n"),
+            _tag(self.opened("arg_value"), value, self.closed("arg_value") + "\n"),
+        )
 
 
-def _bare(schema: object, definitions: Mapping[str, object]) -> Format:
+def _bare(schema: object, whole: Mapping[str, Any]) -> Format:
     """A value that is written without quotes when it is a string, and as JSON otherwise."""
-    rules = schema if isinstance(schema, Mapping) else {}
+    found = [_bare_one(each, whole) for each in alternatives(schema, whole)]
+    free = next((each for each in found if each["type"] == "any_text"), None)
+    return free or (found[0] if len(found) == 1 else {"type": "or", "elements": found})
+
+
+def _bare_one(rules: Mapping[str, Any], whole: Mapping[str, Any]) -> Format:
     values = rules.get("enum", [rules["const"]] if "const" in rules else None)
-    if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
-        return {"type": "or", "elements": [_text(value) for value in values]}
+    if isinstance(values, list) and values:
+        texts = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values)
+        return {"type": "or", "elements": [_text(text) for text in texts]}
     if rules.get("type") == "string" and isinstance(rules.get("pattern"), str):
         return {"type": "regex", "pattern": rules["pattern"]}
-    if rules.get("type") in ("string", None) and not rules.keys() & {"$ref", "anyOf", "oneOf", "allOf", "enum"}:
+    if rules.get("type") in ("string", None) and "allOf" not in rules:
         return {"type": "any_text"}
-    return _json({**definitions, **rules})
+    return _json(_by_itself(rules, whole))
+
+
+def _by_itself(rules: Mapping[str, Any], whole: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A part of a schema as one of its own, whose references lead where they led in the whole."""
+    source, reference = json.dumps(rules), '"$ref": "#'
+    # Within a text the quotes would have backslashes.
+    if reference not in source:
+        return rules
+    moved = f"{reference}/$defs/{_WHOLE}"
+    own, kept = (json.loads(each.replace(reference, moved)) for each in (source, json.dumps(whole)))
+    return {**own, "$defs": {_WHOLE: kept}}
 
 
 def _parameters(tool: Tool) -> Mapping[str, Any]:
