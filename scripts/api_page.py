@@ -5,6 +5,7 @@ Bodies are listed field by field as the gateway's typed structs have them, and r
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
 import subprocess
@@ -179,4 +180,5 @@ def _sentence(comment: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(page())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -109,5 +110,6 @@ def _panel(panel: dict[str, Any], number: int, position: dict[str, int]) -> dict
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for name, text in documents().items():
         (FOLDER / name).write_text(text)

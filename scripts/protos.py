@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import filecmp
 import os
 import subprocess
@@ -33,7 +34,9 @@ def stale_stubs() -> list[str]:
 
 
 def main() -> int:
-    if "--check" not in sys.argv:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compile nothing; exit with 1 if stubs are stale")
+    if not parser.parse_args().check:
         compile_into(PROTOS)
         return 0
     stale = stale_stubs()
