@@ -30,3 +30,18 @@ def test_a_life_of_a_breaker() -> None:
     breaker.succeeded()
     assert breaker.allow()
     assert breaker.allow()
+
+
+def test_tries_that_were_under_way_when_it_opened_do_not_keep_it_open_longer() -> None:
+    now = [0.0]
+    breaker = Breaker(failures=3, first_s=1, longest_s=60, now=lambda: now[0])
+    for _ in range(16):
+        breaker.failed()
+    now[0] = 1.0
+    assert breaker.allow(), "sixteen reads that failed together are one failure of the store"
+    for _ in range(16):
+        breaker.failed()
+    now[0] = 2.9
+    assert not breaker.allow()
+    now[0] = 3.0
+    assert breaker.allow()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from katydid_kvcache.shared.backend import Backend, Outgoing, open_backend
 from katydid_kvcache.shared.manifest import Entry, Location
+from katydid_kvcache.shared.redis_store import RedisStore
 from katydid_runtime.errors import SettingsError
 from redis.asyncio import Redis
 from xxhash import xxh3_128_digest
@@ -141,3 +142,24 @@ def test_a_url_that_names_no_store_is_refused(url: str) -> None:
     with pytest.raises(SettingsError) as caught:
         open_backend(url, timeout_s=1)
     assert caught.value.field == "shared_url"
+
+
+def test_redis_tells_again_what_a_failure_kept_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        with redis_server() as (url, _):
+            one, other = RedisStore(url, timeout_s=5), RedisStore(url, timeout_s=5)
+            entries = await one.publish(IDENTITY, LAYOUT, [outgoing(1), outgoing(2)])
+            with monkeypatch.context() as broken:
+
+                async def fail(_entries: list[Entry]) -> list[Entry]:
+                    raise OSError("the connection broke between the two questions")
+
+                broken.setattr(other, "_still_there", fail)
+                with pytest.raises(OSError, match="broke"):
+                    await other.news(IDENTITY, LAYOUT)
+            assert await other.news(IDENTITY, LAYOUT) == entries
+            assert await other.news(IDENTITY, LAYOUT) == [], "and once is enough"
+            await one.close()
+            await other.close()
+
+    run(scenario)

@@ -276,3 +276,52 @@ def test_a_prefetch_ends_at_its_deadline_and_with_its_client(tmp_path: Path) -> 
             await asyncio.sleep(0.01)
 
     run(scenario)
+
+
+class Slow(Stuck):
+    """A store whose reads take a while, and that counts what is asked of it at a time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.at_a_time = self.most = 0
+
+    async def _hang(self) -> None:
+        self.calls += 1
+        self.at_a_time += 1
+        self.most = max(self.most, self.at_a_time)
+        try:
+            await asyncio.sleep(self.seconds)
+        finally:
+            self.at_a_time -= 1
+
+
+def test_reads_that_wait_for_their_turn_are_no_failures_of_the_store(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(**shared(tmp_path, shared_timeout_s=0.5), memory_bytes=8 * MIB) as (cache, space):
+            assert cache.shared is not None
+            slow = cache.shared._backend = Slow(0.1)
+            adopt(cache, space, range(96))
+            reads = [cache.shared.read(space.blocks[key(name)], memoryview(bytearray(BLOCK))) for name in range(96)]
+            # The bytes are wrong, but all of them are read: six turns of sixteen, each well within its time.
+            assert set(await asyncio.gather(*reads)) == {BlockMissReason.CORRUPT}
+            assert (slow.calls, slow.most) == (96, 16)
+            (speed,) = [speed for tier, _, speed in cache.speeds if tier is Tier.SHARED]
+            assert speed > 4 * BLOCK / slow.seconds, "sixteen at a time are not as slow as one after another"
+
+    run(scenario)
+
+
+def test_many_renewals_are_told_a_few_at_a_time(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(**shared(tmp_path), memory_bytes=8 * MIB) as (cache, space):
+            assert cache.shared is not None
+            slow = cache.shared._backend = Slow(0.01)
+            adopt(cache, space, range(100))
+            for name in range(100):
+                cache.shared.renew(space.blocks[key(name)])
+            while slow.calls < 100 or slow.at_a_time:
+                await asyncio.sleep(0.01)
+            assert slow.most <= 16, "each call of a store may take a connection"
+
+    run(scenario)

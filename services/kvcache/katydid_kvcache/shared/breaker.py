@@ -21,6 +21,7 @@ class Breaker:
         self._failures = 0
         self._openings = 0
         self._opened_until = 0.0
+        self._trying = False
 
     @property
     def closed(self) -> bool:
@@ -34,14 +35,19 @@ class Breaker:
         if self._openings:
             # Others are to wait for what becomes of this try.
             self._opened_until = self._now() + self._first_s
+            self._trying = True
         return True
 
     def succeeded(self) -> None:
         self._failures = self._openings = 0
         self._opened_until = 0.0
+        self._trying = False
 
     def failed(self) -> None:
+        if not self.closed and not self._trying:
+            return  # it was under way when others opened the breaker, and tells nothing new
         self._failures += 1
+        self._trying = False
         if self._failures >= self._limit or self._openings:
             self._opened_until = self._now() + min(self._longest_s, self._first_s * 2**self._openings)
             self._openings += 1

@@ -65,7 +65,7 @@ class Packer:
         """Publish what is gathered, and wait until everything on its way has got there or been given up."""
         for namespace in list(self._open):
             self._seal(namespace)
-        while self._publishing:
+        if self._publishing:
             await asyncio.wait(self._publishing)
 
     def close(self) -> None:

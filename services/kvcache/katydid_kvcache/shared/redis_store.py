@@ -69,15 +69,15 @@ class RedisStore:
 
     async def news(self, identity: bytes, layout: BlockLayout) -> list[Entry]:
         news: list[Entry] = []
+        after = self._read_up_to.get(identity, b"-")
         while True:
-            after = self._read_up_to.get(identity, b"-")
             try:
                 rows = await self._redis.xrange(_stream(identity), min=after, count=_READ_ENTRIES)
             except RedisError as error:
                 raise OSError(str(error)) from None
             batch: list[Entry] = []
             for number, fields in rows:
-                self._read_up_to[identity] = b"(" + number
+                after = b"(" + number
                 try:
                     withdrawn = fields.get(b"k") == _WITHDRAWN
                     manifest = Manifest.decode(fields.get(b"m", b""), "in the stream", withdrawn=withdrawn)
@@ -87,6 +87,8 @@ class RedisStore:
                     batch += [_placed(identity, entry) for entry in manifest.entries]
             news += await self._still_there(batch)
             if len(rows) < _READ_ENTRIES:
+                # Not before: what a failure keeps back is to be told again.
+                self._read_up_to[identity] = after
                 return news
 
     async def read(self, location: Location, into: memoryview) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 from katydid_cache.records import BlockMissReason, Tier
 from xxhash import xxh3_128_digest
@@ -31,7 +31,7 @@ _FAILURES = 3
 _BACKOFF_S = (1.0, 60.0)
 _CLEAN_S = 300.0
 _GRACE_S = 3600.0
-_READS = 16
+_AT_A_TIME = 16
 _CLOSE_S = 5.0
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,8 @@ class SharedTier:
             linger_s=refresh_s,
             sheds=self._books.counters.sheds,
         )
-        self._reads = asyncio.Semaphore(_READS)
+        self._turns = asyncio.Semaphore(_AT_A_TIME)
+        self._reading = 0
         self._look = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
         self._small: set[asyncio.Task[None]] = set()
@@ -105,6 +106,11 @@ class SharedTier:
 
     async def read(self, block: Block, into: memoryview) -> BlockMissReason | None:
         """Fill `into` with a block that is in the store and check it; None, or why it can't be had."""
+        async with self._turns:
+            # The store's time begins with a read's turn: to wait for one says nothing of the store.
+            return await self._read(block, into)
+
+    async def _read(self, block: Block, into: memoryview) -> BlockMissReason | None:
         location = block.shared
         if location is None:
             return BlockMissReason.ABSENT
@@ -112,8 +118,10 @@ class SharedTier:
             self._note_reach()
             return BlockMissReason.STORE_UNAVAILABLE
         started = time.monotonic()
+        self._reading += 1
+        at_once = self._reading
         try:
-            async with asyncio.timeout(self._timeout_s), self._reads:
+            async with asyncio.timeout(self._timeout_s):
                 await self._backend.read(location, into)
         except FileNotFoundError:
             self._succeeded()
@@ -122,8 +130,10 @@ class SharedTier:
         except (OSError, TimeoutError) as error:
             self._failed("read", error)
             return BlockMissReason.STORE_UNAVAILABLE
+        finally:
+            self._reading -= 1
         self._succeeded()
-        self._speeds.note(Tier.SHARED, len(into), time.monotonic() - started)
+        self._speeds.note(Tier.SHARED, len(into), time.monotonic() - started, at_once=at_once)
         if xxh3_128_digest(into) != location.checksum:
             if block.shared == location:
                 self._books.leave(block, corrupt=True)
@@ -132,14 +142,15 @@ class SharedTier:
 
     def renew(self, block: Block) -> None:
         """A block's time has moved on: the store is to know it, where it ends blocks by itself."""
-        if block.shared is not None and self._breaker.closed:
+        if block.shared is not None:
             ends_at = self._ends_at(block)
-            self._soon(self._backend.renew(block.namespace.identity, block.hash, ends_at), "renew")
+            self._soon(partial(self._backend.renew, block.namespace.identity, block.hash, ends_at), "renew")
 
     def withdraw(self, namespace: Namespace, entries: Sequence[Entry]) -> None:
         """These blocks are not to be used any longer, by any instance."""
         if entries:
-            self._soon(self._backend.withdraw(namespace.identity, namespace.layout, entries), "withdraw")
+            call = partial(self._backend.withdraw, namespace.identity, namespace.layout, entries)
+            self._soon(call, "withdraw", anyway=True)
 
     async def flush(self) -> None:
         """Wait until everything on its way has got there or been given up."""
@@ -223,16 +234,22 @@ class SharedTier:
         ends_at = time.time() + self._policy.ttl_s
         return min(ends_at, block.expires_at) if block.expires_at else ends_at
 
-    def _soon(self, call: Coroutine[Any, Any, None], what: str) -> None:
-        """Make a small call beside everything else."""
+    def _soon(self, call: Callable[[], Awaitable[None]], what: str, *, anyway: bool = False) -> None:
+        """Make a small call beside everything else, `anyway` also while the store is left alone.
+
+        It takes its turn: a chain's blocks are all renewed at once.
+        """
 
         async def bounded() -> None:
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    await call
-                self._succeeded()
-            except (OSError, TimeoutError) as error:
-                self._failed(what, error)
+            async with self._turns:
+                if not anyway and not self._breaker.closed:
+                    return
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        await call()
+                    self._succeeded()
+                except (OSError, TimeoutError) as error:
+                    self._failed(what, error)
 
         task = asyncio.create_task(bounded())
         self._small.add(task)
