@@ -41,6 +41,8 @@ class Attachment:
         self._address = address
         self._id = 0
         self._refusal: KatydidError | None = None
+        self.failure: KatydidError | None = None
+        """Why the last try to attach failed; None when it did not."""
         self._changed = asyncio.Event()
         self._timeouts = 0
         self._suspect_until = 0.0
@@ -71,15 +73,22 @@ class Attachment:
 
     def timed_out(self) -> None:
         """A call's deadline passed. Several in a row and the service is left alone for a while."""
+        if time.monotonic() < self._suspect_until:
+            return  # it was under way already, and tells nothing new
         self._timeouts += 1
         if self._timeouts >= _TIMEOUTS_TO_SUSPECT:
             pause = _SUSPECT_S[0] * 2 ** (self._timeouts - _TIMEOUTS_TO_SUSPECT)
             self._suspect_until = time.monotonic() + min(pause, _SUSPECT_S[1])
 
-    async def first(self, timeout_s: float) -> bool:
-        """Wait for the first answer to Attach; False when none came in time. Raises what the service refused with."""
+    async def first(self, timeout_s: float, hopeless: tuple[type[KatydidError], ...] = ()) -> bool:
+        """Wait for the first answer to Attach; False when none came in time.
+
+        Raises what the service refused with for good, and failures of the kinds that are `hopeless` to the caller.
+        """
         deadline = time.monotonic() + timeout_s
         while not self._id and self._refusal is None:
+            if isinstance(self.failure, hopeless):
+                raise self.failure
             self._changed.clear()
             try:
                 async with asyncio.timeout(max(deadline - time.monotonic(), 0.0)):
@@ -109,15 +118,14 @@ class Attachment:
                     await self._take(response)
                     backoff = _BACKOFF_S[0]
             except UnavailableError as error:
-                logger.warning("not attached: %s", error, extra={"address": self._address})
+                self._failed(error)
             except grpc.RpcError as error:
-                failure = from_rpc_error(error)
+                failure = from_rpc_error(error, self._address)
                 if isinstance(failure, IdentityMismatchError | InvalidRequestError):
                     self._refusal = failure
                     self._changed.set()
                     return
-                if self._id:
-                    logger.warning("cache service lost: %s", failure, extra={"address": self._address})
+                self._failed(failure)
             finally:
                 self._id = 0
                 call.cancel()
@@ -125,6 +133,14 @@ class Attachment:
                     self.local.close()
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(2 * backoff, _BACKOFF_S[1])
+
+    def _failed(self, failure: KatydidError) -> None:
+        """Note why there is no attachment, and say so where it is news."""
+        if self._id or str(failure) != str(self.failure):
+            what = "cache service lost" if self._id else "not attached"
+            logger.warning("%s: %s", what, failure, extra={"address": self._address})
+        self.failure = failure
+        self._changed.set()
 
     def _drop_arena(self) -> None:
         if self.local is not None:
@@ -145,7 +161,7 @@ class Attachment:
             self.frame_bytes = response.attached.frame_bytes
             self.lane_port = response.attached.lane_port
             self.peer_address = response.attached.peer_address
-            self._timeouts, self._suspect_until = 0, 0.0
+            self._timeouts, self._suspect_until, self.failure = 0, 0.0, None
             self._changed.set()
         elif response.notice.draining:
             self._id = 0

@@ -19,7 +19,7 @@ from katydid.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from katydid_runtime.bearer import headers, interceptors
 from katydid_runtime.channel import CHANNEL_OPTIONS, open_channel
 from katydid_runtime.duration import to_duration, to_seconds
-from katydid_runtime.errors import ConflictError, UnavailableError
+from katydid_runtime.errors import ConflictError, PermissionDeniedError, UnauthenticatedError, UnavailableError
 from katydid_runtime.rpc_errors import from_rpc_error
 from katydid_runtime.tls import Tls
 from katydid_runtime.trace_context import TraceContext
@@ -67,6 +67,7 @@ CHANNEL = (
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["KvCacheService"].full_name
 _RESUME_S = 1.0
+_HOPELESS = (UnauthenticatedError, PermissionDeniedError)
 _UNDECIDED = PutOutcome(PutStatus.REFUSED, PutRefusal.STORE_UNAVAILABLE)
 
 
@@ -148,7 +149,8 @@ class CacheClient:
 
         Returns whether the service answered within `timeout_s`; without `degrade` raises UnavailableError instead, and
         in both cases goes on trying. Raises IdentityMismatchError when the identity is known with another layout,
-        ConflictError when the client is attached already.
+        ConflictError when the client is attached already; without `degrade` also UnauthenticatedError and
+        PermissionDeniedError at once.
         """
         if self._attachment is not None:
             raise ConflictError("this client is attached already; one client is one namespace")
@@ -156,9 +158,10 @@ class CacheClient:
         self._layout = layout
         self._attachment = Attachment(self._stub, request, self._address)
         self._keeping = asyncio.create_task(self._attachment.keep())
-        answered = await self._attachment.first(timeout_s)
+        answered = await self._attachment.first(timeout_s, () if self._degrade else _HOPELESS)
         if not answered and not self._degrade:
-            raise UnavailableError(f"the cache service at {self._address} did not answer within {timeout_s:g} s")
+            why = "" if self._attachment.failure is None else f": {self._attachment.failure}"
+            raise UnavailableError(f"the cache service at {self._address} did not answer within {timeout_s:g} s{why}")
         return answered
 
     async def lookup(
