@@ -104,11 +104,35 @@ def test_what_is_cut_is_incomplete(chatml: Path) -> None:
     run(chatml, scenario)
 
 
+def test_a_call_that_is_cut_off_is_not_to_be_made(hy3: Path) -> None:
+    async def scenario(built: Rig, client: openai.AsyncOpenAI) -> None:
+        said = built.says(CALL, eos=False)
+        whole = len(said(None, None, 0))
+        built.engines[0].options.script = said
+        for limit, status in ((whole - 4, "incomplete"), (whole, "completed")):
+            asked: Any = {"model": "mock", "input": "add", "tools": TOOLS, "max_output_tokens": limit}
+            ended = [
+                event.item
+                async for event in await client.responses.create(stream=True, **asked)
+                if event.type == "response.output_item.done"
+            ]
+            assert [getattr(item, "status", None) for item in ended] == [status]
+            assert [getattr(item, "status", None) for item in (await client.responses.create(**asked)).output] == [
+                status
+            ]
+
+    run(hy3, scenario)
+
+
 def test_errors(chatml: Path) -> None:
     async def scenario(built: Rig, client: openai.AsyncOpenAI) -> None:
         with pytest.raises(openai.BadRequestError, match="previous_response_id") as caught:
             await client.responses.create(model="mock", input="hi", previous_response_id="resp_1")
         assert caught.value.param == "previous_response_id"
+        for more in ({"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]}):
+            with pytest.raises(openai.BadRequestError, match="chat completions") as caught:
+                await client.responses.create(model="mock", input="hi", **more)
+            assert caught.value.param in more
         with pytest.raises(openai.NotFoundError):
             await client.responses.create(model="other", input="hi")
         part: Any = {"type": "input_image", "image_url": "http://x/y.png", "detail": "auto"}

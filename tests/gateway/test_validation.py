@@ -135,7 +135,8 @@ CALL = ToolCall(0, "c1", "f", '{"a": 1}')
         Conversation(
             (USER, Message(Role.ASSISTANT, None, tool_calls=(CALL,)), Message(Role.TOOL, "1", tool_call_id="c1"))
         ),
-        Conversation((USER,), (Tool("f"), Tool("g.h-i_2")), "none"),
+        Conversation((USER,), (Tool("f" * 128), Tool("g.h-i_2")), "none"),
+        Conversation((USER, Message(Role.ASSISTANT, None, reasoning="hm"))),
         Conversation((Message(Role.USER, ""),)),
     ],
 )
@@ -154,15 +155,10 @@ def test_good_prompts(prompt: Prompt) -> None:
         (Conversation((USER, Message(Role.USER, None))), "messages[1].content"),
         (Conversation((Message(Role.USER, "x", tool_calls=(CALL,)),)), "messages[0].tool_calls"),
         (Conversation((Message(Role.TOOL, "x"),)), "messages[0].tool_call_id"),
-        (
-            Conversation((Message(Role.ASSISTANT, "", tool_calls=(ToolCall(0, "c", "f", "[1]"),)),)),
-            "messages[0].tool_calls[0].function.arguments",
-        ),
-        (
-            Conversation((Message(Role.ASSISTANT, "", tool_calls=(ToolCall(0, "c", "f", "{"),)),)),
-            "messages[0].tool_calls[0].function.arguments",
-        ),
+        (Conversation((Message(Role.ASSISTANT, None),)), "messages[0].content"),
+        (Conversation((Message(Role.USER, None, reasoning="hm"),)), "messages[0].content"),
         (Conversation((USER,), (Tool("bad name"),)), "tools[0].function.name"),
+        (Conversation((USER,), (Tool("f" * 129),)), "tools[0].function.name"),
         (Conversation((USER,), (Tool("f"), Tool("f"))), "tools"),
         (Conversation((USER,), (Tool("f"),), "g"), "tool_choice"),
         (Conversation((USER,), (Tool("f"),), "required"), "tool_choice"),

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-__all__ = ["read_json"]
+__all__ = ["INVALID_JSON", "call_arguments", "read_json"]
+
+INVALID_JSON = "INVALID_JSON"
+"""Under this name stands what a model wrote as arguments, where that is no JSON object."""
 
 
 def read_json(text: str) -> Any:
@@ -15,3 +18,13 @@ def read_json(text: str) -> Any:
     if "\\u" in text:
         json.dumps(value, ensure_ascii=False).encode()
     return value
+
+
+def call_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call that was made, for a template to show: a model that wrote them wrongly, or was cut off,
+    is to see that. Refusing them would end its conversation for good."""
+    try:
+        found = read_json(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {INVALID_JSON: text}

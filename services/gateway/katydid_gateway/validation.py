@@ -23,7 +23,6 @@ from katydid_runtime.request_limits import (
     MAX_TEMPERATURE,
 )
 
-from katydid_gateway.json_text import read_json
 from katydid_gateway.requests import (
     Conversation,
     Message,
@@ -52,6 +51,8 @@ MAX_REQUEST_ID = 128
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_TOOLS = 512
+# What Anthropic's clients may send; OpenAI's have 64. Servers of tools give theirs long names.
+MAX_TOOL_NAME = 128
 SEEDS = 2**64
 
 T = TypeVar("T", int, float)
@@ -306,7 +307,9 @@ def _check_message(field: str, message: Message) -> None:
         raise InvalidRequestError(
             f"{field} has tool_calls, which only an assistant can make", field=f"{field}.tool_calls", value=message.role
         )
-    if message.content is None and not message.tool_calls:
+    # A turn may end within its thoughts.
+    thought = message.reasoning is not None and message.role is Role.ASSISTANT
+    if message.content is None and not message.tool_calls and not thought:
         raise InvalidRequestError(f"{field} has no content", field=f"{field}.content", allowed="text")
     if message.role is Role.TOOL and message.tool_call_id is None:
         raise InvalidRequestError(
@@ -314,16 +317,9 @@ def _check_message(field: str, message: Message) -> None:
             field=f"{field}.tool_call_id",
             allowed="id of a tool call",
         )
-    for place, call in enumerate(message.tool_calls):
-        where = f"{field}.tool_calls[{place}].function.arguments"
-        try:
-            arguments = read_json(call.arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"{where} is no JSON: {error}", field=where, value=call.arguments) from error
-        if not isinstance(arguments, dict):
-            raise _wrong(where, call.arguments, "a JSON object as text")
 
 
 def _check_tool(field: str, tool: Tool) -> None:
-    if not tool.name or len(tool.name) > 64 or not all(c.isalnum() or c in "_-." for c in tool.name):
-        raise _wrong(f"{field}.function.name", repr(tool.name), "1 to 64 letters, digits, _, - or .")
+    if not 1 <= len(tool.name) <= MAX_TOOL_NAME or not all(c.isalnum() or c in "_-." for c in tool.name):
+        allowed = f"1 to {MAX_TOOL_NAME} letters, digits, _, - or ."
+        raise _wrong(f"{field}.function.name", repr(tool.name), allowed)

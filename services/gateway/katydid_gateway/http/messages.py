@@ -28,6 +28,7 @@ from katydid_gateway.http.messages_schema import CountTokensBody, MessagesBody
 from katydid_gateway.http.messages_translate import conversation, messages_request
 from katydid_gateway.http.shape import send_answers
 from katydid_gateway.http.usage import timing_fields
+from katydid_gateway.json_text import INVALID_JSON
 from katydid_gateway.requests import Caller, FinishReason, Usage
 
 __all__ = ["ANTHROPIC_ERRORS", "CountTokens", "Messages"]
@@ -164,7 +165,7 @@ def _arguments(text: str) -> Mapping[str, object]:
     try:
         return _arguments_decoder.decode(text or "{}")
     except (msgspec.DecodeError, RecursionError):
-        return {"INVALID_JSON": text}
+        return {INVALID_JSON: text}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

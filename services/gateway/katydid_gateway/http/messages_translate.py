@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 from katydid_runtime.errors import InvalidRequestError
 
@@ -33,6 +34,10 @@ from katydid_gateway.requests import (
 
 __all__ = ["conversation", "messages_request"]
 
+# Claude Code's word to Anthropic's billing, in front of its system prompt. It changes with every request: no prompt of
+# an agent would begin like its last one, and no cache have any of it.
+_ATTRIBUTION = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
+
 
 def messages_request(body: MessagesBody, request_id: str) -> GenerationRequest:
     """Raises InvalidRequestError for combinations the types allow and the API does not."""
@@ -56,8 +61,8 @@ def messages_request(body: MessagesBody, request_id: str) -> GenerationRequest:
 def conversation(body: CountTokensBody) -> Conversation:
     """The messages, the system prompt first. Raises InvalidRequestError."""
     messages: list[Message] = []
-    if body.system:
-        messages.append(Message(Role.SYSTEM, _text(body.system)))
+    if system := _system(body.system or ""):
+        messages.append(Message(Role.SYSTEM, system))
     for message in body.messages:
         messages += _messages(message)
     return Conversation(
@@ -93,13 +98,18 @@ def _assistant(body: AssistantMessage) -> Message:
     texts = [block for block in body.content if isinstance(block, TextBlock)]
     return Message(
         Role.ASSISTANT,
-        _text(texts) if texts else None,
+        _text(texts) if texts or not calls else None,
         reasoning="".join(thoughts) or None,
         tool_calls=tuple(
             ToolCall(place, call.id, call.name, json.dumps(call.input, ensure_ascii=False))
             for place, call in enumerate(calls)
         ),
     )
+
+
+def _system(content: str | list[TextBlock]) -> str:
+    texts = [content] if isinstance(content, str) else [block.text for block in content]
+    return "".join(_ATTRIBUTION.sub("", text) for text in texts)
 
 
 def _text(content: str | list[TextBlock]) -> str:

@@ -102,7 +102,7 @@ class _Form(BlockForm):
                 event = self._of_item(
                     "response.function_call_arguments.done", block, name=block.name, arguments=block.text
                 )
-        item = self._item(block, "completed", whole=True)
+        item = self._item(block, self._status(block), whole=True)
         return event + self._event("response.output_item.done", output_index=block.index, item=item)
 
     def last_events(self) -> bytes:
@@ -114,9 +114,7 @@ class _Form(BlockForm):
 
     def _finished(self) -> dict[str, Any]:
         cut = self.finish is FinishReason.LENGTH
-        output = [self._item(block, "completed", whole=True) for block in self.blocks]
-        if cut and output:
-            output[-1]["status"] = "incomplete"
+        output = [self._item(block, self._status(block), whole=True) for block in self.blocks]
         return self._response("incomplete" if cut else "completed", output, self._answer.result)
 
     def _response(
@@ -152,6 +150,11 @@ class _Form(BlockForm):
             fields |= {"usage": _usage(result), "timing": timing_fields(result.timing)}
         return fields
 
+    def _status(self, block: Block) -> str:
+        """Clients make a call that is said to be complete: one that was cut off must not be."""
+        cut = self.finish is FinishReason.LENGTH and block is self.blocks[-1]
+        return "incomplete" if cut and not (block.kind is BlockKind.CALL and _is_json(block.text)) else "completed"
+
     def _item(self, block: Block, status: str, *, whole: bool) -> dict[str, Any]:
         item: dict[str, Any] = {"id": self._item_id(block), "status": status}
         match block.kind:
@@ -184,6 +187,14 @@ class _Form(BlockForm):
         self._number += 1
         data = _encode({"type": kind, "sequence_number": self._number} | fields)
         return f"event: {kind}\ndata: ".encode() + data + b"\n\n"
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
 
 
 def _text_part(text: str) -> dict[str, Any]:

@@ -68,6 +68,7 @@ class FunctionCallItem(_Body, tag_field="type", tag="function_call"):
     call_id: str
     name: str
     arguments: str
+    caller: dict[str, Any] | None = None
     id: str | None = None
     status: str | None = None
     namespace: str | None = None
@@ -78,6 +79,9 @@ class FunctionOutputItem(_Body, tag_field="type", tag="function_call_output"):
     output: str | TextParts
     id: str | None = None
     status: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    caller: dict[str, Any] | None = None
 
 
 class ReasoningItem(_Body, tag_field="type", tag="reasoning"):
@@ -123,6 +127,7 @@ class ReasoningOptions(_Body):
     summary: str | None = None
     generate_summary: str | None = None
     context: str | None = None
+    mode: str | None = None
 
 
 class ResponsesBody(_Body, kw_only=True):
@@ -149,6 +154,7 @@ class ResponsesBody(_Body, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     service_tier: str | None = None
     truncation: Literal["disabled"] | None = None
     client_metadata: dict[str, Any] | None = None

@@ -60,6 +60,13 @@ def responses_request(body: ResponsesBody, request_id: str) -> GenerationRequest
                 value=value,
                 allowed="null",
             )
+    if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
+        raise UnsupportedError(
+            "log probabilities are given by chat completions alone",
+            field="top_logprobs" if body.top_logprobs else "include",
+            value=body.top_logprobs or "message.output_text.logprobs",
+            allowed="0" if body.top_logprobs else "other words",
+        )
     sampling = SamplingOptions(
         temperature=body.temperature,
         top_p=body.top_p,
@@ -101,7 +108,8 @@ def _messages(body: ResponsesBody) -> list[Message]:
             # Thoughts, words and calls of one turn are items of their own here and one message to the model.
             said = messages.pop() if messages and messages[-1].role is Role.ASSISTANT else Message(Role.ASSISTANT)
             messages.append(_joined(said, item))
-    return messages
+    # Thoughts that the server alone could read leave a turn in which nothing was said.
+    return [message for message in messages if message != Message(Role.ASSISTANT)]
 
 
 def _item(raw: msgspec.Raw, at: str) -> InputItem:

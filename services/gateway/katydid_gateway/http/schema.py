@@ -16,6 +16,7 @@ __all__ = [
     "CompletionBody",
     "MessageBody",
     "NamedToolChoice",
+    "RefusalPart",
     "StreamOptions",
     "ToolBody",
     "ToolCallBody",
@@ -27,9 +28,17 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TextPart(_Body, tag_field="type", tag="text"):
-    """Part of a message's content; text is the only kind these models read."""
+    """Part of a message's content; text is the only kind these models read. Marks for caches change nothing here."""
 
     text: str
+    cache_control: Any = None
+    prompt_cache_breakpoint: Any = None
+
+
+class RefusalPart(_Body, tag_field="type", tag="refusal"):
+    """What an assistant said when it would not answer."""
+
+    refusal: str
 
 
 class FunctionCall(_Body):
@@ -46,7 +55,7 @@ class ToolCallBody(_Body):
 
 class MessageBody(_Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | RefusalPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCallBody] | None = None
     tool_call_id: str | None = None
@@ -56,6 +65,8 @@ class MessageBody(_Body):
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
+    # LiteLLM keeps here what it does not know of an answer, and sends it back.
+    provider_specific_fields: Any = None
 
 
 class FunctionBody(_Body):
@@ -106,6 +117,7 @@ class _Sampled(_Body, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     response_format: ResponseFormatBody | None = None
 
     structured_outputs: StructuredOutputs | None = None

@@ -15,6 +15,7 @@ from katydid_gateway.http.schema import (
     CompletionBody,
     MessageBody,
     NamedToolChoice,
+    RefusalPart,
     ToolBody,
 )
 from katydid_gateway.requests import (
@@ -111,9 +112,9 @@ def completion_requests(body: CompletionBody, request_id: str, max_prompts: int)
 
 
 def _message(body: MessageBody) -> Message:
-    content = body.content
+    content = body.content if body.content is not None else body.refusal
     if isinstance(content, list):
-        content = "".join(part.text for part in content)
+        content = "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
     reasoning = body.reasoning_content if body.reasoning_content is not None else body.reasoning
     return Message(
         role=Role(body.role),

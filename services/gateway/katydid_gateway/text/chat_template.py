@@ -19,6 +19,7 @@ from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from katydid_runtime.errors import InvalidRequestError, ModelFolderError
 
+from katydid_gateway.json_text import call_arguments
 from katydid_gateway.requests import Conversation, Message, Role, Tool
 from katydid_gateway.text.reasoning_effort import effort_options
 
@@ -78,7 +79,7 @@ def _message(message: Message) -> dict[str, Any]:
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": json.loads(call.arguments or "{}")},
+                "function": {"name": call.name, "arguments": call_arguments(call.arguments)},
             }
             for call in message.tool_calls
         ]
