@@ -41,7 +41,7 @@ def test_an_engine_under_vllms_names() -> None:
 def test_a_gateway_under_vllms_names() -> None:
     metrics = GatewayMetrics()
     metrics.registry.register(MetricAliases(metrics.registry, VLLM_NAMES, {"model_name": "hy3"}))
-    metrics.answered(1.2, 0.02, 40, "")
+    metrics.answered(1.2, 0.02, 40, "", well=True)
     lines = metrics.render()[0].decode().splitlines()
     assert 'vllm:time_to_first_token_seconds_bucket{le="1.5",model_name="hy3"} 1.0' in lines
     assert 'vllm:request_time_per_output_token_seconds_sum{model_name="hy3"} 0.02' in lines

@@ -80,7 +80,8 @@ class GatewayMetrics:
 
         self.ill = metrics.gauge("ill_engines", "1 while a connected engine hangs or is stuck", ("engine",))
         self.goodput = metrics.counter(
-            "goodput_requests", "Requests whose time to first token and mean time per token both met the targets"
+            "goodput_requests",
+            "Requests that did not fail, and whose times to first token and per token both met the targets",
         )
         self.tenant_requests = metrics.counter("tenant_requests", "Requests ended, by tenant", ("tenant", "outcome"))
         self.tenant_tokens = metrics.counter(
@@ -105,13 +106,14 @@ class GatewayMetrics:
         self._tenants: set[str] = set()
         self._phases: dict[str, Histogram] = {}
 
-    def answered(self, ttft_s: float, tpot_s: float, tokens: int, trace_id: str) -> None:
-        """Time an answer that delivered `tokens` tokens in its longest choice; the trace id marks its buckets."""
+    def answered(self, ttft_s: float, tpot_s: float, tokens: int, trace_id: str, *, well: bool) -> None:
+        """Time an answer of `tokens` tokens in its longest choice, and whether it ended `well`; the trace id marks its
+        buckets."""
         exemplar = {"trace_id": trace_id} if trace_id else None
         self.ttft.observe(ttft_s, exemplar)
         if tokens > 1:
             self.tpot.observe(tpot_s, exemplar)
-        if ttft_s <= TTFT_TARGET_S and tpot_s <= TPOT_TARGET_S:
+        if well and ttft_s <= TTFT_TARGET_S and tpot_s <= TPOT_TARGET_S:
             self.goodput.inc()
 
     def spent(self, phases_s: Mapping[str, float]) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import logging
 
+from katydid_runtime.errors import RequestAbortedError
+
 from katydid_gateway.answer import Answer
 from katydid_gateway.gateway_metrics import GatewayMetrics
 from katydid_gateway.request_clock import RequestClock
 from katydid_gateway.requests import Usage
 
 __all__ = ["record_finished"]
+
+# How an answer ends that nothing was wrong with: who leaves may have read enough.
+_WELL = frozenset({"ok", "left", RequestAbortedError.reason.lower()})
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +29,15 @@ def record_finished(
         logger.info("request refused", extra={"api": api, "outcome": outcome})
         return
     usage, tokens = answer.usage, answer.tokens
-    metrics.settled(usage)
+    if tokens:
+        metrics.settled(usage)
+    else:
+        # Refused, or given up before its first token: nobody knows what of its prompt was computed.
+        usage = Usage(0, 0)
     metrics.ended(tenant, outcome, usage)
     clock.export(tokens, answer.trace)
     if clock.ttft_s:
-        metrics.answered(clock.ttft_s, clock.tpot_s(tokens), tokens, clock.trace_id)
+        metrics.answered(clock.ttft_s, clock.tpot_s(tokens), tokens, clock.trace_id, well=outcome in _WELL)
         metrics.spent(clock.phases_s)
     if clock.span.recording:
         clock.span.set_all(
