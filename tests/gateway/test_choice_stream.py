@@ -86,12 +86,34 @@ def test_a_stop_token_ends_the_text_before_itself_and_counts() -> None:
         assert stream.finish(FinishReason.STOP).finish is FinishReason.STOP
 
 
-def test_reasoning_tokens_are_counted() -> None:
-    ids = TOKENIZER.encode("hm hm</think>ok", add_special_tokens=False).ids
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(["hm hm", "東京から\n\nمرحبا", "🦗\n"]),
+    st.sampled_from(["", "ok", "\n🦗", CALL]),
+    st.lists(st.integers(1, 7), max_size=20),
+    st.booleans(),
+)
+def test_reasoning_tokens_are_those_up_to_its_end(thought: str, answer: str, groups: list[int], opened: bool) -> None:
+    """Those too that end in the middle of a character, and whatever comes in one row with the first of the answer."""
+    end = TOKENIZER.token_to_id("</think>")
+    text = f"{'' if opened else '<think>'}{thought}</think>{answer}"
+    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
     stream = ChoiceStream(
+        0,
+        ChoiceText(VOCABULARY.detokenizer()),
+        Hy3Parser((Tool("f"),), reasoning=opened),
+        VOCABULARY,
+        include_stop=False,
+        thought_ends=frozenset([end]),
+    )
+    start = 0
+    while start < len(ids):
+        size = groups.pop(0) if groups else 1
+        stream.feed(Row(0, array("I", ids[start : start + size])))
+        start += size
+    assert stream.reasoning_tokens == ids.index(end) + 1
+    cut = ChoiceStream(
         0, ChoiceText(VOCABULARY.detokenizer()), Hy3Parser(reasoning=True), VOCABULARY, include_stop=False
     )
-    for token in ids:
-        stream.feed(Row(0, array("I", [token])))
-    before = ids.index(TOKENIZER.token_to_id("</think>"))
-    assert 0 < stream.reasoning_tokens <= before
+    cut.feed(Row(0, array("I", ids[: ids.index(end)])))
+    assert cut.reasoning_tokens == ids.index(end)

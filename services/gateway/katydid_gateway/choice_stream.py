@@ -16,10 +16,20 @@ __all__ = ["ChoiceStream", "token_logprobs"]
 
 
 class ChoiceStream:
-    """State of one choice. `done` turns true with the delta that carries its finish reason; later rows are dropped."""
+    """State of one choice. `done` turns true with the delta that carries its finish reason; later rows are dropped.
+
+    `thought_ends` are tokens that end a block of reasoning; they count to it.
+    """
 
     def __init__(
-        self, index: int, text: ChoiceText, parser: OutputParser, vocabulary: Vocabulary, *, include_stop: bool
+        self,
+        index: int,
+        text: ChoiceText,
+        parser: OutputParser,
+        vocabulary: Vocabulary,
+        *,
+        include_stop: bool,
+        thought_ends: frozenset[int] = frozenset(),
     ) -> None:
         self.index = index
         self.tokens = 0
@@ -29,6 +39,7 @@ class ChoiceStream:
         self._parser = parser
         self._vocabulary = vocabulary
         self._include_stop = include_stop
+        self._thought_ends = thought_ends
 
     def feed(self, row: Row) -> Delta:
         """New tokens. The delta carries a finish reason when they completed a stop string."""
@@ -37,13 +48,23 @@ class ChoiceStream:
         logprobs = () if row.logprobs is None else token_logprobs(visible, row.logprobs, self._vocabulary)
         step = self._text.feed(visible, logprobs)
         counted = step.tokens if self._text.stopped else len(ids)
+        thought = self._parser.thinking
         delta = self._delta(self._parser.feed(step.text), ids[:counted], step.logprobs)
         self.tokens += counted
-        if delta.reasoning and not delta.text:
-            self.reasoning_tokens += counted
+        if thought or delta.reasoning or self._parser.thinking:
+            self.reasoning_tokens += self._thoughts(ids[:counted], delta)
         if self._text.stopped:
             self._end(delta, FinishReason.STOP)
         return delta
+
+    def _thoughts(self, ids: array[int], delta: Delta) -> int:
+        """How many of these tokens are reasoning, some of which are."""
+        if self._parser.thinking:
+            return len(ids)
+        for place in range(len(ids), 0, -1):
+            if ids[place - 1] in self._thought_ends:
+                return place
+        return 0 if delta.text else len(ids)
 
     def finish(self, reason: FinishReason) -> Delta:
         """The engine ended the choice: what was held back comes out."""

@@ -111,6 +111,7 @@ class Preparer:
                 text.parser(prompt, prepared.encoded.text),
                 text.vocabulary,
                 include_stop=sampling.include_stop,
+                thought_ends=text.thought_ends,
             )
             for index in range(sampling.n)
         ]

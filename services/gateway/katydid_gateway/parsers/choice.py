@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from katydid_gateway.parsers.hy3 import HY3_MARKERS, Hy3Parser, thinks_already
+from katydid_gateway.parsers.hy3 import HY3_MARKERS, SUFFIX, Hy3Parser, thinks_already
 from katydid_gateway.parsers.interface import OutputParser, PlainParser
 from katydid_gateway.parsers.json_calls import HERMES_MARKERS, LLAMA_MARKERS, HermesParser, LlamaParser
 from katydid_gateway.requests import Tool
 
-__all__ = ["VISIBLE_MARKERS", "format_of", "output_parser"]
+__all__ = ["THOUGHT_ENDS", "VISIBLE_MARKERS", "format_of", "output_parser"]
+
+THOUGHT_ENDS = ("</think>", f"</think{SUFFIX}>")
+"""What a block of reasoning ends with; in most vocabularies one token."""
 
 VISIBLE_MARKERS: Mapping[str, frozenset[str]] = {
     "hy3": HY3_MARKERS,

@@ -75,6 +75,10 @@ class Hy3Parser:
         self._at_block_start = reasoning
         self.calls = 0
 
+    @property
+    def thinking(self) -> bool:
+        return self._state is _In.REASONING
+
     def feed(self, text: str) -> Parsed:
         parsed = Parsed()
         self._buffer += text

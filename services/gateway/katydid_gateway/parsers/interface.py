@@ -29,6 +29,10 @@ class OutputParser(Protocol):
     def calls(self) -> int:
         """Tool calls begun so far."""
 
+    @property
+    def thinking(self) -> bool:
+        """Whether it is within a block of reasoning."""
+
     def feed(self, text: str) -> Parsed:
         """What is certain after this chunk."""
 
@@ -40,6 +44,7 @@ class PlainParser:
     """For models without a format, and for prompts without a template: all text is content."""
 
     calls = 0
+    thinking = False
 
     def feed(self, text: str) -> Parsed:
         return Parsed(text)

@@ -46,6 +46,11 @@ class _JsonCalls:
         # What opened the call being read: it comes back as text when the call turns out to be none.
         self._opener = ""
 
+    @property
+    def thinking(self) -> bool:
+        """Whether it is within a block of reasoning."""
+        return self._state is _In.REASONING
+
     def feed(self, text: str) -> Parsed:
         """What is certain after this chunk."""
         parsed = Parsed()

@@ -11,7 +11,7 @@ from typing import Any
 from katydid_runtime.errors import InvalidRequestError, ModelFolderError
 from katydid_runtime.tokenizer_digest import chat_template_of, tokenizer_digest
 
-from katydid_gateway.parsers.choice import VISIBLE_MARKERS, format_of, output_parser
+from katydid_gateway.parsers.choice import THOUGHT_ENDS, VISIBLE_MARKERS, format_of, output_parser
 from katydid_gateway.parsers.interface import OutputParser, PlainParser
 from katydid_gateway.requests import Conversation, Prompt, SamplingOptions, TextPrompt, TokenPrompt
 from katydid_gateway.text.chat_template import ChatTemplate
@@ -44,7 +44,8 @@ class EncodedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
-    """Text of one model, both ways. `digest` is what engines report as tokenizer_digest."""
+    """Text of one model, both ways. `digest` is what engines report as tokenizer_digest, `thought_ends` are the tokens
+    that end a block of reasoning."""
 
     tokenizer: TextTokenizer
     vocabulary: Vocabulary
@@ -52,6 +53,7 @@ class ModelText:
     defaults: SamplingOptions
     tool_format: str
     digest: bytes
+    thought_ends: frozenset[int] = frozenset()
     pace: RenderPace = field(default_factory=RenderPace)
 
     def render(self, conversation: Conversation) -> str:
@@ -100,6 +102,7 @@ def load_model_text(folder: str | Path, *, tool_format: str = "auto", cache_byte
         defaults=_defaults(Path(folder)),
         tool_format=tool_format,
         digest=tokenizer_digest(folder),
+        thought_ends=frozenset(id for end in THOUGHT_ENDS if (id := tokenizer.token_to_id(end)) is not None),
     )
 
 
