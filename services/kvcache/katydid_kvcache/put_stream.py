@@ -182,6 +182,8 @@ class PutStream:
             return False
         self._current = _Incoming(index, checksum, half.write, half.received)
         await self._send(pb.PutResponse(resume=pb.PutResume(index=index, received=half.received)))
+        # A connection may break after the last frame has come and before the block is finished: no frame follows then.
+        await self._finish_if_whole(terms, self._current)
         return True
 
     async def _take(self, terms: _Terms, frame: Frame) -> None:
@@ -212,11 +214,12 @@ class PutStream:
                 view[part.start : part.stop] = frame.data[at : at + len(part)]
                 at += len(part)
         await self._consume(size)
-        if current.write is not None and current.received == terms.size:
-            write, current.write = current.write, None
-            await self._finish(terms, current, write)
+        await self._finish_if_whole(terms, current)
 
-    async def _finish(self, terms: _Terms, current: _Incoming, write: Write) -> None:
+    async def _finish_if_whole(self, terms: _Terms, current: _Incoming) -> None:
+        if current.write is None or current.received < terms.size:
+            return
+        write, current.write = current.write, None
         outcome = self._cache.writer.finish(write, current.checksum, terms.keep)
         if terms.hold_s and outcome.status is PutStatus.STORED:
             self._cache.hold(write.block, terms.hold_s)
