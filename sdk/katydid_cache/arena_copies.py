@@ -130,9 +130,10 @@ class ArenaCopies:
                 source = _bytes(mapping.view[slot.offset : slot.offset + layout.block_bytes])
                 if len(buffer) == len(source):
                     found[number] = _copy(_bytes(buffer), source) == slot.checksum
-                elif xxh3_128_digest(source.data) == slot.checksum:
+                else:
+                    # A lease may run out meanwhile: a slot that holds the block after the copy held it before.
                     _gather(_bytes(buffer), source, runs)
-                    found[number] = True
+                    found[number] = xxh3_128_digest(source.data) == slot.checksum
 
         await self._beside(copy)
         return found

@@ -19,6 +19,7 @@ from katydid_cache.answers import Answer, Prefix, join, missing
 from katydid_cache.hot_runs import HotRuns
 from katydid_cache.members import Members
 from katydid_cache.placement import pick, rank
+from katydid_cache.records import LookupResult
 
 __all__ = ["SLACK_BYTES", "ChainSearch", "Searched"]
 
@@ -136,7 +137,8 @@ class ChainSearch:
         timeout_s: float,
         trace: TraceContext | None,
     ) -> Answer:
-        member = self._members[name]
+        if (member := self._members.get(name)) is None:
+            return Answer(name, runs, LookupResult(reachable=False))  # it has left meanwhile
         hashes = b"".join(names[place] for run in runs for place in run)
         started = time.monotonic()
         found = await member.client.lookup(hashes, lease=lease, timeout_s=timeout_s, trace=trace)

@@ -217,7 +217,7 @@ class CacheFleet:
         usable = self._members.usable
         if not usable:
             return outcomes
-        parts: dict[str, list[int]] = {}
+        parts: dict[Member, list[int]] = {}
         load = self._members.loads()
         for place, block in enumerate(blocks):
             run = block.run or block.hash
@@ -226,10 +226,10 @@ class CacheFleet:
             if home != ranked[0]:
                 self._hot.put_at(run, home)
             load[home] += size
-            parts.setdefault(home, []).append(place)
+            parts.setdefault(self._members[home], []).append(place)
 
-        async def write(name: str, places: Sequence[int]) -> list[PutOutcome]:
-            member, total = self._members[name], size * len(places)
+        async def write(member: Member, places: Sequence[int]) -> list[PutOutcome]:
+            total = size * len(places)
             with member.carrying(total):
                 return await member.client.put(
                     [blocks[place] for place in places],
@@ -237,7 +237,7 @@ class CacheFleet:
                     **options,
                 )
 
-        written = await asyncio.gather(*(write(name, places) for name, places in parts.items()))
+        written = await asyncio.gather(*(write(member, places) for member, places in parts.items()))
         for places, results in zip(parts.values(), written, strict=True):
             for place, outcome in zip(places, results, strict=True):
                 outcomes[place] = outcome

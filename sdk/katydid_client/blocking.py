@@ -33,7 +33,11 @@ class Katydid:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="katydid-client", daemon=True)
         self._thread.start()
-        self._client = self._run(_make(address, options))
+        try:
+            self._client = self._run(_make(address, options))
+        except BaseException:
+            self._end()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -45,10 +49,10 @@ class Katydid:
         """Close the connection and end the thread."""
         if self._loop.is_closed():
             return
-        self._run(self._client.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        try:
+            self._run(self._client.close())
+        finally:
+            self._end()
 
     def chat(self, messages: Iterable[MessageLike], **arguments: Unpack[ChatArguments]) -> Completion:
         return self._run(self._client.chat(messages, **arguments))
@@ -98,6 +102,11 @@ class Katydid:
                 prompt_cache_key=prompt_cache_key,
             )
         )
+
+    def _end(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)

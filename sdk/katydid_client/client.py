@@ -77,9 +77,9 @@ class AsyncKatydid:
         tls: Tls | None = None,
         transport: Transport | None = None,
     ) -> None:
-        self._transport = transport if transport is not None else GrpcTransport(address, tls)
         metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self._policy = _Policy(metadata, timeout, max_retries)
+        self._transport = transport if transport is not None else GrpcTransport(address, tls)
 
     async def __aenter__(self) -> Self:
         return self

@@ -11,14 +11,15 @@ import pytest
 from katydid_cache.asking import Asker
 from katydid_cache.layout import Span
 from katydid_cache.records import BlockMissReason, PutOutcome, PutRefusal, PutStatus, Tier
+from katydid_kvcache import cache as cache_module
 from katydid_kvcache.policy.lifetimes import Keep, Lifetime, SessionTerms
 from katydid_kvcache.reading import Reading
 from katydid_kvcache.store import Write
-from katydid_runtime.errors import ConflictError
+from katydid_runtime.errors import ConflictError, SettingsError
 from xxhash import xxh3_128_digest
 
 from tests.kvcache.inside import BLOCK, durably, get, key, opened, payload, put
-from tests.kvcache.running import run
+from tests.kvcache.running import MIB, run
 
 
 def test_blocks_come_back_from_disk_after_eviction(tmp_path: Path) -> None:
@@ -258,5 +259,40 @@ def test_figures_by_tenant() -> None:
                 assert (figures.missed_tokens, figures.shared_hits) == (64, shared)
                 assert cache.tenants.saved_prefill_s(figures) == 64 / cache.settings.prefill_tokens_per_s
             assert cache.store.memory.pools.held == {alice.tenant: space.slot_bytes}
+
+    run(scenario)
+
+
+def test_slots_whose_client_never_learned_of_them_are_written_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer to a Reserve may come too late for who asked; it lives on, and must not keep the slots for ever."""
+    monkeypatch.setattr(cache_module, "_RESERVATION_S", 0.2)
+
+    async def scenario() -> None:
+        async with opened() as (cache, space):
+            maintaining = asyncio.create_task(cache.maintain())
+            one, other = (cache.attachments.join(space, arena=True) for _ in range(2))
+            lost, begun = cache.reserve(one, [key(1)], [b""], Span(), 0.0)
+            assert isinstance(begun[0], Write)
+            assert put(cache, space, 1).refusal is PutRefusal.BUSY
+            while len(cache.reservations):
+                await asyncio.sleep(0.02)
+            assert isinstance(cache.reserve(other, [key(1)], [b""], Span(), 0.0)[1][0], Write)
+            with pytest.raises(ConflictError, match="no reservation"):
+                cache.reservations.find(one.id, lost)
+            for attachment in (one, other):
+                cache.detach(attachment)
+            maintaining.cancel()
+
+    run(scenario)
+
+
+def test_more_memory_than_the_host_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "host_memory_bytes", lambda: 3 * MIB)
+
+    async def scenario() -> None:
+        with pytest.raises(SettingsError, match="memory_bytes is 4194304, and this host has 3145728") as caught:
+            async with opened(memory_bytes=4 * MIB):
+                raise AssertionError("its pages would be touched one after another until the kernel ends the process")
+        assert (caught.value.field, caught.value.allowed) == ("memory_bytes", "at most 3145728")
 
     run(scenario)

@@ -14,6 +14,7 @@ import pytest
 from katydid_cache.records import BlockMissReason, PutOutcome, PutRefusal, PutStatus
 from katydid_kvcache.cache import Cache
 from katydid_kvcache.disk.catalog import Catalog
+from katydid_kvcache.disk.recovery import lock_folder
 from katydid_kvcache.disk.segments import SegmentFiles
 from katydid_kvcache.disk.tier import _Barrier
 from katydid_kvcache.settings import KvCacheSettings
@@ -251,3 +252,9 @@ def test_a_folder_of_another_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "FORMAT").write_text("katydid-kvcache disk tier, format 99\n")
     with pytest.raises(SettingsError, match="another format"):
         asyncio.run(Cache.open(KvCacheSettings(disk_path=str(tmp_path))))
+
+
+def test_a_start_that_was_cut_off_leaves_a_folder_that_can_be_used(tmp_path: Path) -> None:
+    (tmp_path / "FORMAT").touch()
+    os.close(lock_folder(tmp_path))
+    assert (tmp_path / "FORMAT").read_text().startswith("katydid-kvcache disk tier")

@@ -195,17 +195,19 @@ def test_a_hot_run_gets_a_second_home_and_survives_the_first() -> None:
             ]
             cache = await stack.enter_async_context(fleet(source, hot=HotRuns(threshold=3.0)))
             blocks = make_chain(RUN)
-            await cache.put(blocks)
+            assert {outcome.status for outcome in await cache.put(blocks)} == {PutStatus.STORED}
             home, other = rank(blocks[0].run, source.split(","))
             client = await stack.enter_async_context(CacheClient(other))
 
+            async def readable() -> bool:
+                return await read(cache, blocks) == RUN
+
             async def copied() -> bool:
-                assert await read(cache, blocks) == RUN
-                return (await client.stats()).tiers[Tier.MEMORY].blocks == RUN
+                return await readable() and (await client.stats()).tiers[Tier.MEMORY].blocks == RUN
 
             await until(copied)
             next(service for service in services if service.address == home).kill()
             await until(lambda: _settled(cache, 1))
-            assert await read(cache, blocks) == RUN
+            await until(readable)
 
     run(scenario)

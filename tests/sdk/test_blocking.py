@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from inspect import signature
 
 import pytest
@@ -49,3 +50,9 @@ def test_the_blocking_twin_raises_the_same_errors():
         with pytest.raises(errors.UnknownModelError):
             client.chat(HELLO)
         assert client.models()[0].id == "m"
+
+
+def test_a_client_that_could_not_be_made_leaves_no_thread_behind():
+    with pytest.raises(errors.InvalidRequestError):
+        Katydid(timeout=float("nan"))
+    assert "katydid-client" not in [thread.name for thread in threading.enumerate()]

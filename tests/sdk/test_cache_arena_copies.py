@@ -194,3 +194,30 @@ def test_no_room_and_a_dead_service_are_outcomes(tmp_path: Path) -> None:
                 service.kill()
 
     run(scenario)
+
+
+def test_a_slot_that_is_another_block_s_in_mid_copy_does_not_arrive(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lease may run out under a reader: what it copied counts only if the slot holds the block after that."""
+
+    async def scenario() -> None:
+        async with CacheClient(address) as cache:
+            await cache.attach(IDENTITY, LAYOUT, arena=True)
+            (block,) = make(1)
+            await cache.put([block])
+            found = await cache.lookup(block.hash)
+            view, payload = cache.in_place.view(found.slots[0]), memoryview(block.payload)
+            original = arena_copies._gather
+
+            def overtaken(target: Any, source: Any, runs: Any) -> None:
+                view[:] = bytes(BLOCK)
+                original(target, source, runs)
+
+            monkeypatch.setattr(arena_copies, "_gather", overtaken)
+            (into,) = buffers(1, BLOCK // 2)
+            got = await cache.get(found.lease, block.hash, into=[into], heads=Span(1, 1))
+            right = b"".join(payload[run.start : run.stop] for run in LAYOUT.runs(Span(1, 1)))
+            assert not got.found[0] or bytes(into) == right
+
+    run(scenario)

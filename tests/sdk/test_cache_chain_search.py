@@ -96,6 +96,9 @@ class Fleet:
     def __getitem__(self, name: str) -> Scripted:
         return self.members[name]
 
+    def get(self, name: str) -> Scripted | None:
+        return self.members.get(name)
+
     def hold(self, rank_of: int = 0) -> None:
         for run in RUNS:
             self.members[HOME[run][rank_of]].held |= {CHAIN[place] for place in run}
@@ -218,3 +221,25 @@ def test_a_replica_is_asked_where_the_home_lost_its_copy() -> None:
     assert run(fleet)[0].prefix.blocks == 0
     hot.put_at(HEADS[first], second)
     assert run(fleet, hot=hot)[0].prefix.owners[:4] == (second,) * 4
+
+
+def test_an_instance_that_leaves_before_it_is_asked_has_nothing() -> None:
+    fleet = Fleet(unsettled=True)
+    fleet.hold(1)
+    gone = HOME[RUNS[0]][1]
+
+    async def leave() -> None:
+        await asyncio.sleep(HEDGE_S / 2)
+        del fleet.members[gone]
+
+    async def body() -> Searched:
+        for run in RUNS:
+            fleet.members[HOME[run][0]].delay_s = HEDGE_S
+        leaving = asyncio.create_task(leave())
+        searched = await fleet.search()
+        await leaving
+        return searched
+
+    searched = simulated(body())
+    assert searched.prefix.blocks == 0
+    assert searched.answered

@@ -15,7 +15,7 @@ import lmdb
 from katydid_cache.asking import Asker
 from katydid_cache.layout import Span
 from katydid_cache.records import PutRefusal, Tier, TierRun
-from katydid_runtime.errors import ConflictError, NotFoundError
+from katydid_runtime.errors import ConflictError, NotFoundError, SettingsError
 
 from katydid_kvcache.aftermath import Aftermath
 from katydid_kvcache.arena import host_memory_bytes
@@ -51,6 +51,8 @@ __all__ = ["Cache", "Found"]
 _MAINTENANCE_S = 1.0
 _REGROW_S = 60.0
 _SERVICE_OWNER = 0
+# An answer to Reserve that came too late leaves slots with a client that does not know of them.
+_RESERVATION_S = 120.0
 
 logger = logging.getLogger(__name__)
 
@@ -123,17 +125,18 @@ class Cache:
 
     @classmethod
     async def open(cls, settings: KvCacheSettings) -> Cache:
-        """A cache with what its disk folder holds. Raises SettingsError when the folder is not to be had.
+        """A cache with what its disk folder holds. Raises SettingsError for a folder or memory that is not to be had.
 
         A disk that fails beyond that leaves the service without a disk tier, which is logged.
         """
         policy = settings.policy()
         settings = settings.with_sizes_of(policy)
         if settings.memory_bytes > (most := host_memory_bytes()):
-            logger.warning(
-                "memory_bytes is %d, and this host has %d: the kernel will end the service when it fills",
-                settings.memory_bytes,
-                most,
+            raise SettingsError(
+                f"memory_bytes is {settings.memory_bytes}, and this host has {most}",
+                field="memory_bytes",
+                value=settings.memory_bytes,
+                allowed=f"at most {most}",
             )
         lock, folder, backend = None, None, None
         if settings.shared_url is not None:
@@ -175,12 +178,14 @@ class Cache:
             os.close(self._lock)
 
     async def maintain(self) -> None:
-        """End leases and blocks whose time is up, for ever."""
+        """End leases, reservations and blocks whose time is up, for ever."""
         regrow_at = time.monotonic() + _REGROW_S
         while True:
             await asyncio.sleep(_MAINTENANCE_S)
             try:
                 self.store.unpin(self.leases.expire(time.monotonic()))
+                for write in self.reservations.expire(time.monotonic()):
+                    self.store.abort_write(write)
                 self.pins.expire()
                 self.store.expire()
                 if self.store.disk is not None and time.monotonic() >= regrow_at:
@@ -272,7 +277,10 @@ class Cache:
             if hold_s and isinstance(refusal, Refusal) and refusal.present is not None:
                 self.hold(refusal.present, hold_s)
         taken = [write for write in begun if isinstance(write, Write)]
-        return (self.reservations.add(attachment.id, taken, hold_s, session) if taken else 0), begun
+        if not taken:
+            return 0, begun
+        ends_at = time.monotonic() + _RESERVATION_S
+        return self.reservations.add(attachment.id, taken, ends_at, hold_s, session), begun
 
     def hold(self, block: Block, hold_s: float) -> None:
         """Keep a block for a hand-off, whoever comes for it."""

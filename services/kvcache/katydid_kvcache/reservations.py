@@ -14,10 +14,14 @@ __all__ = ["Reservation", "Reservations"]
 
 
 class Reservation(NamedTuple):
-    """Writes of `owner`, an attachment, in a session; their blocks are kept for `hold_s` from the commit on."""
+    """Writes of `owner`, an attachment, in a session, to be committed before `ends_at` (monotonic seconds).
+
+    Their blocks are kept for `hold_s` from the commit on.
+    """
 
     owner: int
     writes: Sequence[Write]
+    ends_at: float
     hold_s: float
     session: SessionTerms | None = None
 
@@ -32,11 +36,18 @@ class Reservations:
     def __len__(self) -> int:
         return len(self._reservations)
 
-    def add(self, owner: int, writes: Sequence[Write], hold_s: float = 0.0, session: SessionTerms | None = None) -> int:
+    def add(
+        self,
+        owner: int,
+        writes: Sequence[Write],
+        ends_at: float,
+        hold_s: float = 0.0,
+        session: SessionTerms | None = None,
+    ) -> int:
         """A new reservation of `owner`."""
         reservation = self._next
         self._next += 1
-        self._reservations[reservation] = Reservation(owner, writes, hold_s, session)
+        self._reservations[reservation] = Reservation(owner, writes, ends_at, hold_s, session)
         return reservation
 
     def find(self, owner: int, reservation: int) -> Reservation:
@@ -56,5 +67,11 @@ class Reservations:
 
     def drop_owner(self, owner: int) -> list[Write]:
         """End all reservations of an owner that is gone; their writes."""
-        ended = [number for number, held in self._reservations.items() if held.owner == owner]
-        return [write for number in ended for write in self._reservations.pop(number).writes]
+        return self._end([number for number, held in self._reservations.items() if held.owner == owner])
+
+    def expire(self, now: float) -> list[Write]:
+        """End all reservations whose time is up; their writes."""
+        return self._end([number for number, held in self._reservations.items() if held.ends_at <= now])
+
+    def _end(self, reservations: Sequence[int]) -> list[Write]:
+        return [write for number in reservations for write in self._reservations.pop(number).writes]

@@ -32,9 +32,9 @@ _SIGHT_BLOCKS = 8
 # What is claimed of a slot that was given up; no need to look at its bytes.
 _NOT_WRITTEN = (GIVEN_UP, NOT_WRITTEN)
 
-Claim: TypeAlias = bytes | int
-
 logger = logging.getLogger(__name__)
+
+Claim: TypeAlias = bytes | int
 """What a client says of the bytes it wrote: xxh3-128 (16 bytes), or of a whole block its 64-bit linear checksum."""
 
 

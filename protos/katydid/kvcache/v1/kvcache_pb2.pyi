@@ -423,7 +423,7 @@ class LookupRequest(_message.Message):
     """Who asks: opaque 16-byte tenant id, or empty. With sharing by tenant only that tenant's blocks are found."""
     @_builtins.property
     def lease_ttl(self) -> _duration_pb2.Duration:
-        """Time to live of the lease; at most and by default 60 s."""
+        """Time to live of the lease; at most and by default the service's lease_ttl_s, 60 s unless it is told otherwise."""
 
     @_builtins.property
     def heads(self) -> Global___HeadRange:

@@ -140,7 +140,7 @@ class KvCacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Reserve(self, request, context):
-        """Same host: takes arena slots to write blocks in place.
+        """Same host: takes arena slots to write blocks in place. What is not committed within two minutes is given up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

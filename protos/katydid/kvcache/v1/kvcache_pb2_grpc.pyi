@@ -47,7 +47,7 @@ class KvCacheServiceStub:
     Put: _grpc.StreamStreamMultiCallable[_kvcache_pb2.PutRequest, _kvcache_pb2.PutResponse]
     """Writes blocks in raw frames under credit."""
     Reserve: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.ReserveRequest, _kvcache_pb2.ReserveResponse]
-    """Same host: takes arena slots to write blocks in place."""
+    """Same host: takes arena slots to write blocks in place. What is not committed within two minutes is given up."""
     Commit: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.CommitRequest, _kvcache_pb2.CommitResponse]
     """Same host: makes reserved slots visible."""
     Prefetch: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.PrefetchRequest, _kvcache_pb2.PrefetchResponse]
@@ -86,7 +86,7 @@ class KvCacheServiceAsyncStub(KvCacheServiceStub):
     Put: _aio.StreamStreamMultiCallable[_kvcache_pb2.PutRequest, _kvcache_pb2.PutResponse]  # type: ignore[assignment]
     """Writes blocks in raw frames under credit."""
     Reserve: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.ReserveRequest, _kvcache_pb2.ReserveResponse]  # type: ignore[assignment]
-    """Same host: takes arena slots to write blocks in place."""
+    """Same host: takes arena slots to write blocks in place. What is not committed within two minutes is given up."""
     Commit: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.CommitRequest, _kvcache_pb2.CommitResponse]  # type: ignore[assignment]
     """Same host: makes reserved slots visible."""
     Prefetch: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.PrefetchRequest, _kvcache_pb2.PrefetchResponse]  # type: ignore[assignment]
@@ -152,7 +152,7 @@ class KvCacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.ReserveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.ReserveResponse, _abc.Awaitable[_kvcache_pb2.ReserveResponse]]:
-        """Same host: takes arena slots to write blocks in place."""
+        """Same host: takes arena slots to write blocks in place. What is not committed within two minutes is given up."""
 
     @_abc_1.abstractmethod
     def Commit(

@@ -64,7 +64,8 @@ def lock_folder(folder: Path) -> int:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         format_file = folder / "FORMAT"
-        if not format_file.exists():
+        # A start that was cut off may have left it empty.
+        if not format_file.exists() or not format_file.stat().st_size:
             format_file.write_text(_FORMAT)
         if (found := format_file.read_text()) != _FORMAT:
             raise SettingsError(
