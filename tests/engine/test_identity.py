@@ -7,8 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from katydid_engine.checkpoint import KEY_MEANS
 from katydid_engine.identity import SIDECAR, model_identity
 from katydid_runtime.errors import ModelFolderError
+from safetensors.torch import save_file
 
 from tests.tiny_model import write_tiny_model
 
@@ -25,12 +28,15 @@ def test_same_content_is_the_same_model_wherever_it_lies(tmp_path: Path) -> None
 
 def test_weights_config_and_dtype_count(tmp_path: Path) -> None:
     base = identity(write_tiny_model(tmp_path / "base"))
+    means = write_tiny_model(tmp_path / "means")
+    save_file({"model.layers.0.self_attn.k_mean": torch.ones(2, 8)}, means / KEY_MEANS)
     others = [
+        identity(means),
         identity(write_tiny_model(tmp_path / "weights", seed=1)),
         identity(write_tiny_model(tmp_path / "config", rope_theta=5000.0)),
         identity(tmp_path / "base", "bfloat16"),
     ]
-    assert len({base, *others}) == 4
+    assert len({base, *others}) == 5
 
 
 def test_a_changed_shard_is_read_again_and_an_unchanged_one_is_not(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ QKV = {
     "v_scale_step": "i32", "tokens": "i32", "eps": "fp32",
 }  # fmt: skip
 SHAPE = {
-    "q_scale_ptr": None, "Q_HEADS": 64, "KV_HEADS": 8, "D": 128, "PAGE": 64, "NORM": "before_rope", "HADAMARD": False,
-    "Q_SCALE": "dynamic", "ROWS": 8, "LOOP": 9, "V_TOKENS": 32, "V_COLUMNS": 128, "EARLY": True,
+    "q_scale_ptr": None, "k_mean_ptr": None, "Q_HEADS": 64, "KV_HEADS": 8, "D": 128, "PAGE": 64, "NORM": "before_rope",
+    "HADAMARD": False, "Q_SCALE": "dynamic", "ROWS": 8, "LOOP": 9, "V_TOKENS": 32, "V_COLUMNS": 128, "EARLY": True,
 }  # fmt: skip
 MOVE = {
     "bases_ptr": "*i64", "page_ids_ptr": "*i32", "objects_ptr": "*i32", "slot_ids_ptr": "*i32", "checksums_ptr": "*i64",
@@ -69,6 +69,8 @@ def compile_case(
 def main() -> None:
     compile_case("qkv_post", qkv_post_kernel, QKV, "qkv_stride", SHAPE, 2)
     compile_case("qkv_post hadamard", qkv_post_kernel, QKV, "qkv_stride", SHAPE | {"HADAMARD": True}, 2)
+    means = {name: value for name, value in SHAPE.items() if name != "k_mean_ptr"} | {"HADAMARD": True}
+    compile_case("qkv_post means", qkv_post_kernel, QKV | {"k_mean_ptr": "*fp32"}, "qkv_stride", means, 2)
     for pack in (True, False):
         constants = {"RUN": 2048, "BLOCK": 2048, "PACK": pack}
         compile_case("kv_pack" if pack else "kv_unpack", move_runs_kernel, MOVE, "slot_words", constants, 8)

@@ -23,6 +23,7 @@ def compiled() -> dict[str, dict]:
 def test_nothing_spills_and_many_programs_fit_an_sm(compiled: dict[str, dict]) -> None:
     assert {case: line["STACK"] for case, line in compiled.items() if line["STACK"]} == {}
     assert compiled["qkv_post"]["REG"] <= 96
+    assert compiled["qkv_post means"]["REG"] == compiled["qkv_post hadamard"]["REG"]
 
 
 def test_a_warp_stores_v_along_tokens(compiled: dict[str, dict]) -> None:

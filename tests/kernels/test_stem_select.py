@@ -65,6 +65,17 @@ def test_the_reference_follows_the_rule() -> None:
     assert sum(plan.in_order[:, 5].tolist()) < 9 * 10 // 2
 
 
+def test_a_vector_that_all_keys_share_moves_no_choice() -> None:
+    """Pages may leave out the mean of keys: every block but the newest, which is always kept, has as many keys."""
+    length = 1100
+    pages = make_pages([length], 2, 16, torch.float32)
+    q = torch.randn(length, 4, 16, generator=torch.Generator().manual_seed(1))
+    plan = sparse_plan(SMALL, [length], [length], [length])
+    shared = torch.tensor([3.0, -2.0])[:, None, None] * torch.randn(16, generator=torch.Generator().manual_seed(2))
+    found, expected = (stem_select(q, k, pages.v, pages.table, pages.lens, plan) for k in (pages.k - shared, pages.k))
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("dtype", [FP8] if DEVICE == "cpu" else [torch.bfloat16, FP8], ids=str)
 def test_the_kernels_equal_the_reference(dtype: torch.dtype) -> None:
     """Two sparse rows with a prefix and one that keeps all; an element of a list may differ where scores are equal

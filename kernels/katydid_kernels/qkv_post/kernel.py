@@ -201,14 +201,11 @@ def qkv_post_kernel(
                 next1, next2 = _load_heads(source, group + 1, end_group, Q_HEADS, KV_HEADS, D, ROWS)
                 head = (group - Q_GROUPS) * ROWS + row
                 inside = (head < KV_HEADS) & (slot >= 0)
-                if k_mean_ptr is not None:
-                    mean = k_mean_ptr + head[:, None] * D + half[None, :]
-                    mean1 = tl.load(mean, mask=inside[:, None], other=0.0)
-                    mean2 = tl.load(mean + HALF, mask=inside[:, None], other=0.0)
                 r1, r2, factor = _rotated(x1, x2, half, k_coefficients, k_weight_ptr, eps, ROWS, HALF, NORM, HADAMARD)
                 if k_mean_ptr is not None:
-                    r1 = r1 * factor[:, None] - mean1
-                    r2 = r2 * factor[:, None] - mean2
+                    mean = k_mean_ptr + head[:, None] * D + half[None, :]
+                    r1 = r1 * factor[:, None] - tl.load(mean, mask=inside[:, None], other=0.0)
+                    r2 = r2 * factor[:, None] - tl.load(mean + HALF, mask=inside[:, None], other=0.0)
                     factor = tl.full([ROWS], 1.0, tl.float32)
                 if k_scale_ptr is not None:
                     factor /= tl.load(k_scale_ptr + head * k_scale_step, mask=inside, other=1.0)

@@ -84,7 +84,8 @@ def test_nearer_than_rounding(source: Path, text: Path, tmp_path: Path, architec
 
 def test_an_interrupted_run_ends_in_the_same_bytes(source: Path, text: Path, tmp_path: Path) -> None:
     learning = {"steps": 2, "calibration": SIZES | {"sources": (str(text),), "sequences": 6}}
-    options = Options("w4a8", recipe=recipe(text, fp8=("shared",), kv_scales="tensor", distill=learning))
+    pages = {"kv_scales": "tensor", "rotate_keys": True, "key_means": True, "balance_keys": True}
+    options = Options("w4a8", recipe=recipe(text, fp8=("shared",), distill=learning, **pages))
     said: list[str] = []
     quantize_folder(source, tmp_path / "whole", options, progress=lambda total, done, what: said.append(what))
     stops = len(said)
@@ -124,9 +125,14 @@ def test_some_parts_in_e4m3(source: Path, text: Path, tmp_path: Path) -> None:
     assert logits_of(tmp_path / "out").isfinite().all()
 
 
-@pytest.mark.parametrize(("scheme", "kv_scales"), [("w8a8c8", "tensor"), ("w8a8c8", "head"), ("w4a8", "head")])
-def test_pages_over_calibrated_scales(source: Path, text: Path, tmp_path: Path, scheme: str, kv_scales: str) -> None:
-    made = recipe(text, kv_scales=kv_scales, rotate_keys=True, smooth=())
+@pytest.mark.parametrize(
+    ("scheme", "kv_scales", "means"),
+    [("w8a8c8", "tensor", False), ("w8a8c8", "head", False), ("w4a8", "head", False), ("w8a8c8", "head", True)],
+)
+def test_pages_over_calibrated_scales(
+    source: Path, text: Path, tmp_path: Path, scheme: str, kv_scales: str, means: bool
+) -> None:
+    made = recipe(text, kv_scales=kv_scales, rotate_keys=True, key_means=means, balance_keys=means, smooth=())
     quantize_folder(source, tmp_path / "out", Options(scheme, recipe=made))
     tensors = {name: t for path in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(path).items()}
     for layer in range(3):

@@ -28,6 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any] | None]] = {
     "w8a8": ("w8a8", None),
     "w4a8": ("w4a8", None),
     "w8a8c8 by data": ("w8a8c8", {"kv_scales": "head"}),
+    "w8a8c8, means left out of pages": ("w8a8c8", {"kv_scales": "head", "key_means": True, "distill": {"steps": 2}}),
     "w4a8 by data, some parts in e4m3": ("w4a8", {"fp8": ("attention",), "fp8_layers": (1,), "distill": {"steps": 2}}),
     "w8a8, scales of rows": ("w8a8", {"fp8_scales": "channel", "smooth": ()}),
     "w8a8, scales of blocks": ("w8a8", {"fp8_scales": "block", "distill": {"steps": 2}}),
