@@ -75,7 +75,7 @@ def answers(model: DecoderLM, *, chunk: int = LENGTH) -> tuple[Tensor, list[int]
     """Logits of the prompt and of what follows it token by token, and its tokens."""
     cache, ids = pages_of(model), ids_of(model)
     parts = [forward(model, cache, ids[at : at + chunk], PAGES, start=at) for at in range(0, LENGTH, chunk)]
-    rows, tokens = [model.logits(torch.cat(parts))], []
+    rows, tokens = [model.logits(torch.cat(parts))], list[int]()
     while len(tokens) < STEPS:
         tokens.append(int(rows[-1][-1].argmax()))
         run = TokenRun(tokens[-1:], LENGTH + len(tokens) - 1, PAGES)

@@ -53,7 +53,7 @@ def test_keys_over_the_whole_context_lose_energy(seed: int, base: float, positio
     angles = torch.arange(positions).double()[:, None] * frequencies.double()
     keys = rotated(mean.expand(positions, -1), angles.cos(), angles.sin())
     left_out = rotated(mean, *(part.double() for part in mean_rotation(frequencies, positions)))
-    before, after = (x.square().unflatten(1, (2, 8)).sum(1).mean(0) for x in (keys, keys - left_out))
+    before, after = (x.square().view(-1, 2, 8).sum(1).mean(0) for x in (keys, keys - left_out))
     torch.testing.assert_close(before - after, left_out.square().view(2, 8).sum(0), atol=1e-4, rtol=1e-4)
 
 
@@ -109,8 +109,8 @@ def test_balance_is_the_least_of_the_product(folder: Path) -> None:
 
     def energies(block: Block) -> tuple[Tensor, Tensor]:
         q, k, _ = block.heads(block.enter_attention(x), angles)
-        q, k = (part.square().mean((0, 1)).unflatten(-1, (2, -1)).sum(-2) for part in (q, k))
-        return q.unflatten(0, (len(k), -1)).mean(1), k
+        q, k = (sum(part.square().mean((0, 1)).chunk(2, -1), torch.zeros(1)) for part in (q, k))
+        return q.view(len(k), -1, k.shape[1]).mean(1), k
 
     before, after = (energies(block) for block in (blocks[1], balance_keys(blocks[1], x, angles, None, torch.float32)))
     cost = [float((q.sum(1) * k.sum(1)).sum()) for q, k in (before, after)]
