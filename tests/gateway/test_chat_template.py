@@ -65,7 +65,12 @@ def reference(template: str, conversation: Conversation, **variables: object) ->
         for t in conversation.tools
     ]
     rendered, _ = render_jinja_template(
-        conversations=[messages], tools=tools or None, chat_template=template, add_generation_prompt=True, **variables
+        conversations=[messages],
+        tools=tools or None,
+        chat_template=template,
+        add_generation_prompt=not conversation.continues,
+        continue_final_message=conversation.continues,
+        **variables,
     )
     return str(rendered[0])
 
@@ -76,6 +81,22 @@ def test_equal_to_transformers(template: str, tools: tuple[Tool, ...]) -> None:
     conversation = Conversation(MESSAGES + (CALLS if template in (HY3, HY3_TINY) else ()), tools)
     ours = ChatTemplate(template, {"bos_token": "<s>"}).render(conversation)
     assert ours == reference(template, conversation, bos_token="<s>")
+
+
+@pytest.mark.parametrize("template", [CHATML, HY3, HY3_TINY], ids=["chatml", "hy3", "hy3-tiny"])
+def test_the_last_message_is_continued_as_transformers_would(template: str) -> None:
+    begun = Message(Role.ASSISTANT, "well, <|im_end|> be")
+    conversation = Conversation((*MESSAGES, begun), (TOOL,), continues=True)
+    ours = ChatTemplate(template, {"bos_token": "<s>"}).render(conversation)
+    assert ours == reference(template, conversation, bos_token="<s>")
+    assert ours.endswith("well, <|im_end|> be")
+
+
+def test_a_last_message_that_is_not_shown_cannot_be_continued() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    with pytest.raises(InvalidRequestError, match="does not show the last message") as caught:
+        template.render(Conversation((*MESSAGES, Message(Role.ASSISTANT, "be")), continues=True))
+    assert caught.value.field == "messages[4]"
 
 
 def test_equal_to_transformers_for_a_real_tokenizer_class(chatml: Path) -> None:

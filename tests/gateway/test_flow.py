@@ -45,6 +45,7 @@ def test_a_tenant_that_used_up_its_tokens_is_told_when_to_come_again(chatml: Pat
         await until(lambda: built.gateway.generator.idle.is_set())
         refused = await ask(built, "a", "another " * 60)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "quota_exceeded")
+        assert refused.json()["error"]["type"] == "rate_limit_error"
         assert int(refused.headers["retry-after"]) >= 1
         assert (await ask(built, "b", text)).status_code == 200
         assert 'shed_requests_total{reason="quota"} 1.0' in (await built.http.get("/metrics")).text

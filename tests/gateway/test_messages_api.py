@@ -140,6 +140,19 @@ def test_arguments_come_back_as_the_model_wrote_them(hy3: Path) -> None:
     run(hy3, scenario)
 
 
+def test_an_answer_that_was_begun_is_continued(hy3: Path) -> None:
+    async def scenario(built: Rig, client: anthropic.AsyncAnthropic) -> None:
+        begun: Any = [*USER, {"role": "assistant", "content": "hy_Assistant: { \n"}]
+        await client.messages.create(model="mock", max_tokens=4, messages=begun)
+        submitted = built.engines[0].submitted[0].prompt_ids
+        prompt = built.tokenizer.decode(list(memoryview(submitted).cast("I")), skip_special_tokens=False)
+        assert prompt.endswith("<｜hy_User｜>hello there<｜hy_Assistant｜>hy_Assistant: {")
+        counted = await client.messages.count_tokens(model="mock", messages=begun)
+        assert counted.input_tokens == len(submitted) // 4
+
+    run(hy3, scenario)
+
+
 def test_why_it_stopped(chatml: Path) -> None:
     async def scenario(built: Rig, client: anthropic.AsyncAnthropic) -> None:
         built.engines[0].options.script = built.says("one two three four")

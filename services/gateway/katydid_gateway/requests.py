@@ -107,13 +107,15 @@ class TokenPrompt:
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """Messages to answer. `tool_choice` is "auto", "none", "required" or a function's name; `parallel_tool_calls` false
-    lets a forced answer, or one with a response format, call once."""
+    lets a forced answer, or one with a response format, call once. With `continues` the answer goes on with the last
+    message, an assistant's."""
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     tool_choice: str = "auto"
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
+    continues: bool = False
     template_options: Mapping[str, object] = field(default_factory=dict)
 
 

@@ -14,6 +14,7 @@ from katydid_runtime.errors import (
     KatydidError,
     NotFoundError,
     PermissionDeniedError,
+    QuotaExceededError,
     UnauthenticatedError,
 )
 from starlette.responses import Response
@@ -29,6 +30,7 @@ _TYPES: tuple[tuple[type[KatydidError], str], ...] = (
     (NotFoundError, "invalid_request_error"),
     (UnauthenticatedError, "authentication_error"),
     (PermissionDeniedError, "permission_error"),
+    (QuotaExceededError, "rate_limit_error"),
 )
 # OpenAI's own codes where clients look for them.
 _CODES = {

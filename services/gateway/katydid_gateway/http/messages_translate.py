@@ -71,7 +71,13 @@ def conversation(body: CountTokensBody) -> Conversation:
         tool_choice=_tool_choice(body.tool_choice, bool(body.tools)),
         parallel_tool_calls=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
         reasoning_effort=_effort(body),
+        continues=bool(messages) and _is_begun(messages[-1]),
     )
+
+
+def _is_begun(message: Message) -> bool:
+    """A last message of an assistant's is the beginning of its answer."""
+    return message.role is Role.ASSISTANT and bool((message.content or "").strip()) and not message.tool_calls
 
 
 def _messages(body: UserMessage | AssistantMessage | SystemMessage) -> list[Message]:

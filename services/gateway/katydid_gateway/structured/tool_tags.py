@@ -159,4 +159,5 @@ def _text(value: str) -> Format:
 
 
 def _json(schema: Mapping[str, Any] | bool) -> Format:
-    return {"type": "json_schema", "json_schema": schema if isinstance(schema, bool) else dict(schema)}
+    asked = schema if isinstance(schema, bool) else dict(schema)
+    return {"type": "json_schema", "json_schema": asked, "max_whitespace_cnt": MAX_JSON_WHITESPACE}

@@ -25,6 +25,8 @@ from katydid_gateway.text.reasoning_effort import effort_options
 
 __all__ = ["ChatTemplate"]
 
+# Where the last message ends that is to be continued: no caller's text has it, and no template takes it away.
+_HERE = "\0here\0"
 _LOOP = frozenset(("first", "last", "index", "index0", "revindex", "revindex0", "length"))
 
 
@@ -54,11 +56,14 @@ class ChatTemplate:
             options = effort_options(conversation.reasoning_effort, self.source) | options
         offered = conversation.tools if conversation.tool_choice != "none" else ()
         variables = self._special_tokens | options
+        messages = [_message(message) for message in conversation.messages]
+        if conversation.continues:
+            messages[-1]["content"] = messages[-1]["content"].rstrip() + _HERE
         variables |= {
-            "messages": [_message(message) for message in conversation.messages],
+            "messages": messages,
             "tools": [_tool(tool) for tool in offered] or None,
             "documents": None,
-            "add_generation_prompt": True,
+            "add_generation_prompt": not conversation.continues,
         }
         try:
             text = self._template.render(variables)
@@ -66,6 +71,13 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"the model's chat template refuses this conversation: {error}", field="messages"
             ) from error
+        if conversation.continues:
+            text, found, _ = text.rpartition(_HERE)
+            if not found:
+                raise InvalidRequestError(
+                    "the model's chat template does not show the last message, which is to be continued",
+                    field=f"messages[{len(messages) - 1}]",
+                )
         return text
 
 
