@@ -104,6 +104,14 @@ def test_every_complete_output_satisfies_its_schema(grammars: CompiledGrammars, 
 
 
 @pytest.mark.parametrize("seed", range(5))
+def test_json_by_a_schema_has_at_most_one_blank_between_tokens(grammars: CompiledGrammars, seed: int) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": "b"}, "c": {"const": 1}}, "required": ["a", "c"]}
+    text = walk(grammars, Grammar(GrammarKind.JSON_SCHEMA, json.dumps({**schema, "additionalProperties": False})), seed)
+    assert text is not None
+    assert re.fullmatch(r"\s?".join(["", *re.findall(r'"a"|"b"|"c"|[{}:,1]', text), ""]), text), text
+
+
+@pytest.mark.parametrize("seed", range(5))
 def test_the_other_kinds(grammars: CompiledGrammars, seed: int) -> None:
     text = walk(grammars, Grammar(GrammarKind.REGEX, r"(a|bc)+\.\d{2,3}"), seed)
     assert text is not None

@@ -12,6 +12,7 @@ import pytest
 import torch
 import xgrammar
 from katydid_engine.json_schema_rules import SchemaError, enforceable
+from katydid_runtime.request_limits import MAX_JSON_WHITESPACE
 
 
 def rewritten(schema: Any) -> Any:
@@ -135,7 +136,7 @@ def drawn(schema: Any, chance: random.Random) -> str:
 def compiled(schema: str) -> xgrammar.CompiledGrammar:
     vocabulary = xgrammar.TokenizerInfo(CHARACTERS, stop_token_ids=[END])
     compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1)
-    return compiler.compile_json_schema(enforceable(schema), max_whitespace_cnt=32)
+    return compiler.compile_json_schema(enforceable(schema), max_whitespace_cnt=MAX_JSON_WHITESPACE)
 
 
 INTEGER = {"type": "integer"}

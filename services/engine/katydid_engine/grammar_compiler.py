@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 import xgrammar
+from katydid_runtime.request_limits import MAX_JSON_WHITESPACE
 
 from katydid_engine.grammar import Grammar, GrammarError, GrammarKind
 
 __all__ = ["GrammarCompiler"]
 
-# Without a bound a model that wavers writes blanks until its length limit; deep pretty-printed JSON stays below it.
-_MAX_WHITESPACE = 32
 # "[19:58:07] /project/cpp/regex_converter.cc:94: Regex parsing error at position 3: ..."
 _LOG_PREFIX = re.compile(r"^\[[\d:]+\] \S+:\d+: (Check failed: \(.*?\) is false: )?")
 
@@ -52,7 +51,7 @@ class GrammarCompiler:
         try:
             match grammar.kind:
                 case GrammarKind.JSON_SCHEMA:
-                    return self._text.compile_json_schema(grammar.source, max_whitespace_cnt=_MAX_WHITESPACE)
+                    return self._text.compile_json_schema(grammar.source, max_whitespace_cnt=MAX_JSON_WHITESPACE)
                 case GrammarKind.REGEX:
                     return self._text.compile_regex(grammar.source)
                 case GrammarKind.EBNF:

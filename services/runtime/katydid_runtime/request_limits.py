@@ -12,6 +12,7 @@ __all__ = [
     "MAX_GRAMMAR_CHARACTERS",
     "MAX_GRAMMAR_CHOICES",
     "MAX_GRAMMAR_DEPTH",
+    "MAX_JSON_WHITESPACE",
     "MAX_PENALTY",
     "MAX_PRIORITY",
     "MAX_REPETITION_PENALTY",
@@ -31,6 +32,9 @@ MAX_GRAMMAR_CHARACTERS = 256 * 1024
 MAX_GRAMMAR_CHOICES = 1024
 # Of arrays and objects that lie in each other, so of schemas too.
 MAX_GRAMMAR_DEPTH = 64
+# In a row between tokens of JSON that follows a schema: as json.dumps writes it, or more tightly. A model that wavers
+# would write blanks until its answer's length is used up, and one that indents pays for each line's.
+MAX_JSON_WHITESPACE = 1
 # Blocks that another engine computes are waited for so long at most.
 MAX_BLOCKS_WITHIN_S = 600.0
 # Either sign.

@@ -122,6 +122,9 @@ def test_what_is_no_such_call_is_refused(family: str) -> None:
         assert not accepts(one, whole(family, calls)), calls
     for text in ("", "hello", f"hello {whole(family, [good])}"):
         assert not accepts(one, text)
+    nested = whole(family, [write("weather", {"city": "Paris", "where": {"x": 1}})])
+    for blanks in range(3):
+        assert accepts(one, nested.replace('"x": 1', f'"x":{blanks * " "}1')) is (blanks < 2), "blanks have no end"
 
 
 def test_other_constraints_within_a_tag() -> None:

@@ -576,8 +576,8 @@ class Grammar(_message.Message):
     BEGIN_AFTER_IDS_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     """A JSON schema, as JSON text: the output is one JSON value that satisfies it, properties in the schema's order, at
-    most 32 whitespace characters in a row between tokens of JSON. {"type": "object"} is any JSON object. Keywords
-    whose constraint cannot be enforced token by token are refused by name.
+    most one whitespace character between tokens of JSON. {"type": "object"} is any JSON object. Keywords whose
+    constraint cannot be enforced token by token are refused by name.
     """
     regex: _builtins.str
     """A regular expression that the whole output matches."""

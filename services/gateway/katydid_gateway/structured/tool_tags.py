@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from katydid_runtime.request_limits import MAX_JSON_WHITESPACE
+
 from katydid_gateway.parsers.hy3 import SUFFIX
 from katydid_gateway.parsers.schema_parts import alternatives
 from katydid_gateway.requests import Tool
