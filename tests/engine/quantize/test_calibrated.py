@@ -252,7 +252,11 @@ def test_a_field_that_is_none_is_told_which_there_are(tmp_path: Path, body: str,
 
 def test_recipe_files(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text("")
+    for empty in ("", "# gptq: false\n"):
+        path.write_text(empty)
+        with pytest.raises(SettingsError, match="is empty; a recipe of nothing but defaults is {}"):
+            read_recipe(path)
+    path.write_text("{}")
     assert read_recipe(path) == Recipe()
     path.write_text("gptq: false\ndistill: false\ncalibration: {sources: [generated], tokens: 64}\n")
     assert read_recipe(path).gptq is None

@@ -13,7 +13,8 @@
     balance_keys: true
     distill: {steps: 300, learning_rate: 0.001, rounding_rate: 0.01, sequences: 4}
 
-Everything may be left out; `gptq: false` rounds to nearest, `distill: false` (the default) learns nothing.
+Everything may be left out, and `{}` is all of the defaults; `gptq: false` rounds to nearest, `distill: false` (the
+default) learns nothing. An empty file is refused: it may as well be one that was not written to its end.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def read_recipe(path: Path) -> Recipe:
     """A recipe file.
 
     Raises:
-        SettingsError: it cannot be read, is not YAML, or a field is unknown or out of range; names the field.
+        SettingsError: it cannot be read, is empty or not YAML, or a field is unknown or out of range; names the field.
     """
     try:
         fields = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -150,8 +151,15 @@ def read_recipe(path: Path) -> Recipe:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
         raise SettingsError(f"{where}: not YAML: {error}", field="recipe", value=str(path), allowed="YAML") from None
+    if fields is None:
+        raise SettingsError(
+            f"{path} is empty; a recipe of nothing but defaults is {{}}",
+            field="recipe",
+            value=str(path),
+            allowed="a mapping",
+        )
     try:
-        return Recipe.model_validate({} if fields is None else fields)
+        return Recipe.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         at = [str(part) for part in first["loc"]]
