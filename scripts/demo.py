@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import subprocess
@@ -75,6 +76,7 @@ def curl(http_port: int) -> None:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     http_port, grpc_port = free_ports(2)
     with tempfile.TemporaryDirectory(prefix="katydid-demo-") as folder:
         trace = Path(folder) / "trace.jsonl"
