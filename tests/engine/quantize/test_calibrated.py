@@ -254,7 +254,7 @@ def test_recipe_files(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     for empty in ("", "# gptq: false\n"):
         path.write_text(empty)
-        with pytest.raises(SettingsError, match="is empty; a recipe of nothing but defaults is {}"):
+        with pytest.raises(SettingsError, match="is empty; a recipe of nothing but defaults is"):
             read_recipe(path)
     path.write_text("{}")
     assert read_recipe(path) == Recipe()
