@@ -1,8 +1,10 @@
 """Looks one chain up at many instances: all homes at once, and the next in rank for what a home owes an answer for.
 
 A second choice is asked when a home has not answered by its hedge, or has nothing of a run while blocks may be
-elsewhere (`Members.unsettled`, or a replica that this client knows of). So a dead or slow instance costs a lookup its
-hedge, a quiet fleet costs one call to each home, and nothing takes longer than the timeout.
+elsewhere (`Members.unsettled`, or a replica that this client knows of). A home that is late is waited for a moment
+longer when the second has nothing: a pause of a few milliseconds must not have a whole prompt computed again. So a
+slow instance costs a lookup its hedge, one that hangs a quarter of a second, a quiet fleet one call to each home, and
+nothing takes longer than the timeout.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from katydid_cache.placement import pick, rank
 from katydid_cache.records import LookupResult
 
 __all__ = ["SLACK_BYTES", "ChainSearch", "Searched"]
+
+_PATIENCE_S = 0.25
+"""How long a home is waited for that is late while its second has nothing of the run: the longest hedge."""
 
 Calls: TypeAlias = "dict[asyncio.Task[Answer], Sequence[range]]"
 
@@ -99,6 +104,7 @@ class ChainSearch:
         deadline: float,
     ) -> tuple[list[Answer], Prefix]:
         """Wait for what is worth it, adding second choices to `calls`; the answers, and the prefix they give."""
+        patient_until = min(deadline, time.monotonic() + _PATIENCE_S)
         hedge_s = max(self._members[name].hedge_s for name in first.values())
         await asyncio.wait(calls, timeout=min(hedge_s, max(deadline - time.monotonic(), 0.0)))
         answers = [call.result() for call in calls if call.done()]
@@ -112,14 +118,16 @@ class ChainSearch:
         seconds = ask(elsewhere)
         calls.update(seconds)
         prefix = join(runs, answers)
-        while waiting := _worth_waiting_for(runs, prefix, calls, seconds):
-            done, _ = await asyncio.wait(
-                waiting, timeout=max(deadline - time.monotonic(), 0.0), return_when=asyncio.FIRST_COMPLETED
-            )
+        while (end := next((run for run in runs if prefix.blocks < run.stop), None)) is not None:
+            # Only of the run where the prefix ends may a call still lengthen it.
+            waiting = {call for call, own in calls.items() if end in own and not call.done()}
+            second_has_nothing = any(end in own and call.done() for call, own in seconds.items())
+            left_s = (patient_until if second_has_nothing else deadline) - time.monotonic()
+            if not waiting or left_s <= 0:
+                break
+            await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             answers = [call.result() for call in calls if call.done()]
             prefix = join(runs, answers)
-            if not done:
-                break
         return answers, prefix
 
     def _first(self, head: bytes, ranked: Sequence[str], load: Mapping[str, float]) -> str:
@@ -164,16 +172,3 @@ class ChainSearch:
 def _next(ranked: Sequence[str], first: str) -> str | None:
     """The first in rank besides `first`."""
     return next((name for name in ranked if name != first), None)
-
-
-def _worth_waiting_for(
-    runs: Sequence[range],
-    prefix: Prefix,
-    calls: Calls,
-    seconds: Calls,
-) -> set[asyncio.Task[Answer]]:
-    """Calls that may lengthen the prefix: of the run where it ends, but not its home's once the second has answered."""
-    end = next((run for run in runs if prefix.blocks < run.stop), None)
-    if end is None or any(end in own and call.done() for call, own in seconds.items()):
-        return set()
-    return {call for call, own in calls.items() if end in own and not call.done()}

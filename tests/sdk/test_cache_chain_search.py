@@ -167,14 +167,35 @@ def test_a_home_that_hangs_costs_its_hedge_and_a_late_lease_is_given_back() -> N
     assert slow not in searched.leases
 
 
-def test_a_home_that_hangs_with_nothing_elsewhere_is_not_waited_for_either() -> None:
+def test_a_home_that_is_late_is_waited_for_a_moment_when_its_second_has_nothing() -> None:
+    fleet = Fleet()
+    fleet.hold()
+    slow = HOME[RUNS[0]][0]
+    fleet[slow].delay_s = 0.2
+    searched, elapsed_s = run(fleet)
+    assert searched.prefix.owners == tuple(HOME[each][0] for each in RUNS for _ in each)
+    assert elapsed_s == pytest.approx(0.2)
+    assert fleet.given_back == []
+
+
+def test_a_home_alone_is_waited_for_until_the_timeout() -> None:
+    fleet = Fleet()
+    fleet.usable = [NAMES[0]]
+    fleet[NAMES[0]].held |= set(CHAIN)
+    fleet[NAMES[0]].delay_s = 0.9
+    searched, elapsed_s = run(fleet)
+    assert searched.prefix.blocks == len(CHAIN)
+    assert elapsed_s == pytest.approx(0.9)
+
+
+def test_a_home_that_hangs_with_nothing_elsewhere_costs_that_moment_and_no_more() -> None:
     fleet = Fleet()
     fleet.hold()
     slow = HOME[RUNS[0]][0]
     fleet[slow].delay_s = 5.0
     searched, elapsed_s = run(fleet, timeout_s=0.5)
     assert searched.prefix.blocks == 0
-    assert elapsed_s == pytest.approx(HEDGE_S)
+    assert elapsed_s == pytest.approx(0.25)
     # Leases over runs behind the gap are of no use.
     assert {name for name, _ in fleet.given_back} == homes() - {slow}
 
