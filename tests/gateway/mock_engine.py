@@ -23,7 +23,7 @@ from katydid_runtime.block_hash import BLOCK_TOKENS, fingerprint, hash_chain, pa
 from katydid_runtime.server import RpcServer
 from katydid_runtime.trace_context import TraceContext
 
-from tests.gateway.mock_frames import ended, logprob_columns
+from tests.gateway.mock_frames import ended, logprob_columns, lost, prompt_logprobs
 from tests.gateway.mock_options import MockOptions, command_line
 
 
@@ -36,6 +36,7 @@ class _Running:
     sent: int = 0
     ready_at: float = 0.0
     hashing_s: float = 0.0
+    prompt_logprobs: pb.TokenLogprobs | None = None
 
 
 class _Session:
@@ -98,13 +99,10 @@ class MockEngine(EngineServiceServicer):
         """What an engine says whose worker has died: it ends all requests itself, and takes no more."""
         self.options.refusal = pb.RequestError(reason="UNAVAILABLE", message="the engine is failing", retryable=True)
         for session in self._sessions.values():
-            for number, running in list(session.running.items()):
-                del session.running[number]
+            for number, running in session.running.items():
                 for choice in range(len(running.outputs)):
-                    frame = ended(number, pb.FINISH_REASON_ERROR)
-                    frame.finishes[0].choice = choice
-                    frame.finishes[0].error.CopyFrom(pb.RequestError(reason="ENGINE_LOST", message="a rank ended"))
-                    self._emit(session, frame)
+                    self._emit(session, lost(number, choice))
+            session.running.clear()
 
     def change_role(self, role: pb.Role) -> None:
         """Takes a role and says so in a frame, as after SetRole."""
@@ -252,6 +250,12 @@ class MockEngine(EngineServiceServicer):
             ready_at=now + delay,
             hashing_s=now - received,
         )
+        if sampling.HasField("prompt_logprobs"):
+            # The last part comes with the first token, those before it in a frame of their own.
+            *before, last = prompt_logprobs(message.request, prompt, self.options.prompt_part)
+            session.running[message.request].prompt_logprobs = last
+            if before:
+                self._emit(session, pb.SessionResponse(logprobs=before))
 
     def _cache(self, rank: int, hashes: list[bytes]) -> int:
         """Leading blocks known before; afterwards all are, and watchers hear of it."""
@@ -333,9 +337,7 @@ class MockEngine(EngineServiceServicer):
     ) -> None:
         sampling = running.message.sampling
         if sampling.HasField("prompt_logprobs") and running.sent == 0 and choice == 0:
-            frame.logprobs.append(
-                logprob_columns(number, 0, array("I", running.message.prompt_ids)[1:], 0, prompt=True)
-            )
+            frame.logprobs.append(running.prompt_logprobs)
         if sampling.HasField("logprobs"):
             frame.logprobs.append(logprob_columns(number, choice, array("I", row), sampling.logprobs))
 

@@ -52,6 +52,8 @@ class MockOptions:
     handover_s: float = 0.0
     step_s: float = 0.0
     tokens_per_step: int = 1
+    # Tokens of a prompt whose log probabilities come together, as of one chunk of a prefill.
+    prompt_part: int = 2**20
     reattach_window_s: float = 5.0
     block_tokens: int = BLOCK_TOKENS
     hash_fingerprint: bytes | None = None

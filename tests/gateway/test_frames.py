@@ -41,11 +41,11 @@ def test_log_probabilities_follow_the_rows_of_merged_steps() -> None:
         frame.logprobs.add(
             request=7, chosen=floats(*chosen), top=1, top_tokens=pack(*[9] * top), top_logprobs=floats(*chosen)
         )
-    frame.logprobs.add(request=7, chosen=floats(-5.0), prompt=True)
+    for value in (-5.0, -6.0):
+        frame.logprobs.add(request=7, chosen=floats(value), prompt=True)
     step = sort_frame(frame)[7]
     assert [list(row.logprobs.chosen) for row in step.rows if row.logprobs is not None] == [[-1.0], [-2.0, -3.0]]
-    assert step.prompt_logprobs is not None
-    assert list(step.prompt_logprobs.chosen) == [-5.0]
+    assert [list(part.chosen) for part in step.prompt_logprobs] == [[-5.0], [-6.0]]
 
 
 def test_a_finish_marks_its_stop_token_and_carries_its_error() -> None:

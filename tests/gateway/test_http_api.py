@@ -223,6 +223,26 @@ def test_completions_echo_logprobs_ids_and_several_prompts(chatml: Path) -> None
     run(chatml, scenario)
 
 
+def test_a_prompts_log_probabilities_come_in_parts(chatml: Path) -> None:
+    """A long prompt is computed in chunks, and an engine that dies within it begins anew on another one."""
+    prompt = list(range(3, 203))
+
+    async def scenario(built: Rig) -> None:
+        for engine in built.engines:
+            engine.options.prompt_part, engine.options.prefill_s = 64, 0.2
+        body = {"prompt": prompt, "max_tokens": 1, "echo": True, "logprobs": 0, "n": 2}
+        running = asyncio.create_task(built.http.post("/v1/completions", json=body))
+        await until(lambda: any(answer.prompt_logprobs for answer in built.gateway.generator._answers))
+        await next(engine for engine in built.engines if engine.in_flight).stop()
+        response = await running
+        assert response.status_code == 200, response.text
+        for choice in response.json()["choices"]:
+            assert choice["logprobs"]["token_logprobs"][0] is None
+            assert choice["logprobs"]["token_logprobs"][1:200] == pytest.approx([-id / 1000 for id in prompt[1:]])
+
+    run(chatml, scenario, engines=2)
+
+
 CHAT = "/v1/chat/completions"
 
 

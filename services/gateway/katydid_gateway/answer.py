@@ -217,9 +217,10 @@ class Answer:
                 self._begun, self._cached = True, step.cached
                 self.clock.first_frame(arrived_ns, step.trace)
             self._dispatcher.first_token(flight.dispatch, step.cached, step.trace)
-        if step.prompt_logprobs is not None:
-            ids = unpack_ids(self.prompt_ids)[1:]
-            self.prompt_logprobs = token_logprobs(ids, step.prompt_logprobs, self._vocabulary)
+        for part in step.prompt_logprobs:
+            # The first token of a prompt has none.
+            ids = unpack_ids(self.prompt_ids)[1 + len(self.prompt_logprobs) :][: len(part.chosen)]
+            self.prompt_logprobs += token_logprobs(ids, part, self._vocabulary)
         for row in step.rows:
             index = flight.choices[row.choice]
             choice = self._choices[index]
@@ -303,6 +304,7 @@ class Answer:
             self._dispatcher.resumed(engine, len(parts))
         else:
             self.clock.lost()
+            self.prompt_logprobs = []
             self._to_send.append(Flight(self, flight.choices, flight.part, flight.attempt + 1))
         self._lost_by = error
         self._wake()

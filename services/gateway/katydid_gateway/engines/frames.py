@@ -81,11 +81,11 @@ _NO_TRACE = EngineTrace()
 
 @dataclass(slots=True)
 class RequestStep:
-    """What one frame holds for one request."""
+    """What one frame holds for one request; log probabilities of its prompt come in parts, a chunk of it each."""
 
     rows: list[Row] = field(default_factory=list)
     finishes: list[Finish] = field(default_factory=list)
-    prompt_logprobs: RowLogprobs | None = None
+    prompt_logprobs: list[RowLogprobs] = field(default_factory=list)
     first: bool = False
     cached: CachedTokens = _NOTHING_CACHED
     trace: EngineTrace = _NO_TRACE
@@ -101,7 +101,7 @@ def sort_frame(frame: pb.SessionResponse) -> dict[int, RequestStep]:
     for logprobs in frame.logprobs:
         columns = _logprobs(logprobs)
         if logprobs.prompt:
-            steps.setdefault(logprobs.request, RequestStep()).prompt_logprobs = columns
+            steps.setdefault(logprobs.request, RequestStep()).prompt_logprobs.append(columns)
         else:
             _attach(columns, rows.get((logprobs.request, logprobs.choice), []))
     for finish in frame.finishes:
