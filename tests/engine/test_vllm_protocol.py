@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import io
 import zipfile
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,7 +15,9 @@ import grpc
 import pytest
 from katydid.engine.v1 import engine_pb2 as pb
 from katydid_engine.submission import EngineLimits
+from katydid_engine.vllm_protocol.answers import Answer
 from katydid_engine.vllm_protocol.requests import submission
+from katydid_engine.vllm_protocol.steps import Step
 from katydid_runtime.block_hash import unpack_ids
 from katydid_runtime.errors import InvalidRequestError, UnsupportedError
 from smg_grpc_proto.generated import common_pb2
@@ -109,6 +112,34 @@ def test_choices_logprobs_and_stop_tokens(served: Service) -> None:
         assert sum(len(chunk.output_logprobs.token_ids) for chunk in first) == 20
 
     run(served, body)
+
+
+def test_log_probabilities_of_a_long_prompt_are_joined() -> None:
+    """They come with each chunk of its prefill, and go out once."""
+    chosen = [-float(token) for token in PROMPT[1:]]
+    parts = [
+        Step(
+            logprobs=[
+                pb.TokenLogprobs(
+                    prompt=True,
+                    chosen=array("f", part).tobytes(),
+                    top=1,
+                    top_tokens=array("I", [9] * len(part)).tobytes(),
+                    top_logprobs=array("f", part).tobytes(),
+                )
+            ]
+        )
+        for part in (chosen[:8], chosen[8:])
+    ]
+    end = Step({0: [1]}, finishes=[pb.Finish(reason=pb.FINISH_REASON_LENGTH)])
+    for stream in (False, True):
+        answer = Answer(pb.SubmitRequest(prompt_ids=array("I", PROMPT).tobytes()), stream=stream)
+        sent = [response for step in (*parts, end) for response in answer.responses(step)]
+        told = sent[0].chunk.input_logprobs if stream else sent[0].complete.input_logprobs
+        assert [entry.value for entry in told.token_logprobs[1:]] == chosen
+        assert not told.token_logprobs[0].HasField("value")
+        assert len(told.top_logprobs) == len(told.token_ids) == len(PROMPT)
+        assert len(sent) == 1 + stream
 
 
 def test_an_abort_ends_a_request_and_a_caller_that_leaves_leaves_nothing(served: Service) -> None:

@@ -93,14 +93,12 @@ class Answer:
         for entry in step.logprobs:
             values, tops = _floats(entry.chosen), list(_tops(entry))
             if entry.prompt:
-                self._input = vllm.InputLogProbs(
-                    token_logprobs=[
-                        vllm.InputTokenLogProb(),
-                        *(vllm.InputTokenLogProb(value=value) for value in values),
-                    ],
-                    token_ids=self._prompt,
-                    top_logprobs=[vllm.TopLogProbs(), *tops],
-                )
+                if self._input is None:
+                    # The prompt's first token has none; the others' come with the chunks of its prefill.
+                    first = {"token_logprobs": [vllm.InputTokenLogProb()], "top_logprobs": [vllm.TopLogProbs()]}
+                    self._input = vllm.InputLogProbs(token_ids=self._prompt, **first)
+                self._input.token_logprobs.extend(vllm.InputTokenLogProb(value=value) for value in values)
+                self._input.top_logprobs.extend(tops)
                 continue
             start = taken.get(entry.choice, 0)
             taken[entry.choice] = start + len(values)
