@@ -302,8 +302,7 @@ class CacheFleet:
                 return
             owner, head = searched.prefix.owners[run.start], heads[run]
             hot, also = self._hot.hit(head, now), self._hot.also_at(head)
-            if owner != ranked[0] and owner not in also:
-                self._hot.put_at(head, owner)
+            if owner != ranked[0] and self._hot.stray(head, owner):
                 target = ranked[0]
             elif owner == ranked[0] and hot and len(ranked) > 1 and ranked[1] not in also:
                 target = ranked[1]
@@ -317,5 +316,5 @@ class CacheFleet:
                 source=owner,
                 target=target,
                 client=self._members[target].client,
-                done=partial(self._hot.put_at, head, target),
+                done=partial(self._hot.copied, head, target),
             )

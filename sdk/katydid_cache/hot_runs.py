@@ -21,6 +21,7 @@ class HotRuns:
         self._half_life_s = half_life_s
         self._heat: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
         self._homes: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
+        self._strays: OrderedDict[bytes, None] = OrderedDict()
 
     def hit(self, run: bytes, now: float) -> bool:
         """Count a hit at `now` (seconds); whether the run is hot."""
@@ -41,3 +42,20 @@ class HotRuns:
         self._homes[run] = homes if name in homes else (*homes, name)
         if len(self._homes) > _KEPT:
             self._homes.popitem(last=False)
+
+    def stray(self, run: bytes, name: str) -> bool:
+        """Instance `name` has the run, where its home was to have it; whether it is to be copied there.
+
+        It is until `copied`: a copy may fail, or find no place among others.
+        """
+        if name not in self.also_at(run):
+            self.put_at(run, name)
+            self._strays[run] = None
+            if len(self._strays) > _KEPT:
+                self._strays.popitem(last=False)
+        return run in self._strays
+
+    def copied(self, run: bytes, name: str) -> None:
+        """Instance `name` has a copy of the run now."""
+        self.put_at(run, name)
+        self._strays.pop(run, None)

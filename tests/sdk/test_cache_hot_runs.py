@@ -20,3 +20,19 @@ def test_extra_homes_are_kept_once_each() -> None:
     for name in ("a:1", "b:1", "a:1"):
         hot.put_at(b"run", name)
     assert hot.also_at(b"run") == ("a:1", "b:1")
+
+
+def test_a_stray_run_is_to_be_copied_until_it_has_been() -> None:
+    runs = HotRuns()
+    assert runs.stray(b"run", "b:1")
+    assert runs.also_at(b"run") == ("b:1",)
+    assert runs.stray(b"run", "b:1"), "the first copy may have failed"
+    runs.copied(b"run", "a:1")
+    assert not runs.stray(b"run", "b:1")
+    assert runs.also_at(b"run") == ("b:1", "a:1")
+
+
+def test_a_run_that_was_put_elsewhere_on_purpose_is_no_stray() -> None:
+    runs = HotRuns()
+    runs.put_at(b"run", "b:1")
+    assert not runs.stray(b"run", "b:1")
