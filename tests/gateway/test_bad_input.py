@@ -156,6 +156,30 @@ def test_an_oversize_body_is_refused_before_it_is_read(chatml: Path) -> None:
     run(chatml, scenario, max_body_bytes=2000)
 
 
+@pytest.mark.parametrize("name", ["\0", "a\r\nset-cookie: b", "ü", "x" * 70_000])
+def test_an_id_that_cannot_stand_in_a_header_is_refused_under_another(chatml: Path, name: str) -> None:
+    async def scenario(built: Rig) -> None:
+        for path, body in ((CHAT, chat(request_id=name)), (COMPLETIONS, complete("x", request_id=name))):
+            response = await built.http.post(path, content=body)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "request_id")
+            assert response.headers["x-request-id"].startswith("req-")
+        by_header = {"x-request-id": "ü".encode("latin-1")}
+        conversation = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        for path, fields in (("/v1/messages", conversation), (RESPONSES, {"input": "x"})):
+            assert (await built.http.post(path, json=fields, headers=by_header)).status_code == 400
+
+    run(chatml, scenario)
+
+
+def test_errors_do_not_give_back_what_was_sent(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        response = await built.http.post(CHAT, content=chat(model="x" * 70_000))
+        assert response.status_code == 404
+        assert len(response.content) < 2000
+
+    run(chatml, scenario)
+
+
 def test_a_body_that_does_not_arrive_is_not_waited_for(chatml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "BODY_TIMEOUT_S", 0.2)
 

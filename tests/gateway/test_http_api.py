@@ -202,8 +202,11 @@ def test_completions_echo_logprobs_ids_and_several_prompts(chatml: Path) -> None
             return response.json()  # type: ignore[no-any-return]
 
         assert (await complete(prompt="hello"))["choices"][0]["text"] == "yes"
+        assert built.engines[0].submitted[0].sampling.max_tokens == 9
+        await complete(prompt="hello", max_tokens=None)
+        assert built.engines[0].submitted[1].sampling.max_tokens == 16, "OpenAI's default"
         assert (await complete(prompt=ids, echo=True))["choices"][0]["text"] == "helloyes"
-        assert list(memoryview(built.engines[0].submitted[1].prompt_ids).cast("I")) == ids
+        assert list(memoryview(built.engines[0].submitted[2].prompt_ids).cast("I")) == ids
         several = await complete(prompt=["a", "b"], n=2)
         assert [choice["index"] for choice in several["choices"]] == [0, 1, 2, 3]
         assert several["usage"]["completion_tokens"] == 4 * (len(built.tokenizer.encode("yes").ids))

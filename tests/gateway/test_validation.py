@@ -84,6 +84,13 @@ def test_a_prompt_that_fills_the_context_is_too_long() -> None:
         resolved(NONE, prompt_tokens=0)
 
 
+def test_max_tokens_that_are_not_given() -> None:
+    assert resolved(SamplingOptions()).max_tokens == 990
+    assert resolved(SamplingOptions(usual_tokens=16)).max_tokens == 16
+    assert resolved(SamplingOptions(usual_tokens=5000)).max_tokens == 990, "as many as there is room for"
+    assert resolved(SamplingOptions(usual_tokens=16, max_tokens=20)).max_tokens == 20
+
+
 def test_min_tokens_may_not_exceed_max_tokens() -> None:
     with pytest.raises(InvalidRequestError, match="min_tokens"):
         resolved(SamplingOptions(max_tokens=5, min_tokens=6))

@@ -64,6 +64,7 @@ def test_a_long_value_is_shortened():
     error = errors.InvalidRequestError("too long", field="prompt", value="secret " * 1000)
     assert error.value is not None
     assert len(error.value) == 128
+    assert len(str(errors.KatydidError("x" * 5000))) == 1024
 
 
 def test_details_hold_only_what_is_known():

@@ -139,7 +139,10 @@ class OutputFormat:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How to sample, as asked: None means the model's default, then the gateway's."""
+    """How to sample, as asked: None means the model's default, then the gateway's.
+
+    Without `max_tokens` there are at most `usual_tokens`, and without these as many as the context has room for.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
@@ -154,6 +157,7 @@ class SamplingOptions:
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int | None = None
     max_tokens: int | None = None
+    usual_tokens: int | None = None
     n: int | None = None
     logprobs: int | None = None
     prompt_logprobs: bool = False

@@ -82,14 +82,18 @@ def check_options(options: RequestOptions) -> None:
     """What concerns the request as a whole. Raises InvalidRequestError."""
     if not -MAX_PRIORITY <= options.priority <= MAX_PRIORITY:
         raise _wrong("priority", options.priority, f"an integer in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
-    name = options.request_id
-    if len(name) > MAX_REQUEST_ID or not name.isascii() or not name.isprintable():
+    if not usable_id(options.request_id):
         raise InvalidRequestError(
             "the request id is not usable",
             field="request_id",
-            value=name,
+            value=options.request_id,
             allowed=f"at most {MAX_REQUEST_ID} printable ASCII characters",
         )
+
+
+def usable_id(name: str) -> bool:
+    """Whether `name` may be a request's id; such may stand in a header."""
+    return len(name) <= MAX_REQUEST_ID and name.isascii() and name.isprintable()
 
 
 def check_prompt(prompt: Prompt, limits: ModelLimits) -> None:
@@ -136,9 +140,10 @@ def resolve_sampling(
         raise InvalidRequestError("the prompt is empty", field="prompt", allowed="at least one token")
     if room < 1:
         raise prompt_too_long(limits.max_model_tokens, f"{prompt_tokens}")
+    most = _max_tokens(asked, room, prompt_tokens, limits)
     return Sampling(
         seed=_seed(asked.seed),
-        max_tokens=_max_tokens(asked.max_tokens, room, prompt_tokens, limits),
+        max_tokens=most,
         temperature=_within("temperature", _first(asked.temperature, defaults.temperature, 1.0), 0.0, MAX_TEMPERATURE),
         top_p=_within("top_p", _first(asked.top_p, defaults.top_p, 1.0), 0.0, 1.0, above=True),
         top_k=_top_k(_first(asked.top_k, defaults.top_k, 0), limits.vocab_size),
@@ -159,7 +164,7 @@ def resolve_sampling(
         logit_bias=_logit_bias(asked, limits.vocab_size),
         stop=_stops(asked.stop),
         stop_token_ids=_stop_tokens(asked.stop_token_ids, limits.vocab_size),
-        min_tokens=_min_tokens(asked, room),
+        min_tokens=_within("min_tokens", asked.min_tokens or 0, 0, most),
         n=_within("n", _first(asked.n, None, 1), 1, limits.max_choices),
         logprobs=None if asked.logprobs is None else _within("logprobs", asked.logprobs, 0, limits.max_logprobs),
         prompt_logprobs=asked.prompt_logprobs,
@@ -193,26 +198,20 @@ def _seed(asked: int | None) -> int:
     return asked % SEEDS
 
 
-def _max_tokens(asked: int | None, room: int, prompt_tokens: int, limits: ModelLimits) -> int:
-    if asked is None:
-        return room
-    if asked < 1:
-        raise _wrong("max_tokens", asked, "an integer >= 1")
-    if asked > room:
+def _max_tokens(asked: SamplingOptions, room: int, prompt_tokens: int, limits: ModelLimits) -> int:
+    if asked.max_tokens is None:
+        return room if asked.usual_tokens is None else min(room, asked.usual_tokens)
+    if asked.max_tokens < 1:
+        raise _wrong("max_tokens", asked.max_tokens, "an integer >= 1")
+    if asked.max_tokens > room:
         raise PromptTooLongError(
-            f"{prompt_tokens} prompt tokens and max_tokens={asked} exceed the context of "
+            f"{prompt_tokens} prompt tokens and max_tokens={asked.max_tokens} exceed the context of "
             f"{limits.max_model_tokens} tokens",
             field="max_tokens",
-            value=asked,
+            value=asked.max_tokens,
             allowed=f"at most {room} with this prompt",
         )
-    return asked
-
-
-def _min_tokens(asked: SamplingOptions, room: int) -> int:
-    value = asked.min_tokens or 0
-    most = room if asked.max_tokens is None else min(room, asked.max_tokens)
-    return _within("min_tokens", value, 0, most)
+    return asked.max_tokens
 
 
 def _top_k(value: int, vocab_size: int) -> int:

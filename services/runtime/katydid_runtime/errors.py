@@ -66,6 +66,7 @@ __all__ = [
 ]
 
 _VALUE_LIMIT = 128
+_MESSAGE_LIMIT = 1024
 
 
 class KatydidError(Exception):
@@ -73,7 +74,7 @@ class KatydidError(Exception):
 
     `message` is a whole sentence for the person who made the request. `field` names what is wrong as the caller
     spelled it ("temperature", "messages[2].role"), `value` what was given, `allowed` what would have been accepted.
-    Values are shortened to 128 characters, so a prompt never travels inside an error.
+    Values are shortened to 128 characters and messages to 1,024, so a prompt never travels inside an error.
     """
 
     reason: ClassVar[str] = "KATYDID_ERROR"
@@ -87,10 +88,11 @@ class KatydidError(Exception):
         allowed: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
+        message = _shorten(message, _MESSAGE_LIMIT)
         super().__init__(message)
         self.message = message
         self.field = field
-        self.value = None if value is None else _shorten(value)
+        self.value = None if value is None else _shorten(value, _VALUE_LIMIT)
         self.allowed = allowed
         self.retry_after_s = retry_after_s
 
@@ -281,9 +283,9 @@ def error_from_details(reason: str, message: str, details: Mapping[str, str]) ->
     return _BY_REASON.get(reason, KatydidError).from_details(message, details)
 
 
-def _shorten(value: object) -> str:
+def _shorten(value: object, limit: int) -> str:
     text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= _VALUE_LIMIT else text[: _VALUE_LIMIT - 1] + "…"
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def _seconds(text: str | None) -> float | None:

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from katydid_gateway.answer import SLOW_CLIENT_GRACE_S, Answer
 from katydid_gateway.http.failures import OPENAI_ERRORS, as_spelled, error_response
+from katydid_gateway.validation import usable_id
 
 __all__ = ["Exchange"]
 
@@ -32,7 +33,8 @@ class Exchange:
         self._send = send
         # Of a header that is there twice the first counts.
         self._headers: dict[bytes, bytes] = dict(reversed(list(scope["headers"])))
-        self.request_id = self.header(b"x-request-id") or f"req-{uuid.uuid4().hex}"
+        self.request_id = f"req-{uuid.uuid4().hex}"
+        self.named(None)
         self.started = False
         self.errors = OPENAI_ERRORS
         self.spelled: Mapping[str, str] = {}
@@ -42,10 +44,14 @@ class Exchange:
         return self._headers.get(name, b"").decode("latin-1")
 
     def named(self, name: str | None) -> str:
-        """The request's id: its header's, else `name` of its body, else one that was made for it."""
-        if name and not self.header(b"x-request-id"):
-            self.request_id = name
-        return self.request_id
+        """The request's id: its header's, else `name` of its body, else one that was made for it.
+
+        One that is not usable is returned to be refused; the response has the one that was made.
+        """
+        asked = self.header(b"x-request-id") or name or self.request_id
+        if usable_id(asked):
+            self.request_id = asked
+        return asked
 
     async def body(self, limit: int) -> bytes:
         """The whole body.

@@ -78,7 +78,7 @@ class Messages:
     async def handle(self, exchange: Exchange, raw: bytes, caller: Caller) -> None:
         body = decode_body(_decoder, raw)
         exchange.spelled = _SPELLED
-        request = messages_request(body, exchange.request_id)
+        request = messages_request(body, exchange.named(None))
         async with self._generator.answer(request, caller, self.api) as answer:
             form = _Form(answer)
             await send_answers(exchange, [answer], form, stream=bool(body.stream), keepalive_s=self._keepalive_s)

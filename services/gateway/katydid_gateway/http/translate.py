@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from typing import Any
 
 from katydid_runtime.block_hash import pack_ids
@@ -35,6 +36,8 @@ from katydid_gateway.validation import check_template_options
 
 __all__ = ["chat_conversation", "chat_request", "completion_requests", "packed_ids"]
 
+# OpenAI's, without max_tokens; of chats there is no such default.
+USUAL_COMPLETION_TOKENS = 16
 MAX_TOP_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
 # No vocabulary has more; Python refuses to read numbers of thousands of digits.
@@ -103,7 +106,7 @@ def completion_requests(body: CompletionBody, request_id: str, max_prompts: int)
     # Zero new tokens is how evaluators ask for the prompt's own log probabilities; an engine samples at least one.
     limit = 1 if body.max_tokens == 0 and body.echo else body.max_tokens
     prompt_logprobs = bool(body.echo) and body.logprobs is not None
-    sampling = _sampling(body, limit, body.logprobs, prompt_logprobs)
+    sampling = replace(_sampling(body, limit, body.logprobs, prompt_logprobs), usual_tokens=USUAL_COMPLETION_TOKENS)
     names = [request_id] if len(prompts) == 1 else [f"{request_id}-{place}" for place in range(len(prompts))]
     return [
         GenerationRequest(prompt, body.model, sampling, _options(body, name))
