@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from katydid_runtime.errors import (
+    DeadlineExceededError,
     InvalidRequestError,
     KatydidError,
     NotFoundError,
@@ -47,6 +48,8 @@ def run(argv: Sequence[str]) -> int:
         # Whatever else is not available says itself what to do about it.
         hint = f"; {_where_to_look(argv)}" if str(error).startswith("the connection to ") else ""
         return _fail(f"{error}{hint}", 1)
+    except DeadlineExceededError as error:
+        return _fail(f"{error}{_how_to_wait(argv)}", 1)
     except UnsupportedError as error:
         # gRPC's own words where the address is another service's.
         unknown = str(error) == "Method not found!"
@@ -78,6 +81,10 @@ def _where_to_look(argv: Sequence[str]) -> str:
     if argv[0] == "gateway":
         return "has the gateway an admin_listen (katydid up --gateway-option=--admin-listen=127.0.0.1:8002)?"
     return "is a fleet running there (katydid up)? --address names another"
+
+
+def _how_to_wait(argv: Sequence[str]) -> str:
+    return "; --timeout-s waits longer" if argv[:2] in (["cache", "flush"], ["cache", "verify"]) else ""
 
 
 def _whose_address(argv: Sequence[str]) -> str:

@@ -12,9 +12,9 @@ from katydid.kvcache.v1 import kvcache_pb2_grpc as pb_grpc
 from katydid_runtime.bearer import interceptors
 from katydid_runtime.channel import open_channel
 from katydid_runtime.duration import to_duration
-from katydid_runtime.rpc_errors import from_rpc_error
 from katydid_runtime.tls import Tls
 
+from katydid_cache.answering import unanswered
 from katydid_cache.client import CHANNEL
 from katydid_cache.layout import BlockLayout
 from katydid_cache.records import Tier
@@ -122,4 +122,4 @@ class CacheAdmin:
         try:
             return await method(request, timeout=timeout_s)
         except grpc.RpcError as error:
-            raise from_rpc_error(error, self._address) from error
+            raise unanswered(error, self._address, timeout_s) from error

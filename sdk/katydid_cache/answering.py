@@ -18,9 +18,17 @@ from katydid_runtime.rpc_errors import from_rpc_error
 
 from katydid_cache.attachment import Attachment
 
-__all__ = ["Answering"]
+__all__ = ["Answering", "unanswered"]
 
 T = TypeVar("T")
+
+
+def unanswered(error: grpc.RpcError, address: str, timeout_s: float) -> KatydidError:
+    """Why a call that needs no attachment failed, in words for who reads them."""
+    failure = from_rpc_error(error, address)
+    if isinstance(failure, DeadlineExceededError):
+        return DeadlineExceededError(f"the cache service at {address} did not answer within {timeout_s:g} s")
+    return failure
 
 
 class Answering:

@@ -20,11 +20,10 @@ from katydid_runtime.bearer import headers, interceptors
 from katydid_runtime.channel import CHANNEL_OPTIONS, open_channel
 from katydid_runtime.duration import to_duration, to_seconds
 from katydid_runtime.errors import ConflictError, PermissionDeniedError, UnauthenticatedError, UnavailableError
-from katydid_runtime.rpc_errors import from_rpc_error
 from katydid_runtime.tls import Tls
 from katydid_runtime.trace_context import TraceContext
 
-from katydid_cache.answering import Answering
+from katydid_cache.answering import Answering, unanswered
 from katydid_cache.arena import ArenaMapping
 from katydid_cache.arena_copies import ArenaCopies
 from katydid_cache.arena_slots import ArenaSlots
@@ -327,7 +326,7 @@ class CacheClient:
         try:
             response = await self._stub.Stats(pb.StatsRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
-            raise from_rpc_error(error, self._address) from error
+            raise unanswered(error, self._address, timeout_s) from error
         return cache_stats(response)
 
     async def watch(self, identity: bytes) -> AsyncIterator[WatchEvent]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from xxhash import xxh3_128
 
@@ -73,10 +73,11 @@ def receive(
     buffers: Sequence[memoryview],
     checksums: Sequence[bytes],
     intact: list[bool],
+    opened: Callable[[Lane], None] = lambda _: None,
 ) -> Lane:
     """`Lane.receive` over `lane` or, where there is none or it was closed while idle, a fresh one; the lane used.
 
-    Raises OSError, the lane closed.
+    `opened` is told of a fresh one, so that others can interrupt it. Raises OSError, the lane closed.
     """
     if lane is not None:
         try:
@@ -88,6 +89,7 @@ def receive(
                 raise
             # If the token was read all the same, the fresh lane is refused, and that is that.
     lane = Lane(*where, stall_s=stall_s)
+    opened(lane)
     try:
         lane.receive(token, buffers, checksums, intact)
     except OSError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -123,16 +124,25 @@ class LaneReads:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._count, "lane")
         idle = self._idle.pop() if self._idle else None
+        used = [] if idle is None else [idle]
+        given_up = threading.Event()
+
+        def opened(lane: Lane) -> None:
+            used.append(lane)
+            if given_up.is_set():
+                lane.interrupt()
+
         intact: list[bool] = []
         buffers = [into[at] for at in sent]
-        work = (idle, (self._host, self._port), _STALL_S, offer.token, buffers, offer.checksums, intact)
+        work = (idle, (self._host, self._port), _STALL_S, offer.token, buffers, offer.checksums, intact, opened)
         receiving = asyncio.get_running_loop().run_in_executor(self._threads, receive, *work)
         try:
             self._idle.append(await asyncio.shield(receiving))
         except asyncio.CancelledError:
             # The caller may use its buffers again once this returns.
-            if idle is not None:
-                idle.interrupt()
+            given_up.set()
+            for lane in [*used]:
+                lane.interrupt()
             (outcome,) = await asyncio.gather(receiving, return_exceptions=True)
             if isinstance(outcome, Lane):
                 outcome.close()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from katydid_cache import CacheClient, Durability
+from katydid_cache import CacheClient, CacheStats, Durability
 from katydid_cli.__main__ import run
 
 from tests.kvcache.running import IDENTITY, LAYOUT, ServiceProcess, make
@@ -50,12 +52,14 @@ def test_every_command_does_what_it_says(
         assert len(katydid("ls", SPACE, "--limit", "2").splitlines()) == 3
 
         kept, gone = blocks[0].hash.hex(), blocks[1].hash.hex()
-        assert katydid("pin", SPACE, kept, "--hold-s", "60") == "1 blocks pinned\n"
-        assert katydid("evict", SPACE, gone) == "1 blocks evicted\n"
+        assert katydid("pin", SPACE, kept, "--hold-s", "60") == "1 block pinned\n"
+        assert katydid("evict", SPACE, gone) == "1 block evicted\n"
+        assert katydid("evict", SPACE, kept, gone) == "0 blocks evicted, 2 not there or in use\n"
+        assert katydid("pin", SPACE, kept, gone) == "1 block pinned, 1 not there\n"
         assert json.loads(katydid("evict", SPACE, "--all", "--json")) == {"evicted": 2}
         assert [block["hash"] for block in json.loads(katydid("ls", SPACE, "--json"))] == [kept]
-        assert katydid("pin", SPACE, kept, "--hold-s", "0") == "1 blocks unpinned\n"
-        assert katydid("evict", SPACE, kept) == "1 blocks evicted\n"
+        assert katydid("pin", SPACE, kept, "--hold-s", "0") == "1 block unpinned\n"
+        assert katydid("evict", SPACE, kept) == "1 block evicted\n"
 
         assert katydid("flush") == "0 blocks written\n"
         assert katydid("verify") == "0 blocks read, 0 corrupt\n"
@@ -81,3 +85,27 @@ def test_every_command_does_what_it_says(
 def run_top(capsys: pytest.CaptureFixture[str]) -> str:
     assert run(["cache", "top", "--count", "1", "--json"]) == 0
     return capsys.readouterr().out
+
+
+def test_an_instance_that_hangs_or_is_away_hides_no_other(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = CacheClient.stats
+
+    async def impatient(self: CacheClient, *, timeout_s: float) -> CacheStats:
+        return await asked(self, timeout_s=min(timeout_s, 1.0))
+
+    monkeypatch.setattr(CacheClient, "stats", impatient)
+    with ServiceProcess() as well, ServiceProcess() as hanging:
+        os.kill(hanging.process.pid, signal.SIGSTOP)
+        monkeypatch.setenv("KATYDID_CACHE_ADDRESS", f"{hanging.address},{well.address},127.0.0.1:1")
+        assert run(["cache", "stats", "--json"]) == 1
+        out, err = capsys.readouterr()
+        assert list(json.loads(out)) == [well.address]
+        assert f"the cache service at {hanging.address} did not answer within 1 s" in err
+        assert "the connection to 127.0.0.1:1 failed: Connection refused" in err
+        assert run(["cache", "top", "--count", "1", "--json"]) == 0
+        assert [row["in"] for row in json.loads(capsys.readouterr().out)] == ["away", "-", "away"]
+        monkeypatch.setenv("KATYDID_CACHE_ADDRESS", hanging.address)
+        assert run(["cache", "flush", "--timeout-s", "0.2"]) == 1
+        assert "did not answer within 0.2 s; --timeout-s waits longer" in capsys.readouterr().err

@@ -42,6 +42,8 @@ def test_a_row_a_tier() -> None:
     assert len(memory) == len(TIERS_HEAD)
     assert memory[:6] == ("memory", "3", "512 B", "1.0 KiB", "75.0 %", "30")
     assert disk[:6] == ("disk", "3", "256 B", "1.0 KiB", "40.0 %", "4")
+    (shared,) = tier_rows(dataclasses.replace(STATS, tiers={Tier.SHARED: dataclasses.replace(DISK, capacity_bytes=0)}))
+    assert shared[:4] == ("shared", "3", "256 B", "-"), "nobody told how much it may hold"
     assert speed_rows(STATS) == [("disk", "2.0 MiB", "954 MiB/s")]
 
 

@@ -78,7 +78,7 @@ def test_restart_finds_blocks_by_index_and_by_scan(tmp_path: Path) -> None:
         async with opened(tmp_path) as (cache, space):
             for name in range(30):
                 await durably(cache, space, name)
-            assert cache.evict(IDENTITY, [key(3)]) == 1
+            assert await cache.evict(IDENTITY, [key(3)]) == 1
         for loss in ("nothing", "index", "garbage"):
             if loss == "index":
                 for file in (tmp_path / "index").iterdir():

@@ -15,7 +15,7 @@ from katydid_kvcache.shared.backend import Backend, Outgoing
 from katydid_kvcache.shared.manifest import Entry, Location
 
 from tests.kvcache.inside import BLOCK, get, key, opened, payload, put
-from tests.kvcache.running import MIB, run
+from tests.kvcache.running import IDENTITY, MIB, run
 
 FAST = {"shared_refresh_s": 0.02, "shared_timeout_s": 10}
 
@@ -132,7 +132,7 @@ def test_what_an_operator_evicts_is_gone_for_every_instance(tmp_path: Path) -> N
             put(one, space, 1)
             put(one, space, 2)
             await known(other, there, 2)
-            assert other.evict(there.identity, [key(1)]) == 1
+            assert await other.evict(there.identity, [key(1)]) == 1
             await known(one, space, 1)
             assert space.blocks[key(2)].shared is not None
         async with opened(**settings) as (fresh, here):
@@ -323,5 +323,26 @@ def test_many_renewals_are_told_a_few_at_a_time(tmp_path: Path) -> None:
             while slow.calls < 100 or slow.at_a_time:
                 await asyncio.sleep(0.01)
             assert slow.most <= 16, "each call of a store may take a connection"
+
+    run(scenario)
+
+
+def test_evicting_a_whole_namespace_holds_up_nobody(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(**shared(tmp_path)) as (cache, space):
+            adopt(cache, space, range(3000))
+            turns = 0
+
+            async def others() -> None:
+                nonlocal turns
+                while True:
+                    await asyncio.sleep(0)
+                    turns += 1
+
+            beside = asyncio.create_task(others())
+            assert await cache.evict(IDENTITY, []) == 3000
+            beside.cancel()
+            assert turns >= 5
+            assert not space.blocks
 
     run(scenario)

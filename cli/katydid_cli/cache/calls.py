@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from katydid_cache import BlockInfo, CacheAdmin, CacheClient, CacheStats, Instances, NamespaceInfo, Tls
-from katydid_runtime.errors import InvalidRequestError, NotFoundError, UnavailableError
+from katydid_runtime.errors import DeadlineExceededError, InvalidRequestError, NotFoundError, UnavailableError
 from katydid_runtime.tls import client_tls
 from rich.console import Console
 from rich.live import Live
@@ -58,16 +58,23 @@ class Target:
 
 
 def stats(target: Target) -> None:
-    """Figures of every instance."""
+    """Figures of every instance. Raises what some failed with, once those of the others are printed."""
 
     async def run() -> None:
         async with _clients(target) as clients:
-            found = {name: await client.stats(timeout_s=5.0) for name, client in clients.items()}
-        if target.as_json:
-            _print_json({name: jsonable(each) for name, each in found.items()})
-            return
-        for name, each in found.items():
-            _print_stats(name, each)
+            asked = (client.stats(timeout_s=5.0) for client in clients.values())
+            found = dict(zip(clients, await asyncio.gather(*asked, return_exceptions=True), strict=True))
+        there = {name: each for name, each in found.items() if isinstance(each, CacheStats)}
+        if there and target.as_json:
+            _print_json({name: jsonable(each) for name, each in there.items()})
+        elif there:
+            for name, each in there.items():
+                _print_stats(name, each)
+        failures = [each for each in found.values() if isinstance(each, BaseException)]
+        if len(failures) > 1:
+            raise UnavailableError("; ".join(map(str, failures)))
+        if failures:
+            raise failures[0]
 
     _run(run())
 
@@ -128,14 +135,15 @@ def ls(target: Target, namespace: str | None, limit: int) -> None:
 def evict(target: Target, namespace: str, hashes: Sequence[str]) -> None:
     """Drop blocks, all of the namespace when none is named."""
     packed = _packed(hashes)
-    _count(target, "evicted", lambda admin, space: admin.evict(space.identity, packed), namespace)
+    left = "not there or in use"
+    _count(target, "evicted", lambda admin, space: admin.evict(space.identity, packed), namespace, len(hashes), left)
 
 
 def pin(target: Target, namespace: str, hashes: Sequence[str], hold_s: float) -> None:
     """Keep blocks for `hold_s`, 0: no longer."""
     packed = _packed(hashes)
     what = "pinned" if hold_s else "unpinned"
-    _count(target, what, lambda admin, space: admin.pin(space.identity, packed, hold_s), namespace)
+    _count(target, what, lambda admin, space: admin.pin(space.identity, packed, hold_s), namespace, len(hashes))
 
 
 def flush(target: Target, timeout_s: float) -> None:
@@ -144,7 +152,7 @@ def flush(target: Target, timeout_s: float) -> None:
     async def run() -> None:
         async with _admin(target) as admin:
             written = await admin.flush(timeout_s=timeout_s)
-        _print_json({"written": written}) if target.as_json else print(f"{written} blocks written")
+        _print_json({"written": written}) if target.as_json else print(f"{counted(written, 'block')} written")
 
     _run(run())
 
@@ -158,7 +166,7 @@ def verify(target: Target, timeout_s: float) -> bool:
         if target.as_json:
             _print_json({"blocks": result.blocks, "corrupt": result.corrupt})
         else:
-            print(f"{result.blocks} blocks read, {result.corrupt} corrupt")
+            print(f"{counted(result.blocks, 'block')} read, {result.corrupt} corrupt")
         return result.corrupt == 0
 
     return _run(run())
@@ -202,17 +210,27 @@ def top(target: Target, interval_s: float, count: int) -> None:
 async def _look(client: CacheClient) -> CacheStats | None:
     try:
         return await client.stats(timeout_s=1.0)
-    except UnavailableError:
+    except (UnavailableError, DeadlineExceededError):
         return None
 
 
 def _count(
-    target: Target, what: str, call: Callable[[CacheAdmin, NamespaceInfo], Coroutine[Any, Any, int]], namespace: str
+    target: Target,
+    what: str,
+    call: Callable[[CacheAdmin, NamespaceInfo], Coroutine[Any, Any, int]],
+    namespace: str,
+    asked: int,
+    left: str = "not there",
 ) -> None:
+    """Print of how many blocks `call` did `what`, and of those `asked` for by name why some are `left`."""
+
     async def run() -> None:
         async with _admin(target) as admin:
             blocks = await call(admin, await _namespace(admin, namespace))
-        _print_json({what: blocks}) if target.as_json else print(f"{blocks} blocks {what}")
+        if target.as_json:
+            _print_json({what: blocks})
+            return
+        print(f"{counted(blocks, 'block')} {what}{f', {asked - blocks} {left}' if blocks < asked else ''}")
 
     _run(run())
 

@@ -71,7 +71,7 @@ def tier_rows(stats: CacheStats) -> list[tuple[str, ...]]:
             tier.name.lower(),
             str(figures.blocks),
             bytes_text(figures.bytes),
-            bytes_text(figures.capacity_bytes),
+            bytes_text(figures.capacity_bytes) if figures.capacity_bytes else "-",
             _share(figures.hits, figures.hits + figures.misses),
             *map(str, (figures.hits, figures.misses, figures.writes)),
             *map(str, (figures.evictions, figures.shed, figures.corrupt)),

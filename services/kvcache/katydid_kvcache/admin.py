@@ -33,7 +33,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
 
     async def Evict(self, request: pb.EvictRequest, _context: Context) -> pb.EvictResponse:
         identity = requests.exact_bytes(request.identity, (_IDENTITY_BYTES,), "identity")
-        return pb.EvictResponse(blocks=self._cache.evict(identity, requests.hash_list(request.hashes)))
+        return pb.EvictResponse(blocks=await self._cache.evict(identity, requests.hash_list(request.hashes)))
 
     async def Flush(self, _request: pb.FlushRequest, _context: Context) -> pb.FlushResponse:
         return pb.FlushResponse(blocks=await self._cache.flush())

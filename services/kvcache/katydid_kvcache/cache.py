@@ -51,6 +51,7 @@ __all__ = ["Cache", "Found"]
 _MAINTENANCE_S = 1.0
 _REGROW_S = 60.0
 _SERVICE_OWNER = 0
+_EVICT_BLOCKS = 512
 # An answer to Reserve that came too late leaves slots with a client that does not know of them.
 _RESERVATION_S = 120.0
 
@@ -296,13 +297,21 @@ class Cache:
             )
         return namespace
 
-    def evict(self, identity: bytes, hashes: Sequence[bytes]) -> int:
+    async def evict(self, identity: bytes, hashes: Sequence[bytes]) -> int:
         """Drop blocks (all of the namespace when none is named), from disk beyond recovery; leased ones stay."""
         namespace = self.namespace(identity)
-        named = [namespace.blocks.get(block_hash) for block_hash in hashes] if hashes else [*namespace.blocks.values()]
+        names = hashes or [*namespace.blocks]
+        dropped = 0
+        for start in range(0, len(names), _EVICT_BLOCKS):
+            dropped += self._evict(namespace, names[start : start + _EVICT_BLOCKS])
+            await asyncio.sleep(0)  # others are not to wait for a whole namespace
+        return dropped
+
+    def _evict(self, namespace: Namespace, names: Sequence[bytes]) -> int:
         dropped = 0
         withdrawn: list[Entry] = []
-        for block in named:
+        for name in names:
+            block = namespace.blocks.get(name)
             if block is None or block.pins:
                 continue
             slot = block.disk
