@@ -108,7 +108,7 @@ def verify(
     tls_ca_file: CaFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read every copy of every block and check it; exit code 1 when one was corrupt."""
+    """Read every copy of every block and check it; exit code 1 when one was corrupt or could not be read."""
     from katydid_cli.cache import calls
 
     intact = calls.verify(calls.Target(source, token, tls_ca_file, as_json), timeout_s)

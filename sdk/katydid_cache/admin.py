@@ -46,10 +46,11 @@ class BlockInfo:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """`blocks` were read, `corrupt` of them quarantined."""
+    """`blocks` were looked at, `corrupt` of them quarantined; a copy of `unreadable` could not be read."""
 
     blocks: int
     corrupt: int
+    unreadable: int
 
 
 class CacheAdmin:
@@ -72,7 +73,7 @@ class CacheAdmin:
     async def verify(self, *, timeout_s: float = 3600.0) -> Verification:
         """Have every copy of every block read and checked."""
         response = await self._call(self._stub.Verify, pb.VerifyRequest(), timeout_s)
-        return Verification(response.blocks, response.corrupt)
+        return Verification(response.blocks, response.corrupt, response.unreadable)
 
     async def namespaces(self, *, timeout_s: float = 10.0) -> list[NamespaceInfo]:
         response = await self._call(self._stub.List, pb.ListRequest(), timeout_s)

@@ -258,3 +258,21 @@ def test_a_start_that_was_cut_off_leaves_a_folder_that_can_be_used(tmp_path: Pat
     (tmp_path / "FORMAT").touch()
     os.close(lock_folder(tmp_path))
     assert (tmp_path / "FORMAT").read_text().startswith("katydid-kvcache disk tier")
+
+
+def test_verify_tells_of_copies_that_can_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with opened(tmp_path) as (cache, space):
+            for name in range(1, 5):
+                await durably(cache, space, name)
+            original = SegmentFiles.read
+
+            def failing(self: SegmentFiles, number: int, slot_bytes: int, offset: int, buffers: Any) -> None:
+                if offset == 0:
+                    raise OSError(errno.EIO, "the medium has a hole")
+                original(self, number, slot_bytes, offset, buffers)
+
+            monkeypatch.setattr(SegmentFiles, "read", failing)
+            assert await cache.scrubber.verify() == (4, 0, 1)
+
+    run(scenario)

@@ -346,3 +346,30 @@ def test_evicting_a_whole_namespace_holds_up_nobody(tmp_path: Path) -> None:
             assert not space.blocks
 
     run(scenario)
+
+
+class Told(Stuck):
+    """A store that notes until when its blocks are to stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.renewed: list[float] = []
+
+    async def renew(self, identity: bytes, name: bytes, expires_at: float) -> None:
+        self.renewed.append(expires_at)
+
+
+def test_the_store_is_told_of_blocks_that_live_on_without_a_disk_too(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(**shared(tmp_path)) as (cache, space):
+            assert cache.shared is not None
+            told = cache.shared._backend = Told()
+            now = time.time()
+            cache.store.adopt(space, Entry(key(1), b"", b"", now + 1.0, 100.0, Location("p", 0, bytes(16), 0)))
+            for _ in range(3):
+                cache.store.touch([space.blocks[key(1)]])
+            while not told.renewed:
+                await asyncio.sleep(0.01)
+            assert [round(expires_at - now) for expires_at in told.renewed] == [100], "and not at every use"
+
+    run(scenario)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,7 +44,7 @@ _IDENTITY_DIGITS = 4
 _PIPED_COLUMNS = 240
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Target:
     """Which services: `source` as of `Instances`; how to get in; whether to print JSON."""
 
@@ -158,16 +158,17 @@ def flush(target: Target, timeout_s: float) -> None:
 
 
 def verify(target: Target, timeout_s: float) -> bool:
-    """Read and check everything; True when nothing was corrupt."""
+    """Read and check everything; True when all of it could be read and was right."""
 
     async def run() -> bool:
         async with _admin(target) as admin:
             result = await admin.verify(timeout_s=timeout_s)
         if target.as_json:
-            _print_json({"blocks": result.blocks, "corrupt": result.corrupt})
+            _print_json(dataclasses.asdict(result))
         else:
-            print(f"{counted(result.blocks, 'block')} read, {result.corrupt} corrupt")
-        return result.corrupt == 0
+            unreadable = f", {result.unreadable} unreadable" if result.unreadable else ""
+            print(f"{counted(result.blocks, 'block')} read, {result.corrupt} corrupt{unreadable}")
+        return not result.corrupt and not result.unreadable
 
     return _run(run())
 

@@ -40,7 +40,7 @@ class AdminService(pb_grpc.AdminServiceServicer):
 
     async def Verify(self, _request: pb.VerifyRequest, _context: Context) -> pb.VerifyResponse:
         verified = await self._cache.scrubber.verify()
-        return pb.VerifyResponse(blocks=verified.blocks, corrupt=verified.corrupt)
+        return pb.VerifyResponse(**verified._asdict())
 
     async def List(self, _request: pb.ListRequest, _context: Context) -> pb.ListResponse:
         return pb.ListResponse(

@@ -84,14 +84,14 @@ class Reader:
         self._store.leave(self._store.memory, block, corrupt=True)
         return True
 
-    async def check_disk(self, block: Block, scratch: memoryview) -> bool:
-        """Read a block's disk slot into `scratch` (page-aligned, large enough); False when it was quarantined."""
+    async def check_disk(self, block: Block, scratch: memoryview) -> BlockMissReason | None:
+        """Read a block's disk slot, if it has one, into `scratch` (page-aligned, large enough); None, or what is wrong.
+
+        A slot that is CORRUPT is quarantined.
+        """
         if block.disk is None:
-            return True
-        return (
-            await self._read_disk(block, block.disk, scratch[: block.namespace.slot_bytes])
-            is not BlockMissReason.CORRUPT
-        )
+            return None
+        return await self._read_disk(block, block.disk, scratch[: block.namespace.slot_bytes])
 
     async def _checked(self, block: Block, mask: int) -> Reading | BlockMissReason:
         """The checked block; a copy in memory that went bad is quarantined and a good one on disk takes its place."""

@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import mmap
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from katydid_cache.records import BlockMissReason
 
 from katydid_kvcache.blocks import Block, Namespace
 from katydid_kvcache.memory import MemoryTier
@@ -26,10 +29,11 @@ logger = logging.getLogger(__name__)
 
 
 class Verified(NamedTuple):
-    """Blocks read and checked, and how many of them had a wrong copy."""
+    """Blocks looked at, how many of them had a wrong copy, and how many one that could not be read."""
 
     blocks: int
     corrupt: int
+    unreadable: int
 
 
 class Scrubber:
@@ -61,6 +65,10 @@ class Scrubber:
 
         `scratch` is page-aligned and holds a slot.
         """
+        return await self._look(block, scratch) is not BlockMissReason.CORRUPT
+
+    async def _look(self, block: Block, scratch: memoryview) -> BlockMissReason | None:
+        """`check`; None, or what is wrong: CORRUPT, or STORE_UNAVAILABLE where the disk could not be read."""
         store = self._store
         store.pin([block])
         try:
@@ -68,25 +76,26 @@ class Scrubber:
             self.bytes += len(scratch) * ((block.memory is not None) + (block.disk is not None))
             if not good:
                 store.leave(store.memory, block, corrupt=True)
-            good = await self._reader.check_disk(block, scratch) and good
+            wrong = await self._reader.check_disk(block, scratch)
         finally:
             store.unpin([block])
+        if not good:
+            wrong = BlockMissReason.CORRUPT
         self.blocks += 1
-        self.corrupt += not good
-        return good
+        self.corrupt += wrong is BlockMissReason.CORRUPT
+        return wrong
 
     async def verify(self) -> Verified:
         """Read every copy of every block and quarantine those whose checksum is wrong."""
-        checked, corrupt = 0, 0
+        found: Counter[BlockMissReason | None] = Counter()
         for namespace in [*self._store.namespaces.values()]:
             scratch = memoryview(mmap.mmap(-1, namespace.slot_bytes))
             for block in [*namespace.blocks.values()]:
                 if not block.present or not block.complete:
                     continue
-                checked += 1
-                corrupt += not await self.check(block, scratch)
+                found[await self._look(block, scratch)] += 1
                 await asyncio.sleep(0)
-        return Verified(checked, corrupt)
+        return Verified(found.total(), found[BlockMissReason.CORRUPT], found[BlockMissReason.STORE_UNAVAILABLE])
 
     async def look_at(self, namespace: Namespace, names: Sequence[bytes]) -> int:
         """Look at blocks that were wrong to a reader; how many are wrong in memory, and quarantined now."""

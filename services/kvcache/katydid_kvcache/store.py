@@ -34,8 +34,8 @@ class Store:
     """The index over all namespaces and tiers. Not thread-safe: one loop owns it.
 
     With `shared_blocks` it knows so many blocks of a shared store; they look absent while it is not `shared_reachable`.
-    `changed` is told of every complete block that enters or leaves a tier, `renewed` of blocks on disk whose time has
-    moved on. `now` gives Unix seconds and is asked for times to live only.
+    `changed` is told of every complete block that enters or leaves a tier, `renewed` of blocks on disk or in the shared
+    store whose time has moved on. `now` gives Unix seconds and is asked for times to live only.
     """
 
     def __init__(
@@ -147,7 +147,8 @@ class Store:
             return
         block.expires_at = until
         # The lower tiers need not know it to the second.
-        if block.disk is not None and until - block.recorded_until > _RECORDED_SHARE * (until - now):
+        below = block.disk is not None or block.shared is not None
+        if below and until - block.recorded_until > _RECORDED_SHARE * (until - now):
             block.recorded_until = until
             self._renewed(block)
 

@@ -2241,19 +2241,23 @@ class VerifyResponse(_message.Message):
 
     BLOCKS_FIELD_NUMBER: _builtins.int
     CORRUPT_FIELD_NUMBER: _builtins.int
+    UNREADABLE_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
-    """Blocks read."""
+    """Blocks looked at."""
     corrupt: _builtins.int
     """Blocks found corrupt and quarantined."""
+    unreadable: _builtins.int
+    """Blocks of which a copy could not be read."""
     def __init__(
         self,
         *,
         blocks: _builtins.int = ...,
         corrupt: _builtins.int = ...,
+        unreadable: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "corrupt", b"corrupt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "corrupt", b"corrupt", "unreadable", b"unreadable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
