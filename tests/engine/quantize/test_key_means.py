@@ -12,18 +12,24 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from katydid_engine.checkpoint import KEY_MEANS
+from katydid_engine.checkpoint import KEY_MEANS, Checkpoint
+from katydid_engine.layers.rotary import rotary_table
 from katydid_engine.loader import load_model
+from katydid_engine.model_config import read_model_config
+from katydid_engine.quantization import Scheme
 from katydid_engine.quantize import Options, Recipe, quantize_folder
 from katydid_engine.quantize.balance import balance_keys
-from katydid_engine.quantize.block import Block, rotated
+from katydid_engine.quantize.block import Block, rotary_angles, rotated
+from katydid_engine.quantize.distill import QuantisedMatrix
+from katydid_engine.quantize.distilled_folder import read_both
+from katydid_engine.quantize.layer_files import layer_files
 from katydid_engine.quantize.pages import PageRounding, PageScales, mean_rotation
-from katydid_engine.quantize.whole_model import WholeModel, stacked
+from katydid_engine.quantize.whole_model import Layer, WholeModel, stacked
 from katydid_runtime.errors import ModelFolderError, SettingsError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.engine.models.families import FAMILIES, make_family, prompt
+from tests.engine.models.families import FAMILIES, forward, make_family, prompt
 from tests.engine.quantize.test_block import LENGTH, whole
 from tests.tiny_model import write_tiny_model
 
@@ -194,3 +200,25 @@ def test_where_there_is_nothing_to_gain(text: Path, tmp_path: Path, fields: dict
     with pytest.raises(SettingsError) as caught:
         quantize_folder(source, tmp_path / "out", Options("w4a8", recipe=calibrated(text, **fields)))
     assert caught.value.field == field
+
+
+def test_what_learns_computes_what_is_served(text: Path, tmp_path: Path) -> None:
+    """Rows and pages rounded alike: the model that a distillation sees has the served one's logits. No experts, whose
+    hidden rows have constant scales when they are served."""
+    source, made = write_tiny_model(tmp_path / "model"), tmp_path / "out"
+    quantize_folder(source, made, Options("w8a8c8", recipe=calibrated(text, balance_keys=True)))
+    config = read_model_config(source)
+    files = layer_files(Checkpoint(source), config, Scheme.FP8, page_scales=2, exact_router=False, untie=False)
+    _, student, matrices = read_both(Checkpoint(source), made, config, files, "cpu", rotate=True, scales="tensor")
+    layers = [stacked_with(layer.block, found) for layer, found in zip(student.layers, matrices, strict=False)]
+    ids = [token % config.vocab_size for token in prompt(LENGTH)]
+    angles = rotary_angles(rotary_table(config.rope, config.head_dim, LENGTH, torch.device("cpu")), LENGTH)
+    found = replace(student, layers=layers, drafts=()).logits(torch.tensor([ids]), angles)[0]
+    model = load_model(made, dtype=torch.float32)
+    served = model.logits(forward(model, model.new_kv_cache(2), ids, [0, 1]))
+    torch.testing.assert_close(found, served, atol=1e-4, rtol=1e-4)
+
+
+def stacked_with(block: Block, matrices: dict[str, QuantisedMatrix]) -> Layer:
+    weights = {f"{name}.weight": matrix.dequantised() for name, matrix in matrices.items()}
+    return stacked(replace(block, tensors=block.tensors | weights))
