@@ -12,7 +12,7 @@ __all__ = ["beside_vllm", "complete"]
 Rows = list[dict[str, Any]]
 LEAST_TIMES = 1.5
 _KEYS = ("figure", "value", "unit", "floor", "peer", "peer_value", "bar", "met")
-_PROMPT = re.compile(r"serve (\d+), (\S+(?: in chunks of \d+, 2 parts)?): TTFT, (\d+) layers")
+_PROMPT = re.compile(r"serve (\d+), (\S+(?: in chunks of \d+)?): TTFT, (\d+) layers")
 _STEP = re.compile(r"serve (\d+) x 4096, (\S+(?: ahead)?): a step, (\d+) layers")
 
 

@@ -71,14 +71,14 @@ def jobs(gpus: int, parts: list[str], lengths: list[int], batches: list[int], *,
         made += [{"part": "correct", "plan": plan} for plan in (*sp, dp, f"{dp}+{gpus}", stages)]
     if "serve" in parts:
         common = {"part": "serve", "lengths": lengths, "batches": batches, "context": 64 if dry else 4096}
-        chunk = max(lengths[:1]) if dry else 32_768
-        halved = {"chunk": chunk, "parts": 2, "lengths": [length for length in lengths if length % chunk == 0]}
+        chunk = 256 if dry else 32_768
+        long = {"chunk": chunk, "lengths": [length for length in lengths if length >= chunk]}
         made += [
             {**common, "plan": f"tp{gpus}"},
             {**common, "plan": f"tp{gpus},sp,ep{gpus},fp8", "batches": []},
             {**common, "plan": f"tp{gpus},sp,fp8", "batches": []},
             {**common, "plan": f"tp{gpus},sp,ep{gpus}", "batches": []},
-            *({**common, **halved, "plan": plan, "batches": []} for plan in (sp[2], sp[4]) if halved["lengths"]),
+            *({**common, **long, "plan": plan, "batches": []} for plan in (sp[2], sp[4], sp[0]) if long["lengths"]),
             {**common, "plan": dp, "ahead": True},
             {**common, "plan": f"tp{gpus}", "lengths": [], "drafts": 2},
             {**common, "plan": dp, "drafts": 2, "ahead": True},

@@ -7,7 +7,6 @@ import time
 from functools import partial
 
 import numpy as np
-from katydid_engine.decode_steps import Captured
 from katydid_engine.lockstep import Lockstep
 from katydid_engine.model_config import ModelConfig
 from katydid_engine.parallel import ParallelPlan
@@ -40,23 +39,18 @@ def serve(
     peers: bool = True,
     ahead: bool = False,
     chunk: int = CHUNK,
-    parts: int = 1,
 ) -> None:
-    """Prompts in chunks of ``chunk`` tokens, which as an engine's are graphs where they are computed in two parts."""
+    """``chunk``: tokens of a prompt that are computed at once."""
     config = cut_hy3(own.layers, mtp=drafts > 0, dry=own.dry)
     memory = own.peers(plan, groups, config.hidden_size, chunk) if peers else None
-    copies = own.copies(groups, config.hidden_size, chunk) if parts > 1 else None
-    share = build_share(config, plan, groups, own.device, memory, micro_batches=parts, copies=copies)
+    share = build_share(config, plan, groups, own.device, memory)
     name = f"{plan}" + ("" if peers else " over NCCL") + (f", {drafts} drafts" if drafts else "")
-    name += (" ahead" if ahead else "") + (f" in chunks of {chunk}, {parts} parts" if parts > 1 else "")
+    name += (" ahead" if ahead else "") + (f" in chunks of {chunk}" if chunk != CHUNK else "")
     shares = {batch: batch // plan.dp for batch in batches if batch >= plan.dp}
     tokens = max([*lengths, *(rows * (context + 256) for rows in shares.values())])
     # As in an engine: groups that share experts agree on every pass, and launch none before the last is over unless
     # they are told to plan ahead.
     steps = steps_of(share, tokens, drafts, ahead=plan.dp == 1 or ahead)
-    if parts > 1 and not own.dry:
-        chunks = steps.runner.use_chunk_steps(Captured(), rows=1, tokens=max(lengths), chunks=(), halved=(chunk,))
-        chunks.prepare()
     for length in lengths if plan.dp == 1 else []:
         calls = 4 if length < LONG else 1
         took_s = sorted(own.together(partial(steps.prefill, length, chunk)) for _ in range(calls))[(calls - 1) // 2]

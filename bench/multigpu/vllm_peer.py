@@ -17,13 +17,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-CONTEXT, STEPS, CHUNK, LONG = 4096, 64, 8192, 65536
+CONTEXT, STEPS, LONG = 4096, 64, 65536
+CHUNKS = [8192, 32768]
+NAME = "multigpu_{}_vllm.json"
 HY3 = {
     "architectures": ["HYV3ForCausalLM"],
     "model_type": "hy_v3",
@@ -61,7 +65,7 @@ HY3 = {
 Found = dict[str, Any]
 
 
-def start(gpus: int, layers: int, batches: list[int], folder: Path, **more: Any) -> Any:
+def start(gpus: int, layers: int, batches: list[int], chunk: int, folder: Path, **more: Any) -> Any:
     from vllm import LLM
 
     (folder / "config.json").write_text(json.dumps({**HY3, "num_hidden_layers": layers}))
@@ -73,10 +77,10 @@ def start(gpus: int, layers: int, batches: list[int], folder: Path, **more: Any)
         kv_cache_dtype="fp8",
         tensor_parallel_size=gpus,
         max_model_len=140_000,
-        max_num_batched_tokens=CHUNK,
-        max_num_seqs=max(batches),
+        max_num_batched_tokens=chunk,
+        max_num_seqs=max(batches, default=1),
         # The fusion's default way over FlashInfer is NVLink multicast.
-        compilation_config={"cudagraph_capture_sizes": batches, "pass_config": {"fuse_allreduce_rms": False}},
+        compilation_config={"cudagraph_capture_sizes": batches or [1], "pass_config": {"fuse_allreduce_rms": False}},
         disable_log_stats=True,
         **more,
     )
@@ -130,7 +134,7 @@ class Measured:
 def measure(llm: Any, sampling: Callable[..., Any], lengths: list[int], batches: list[int], tell: Any = print) -> Found:
     """``sampling`` makes what ``llm`` takes of how to sample."""
     measured = Measured(llm, sampling)
-    measured.ttft_s(CHUNK, 2)
+    measured.ttft_s(min(lengths), 2)
     found: Found = {"ttft_ms": {}, "step_ms": {}}
     sizes = [(tokens, "ttft_ms", tokens) for tokens in lengths]
     sizes += [(batch * CONTEXT, "step_ms", batch) for batch in batches]
@@ -159,10 +163,37 @@ def of_vllm(options: argparse.Namespace) -> tuple[str, Found]:
         os.environ["VLLM_TUNED_CONFIG_FOLDER"] = str(options.tuned)
     import vllm
 
+    (chunk,) = options.chunks
     with tempfile.TemporaryDirectory() as folder:
-        llm = start(options.gpus, options.layers, options.batches, Path(folder))
+        llm = start(options.gpus, options.layers, options.batches, chunk, Path(folder))
         llm.apply_model(choose_evenly)
-        return str(vllm.__version__), measure(llm, vllm.SamplingParams, options.lengths, options.batches)
+        lengths = [length for length in options.lengths if length >= chunk]
+        return str(vllm.__version__), measure(llm, vllm.SamplingParams, lengths, options.batches)
+
+
+def absent(options: argparse.Namespace) -> tuple[str, Found]:
+    return "none", measure(Absent(), dict, options.lengths[:1], options.batches[:2])
+
+
+def apart(options: argparse.Namespace) -> Found:
+    """What a process of its own finds for each number of tokens at once; the first measures steps."""
+    by_chunk: dict[int, Found] = {}
+    for chunk in options.chunks:
+        with tempfile.TemporaryDirectory() as folder:
+            more = ["--chunks", str(chunk), "--out", folder, *(["--batches"] if by_chunk else [])]
+            subprocess.run([sys.executable, *sys.argv, *more], check=True)
+            by_chunk[chunk] = json.loads((Path(folder) / NAME.format(options.gpus)).read_text())
+    return next(iter(by_chunk.values())) | best_of(by_chunk)
+
+
+def best_of(by_chunk: dict[int, Found]) -> Found:
+    """Steps of the first; of each prompt the least time, and in chunks of how many tokens it was found."""
+    found: Found = {"ttft_ms": {}, "step_ms": next(iter(by_chunk.values()))["step_ms"], "chunk": {}}
+    for chunk, measured in by_chunk.items():
+        for length, took_ms in measured["ttft_ms"].items():
+            if took_ms < found["ttft_ms"].get(length, float("inf")):
+                found["ttft_ms"][length], found["chunk"][length] = took_ms, chunk
+    return found
 
 
 def main() -> None:
@@ -170,20 +201,21 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, required=True)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--lengths", nargs="+", type=int, default=[8192, 32768, 131072])
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 64, 128])
+    parser.add_argument("--batches", nargs="*", type=int, default=[1, 8, 32, 64, 128])
+    parser.add_argument("--chunks", nargs="+", type=int, default=CHUNKS, help="tokens of a prompt computed at once")
     parser.add_argument("--tuned", type=Path)
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
     parser.add_argument("--dry", action="store_true")
     options = parser.parse_args()
-    if options.dry:
-        version, found = "none", measure(Absent(), dict, options.lengths[:1], options.batches[:2])
+    if len(options.chunks) > 1:
+        found = apart(options)
     else:
-        version, found = of_vllm(options)
-    how = f"tensor_parallel_size={options.gpus}, FP8, torch.compile and CUDA graphs, experts "
-    how += "tuned" if options.tuned is not None else "not tuned"
-    how += ", chosen evenly, no all-reduce fusion (NVLink multicast)"
-    found |= {"version": version, "layers": options.layers, "how": how}
-    (options.out / f"multigpu_{options.gpus}_vllm.json").write_text(json.dumps(found, indent=1) + "\n")
+        version, found = absent(options) if options.dry else of_vllm(options)
+        how = f"tensor_parallel_size={options.gpus}, FP8, torch.compile and CUDA graphs, experts "
+        how += "tuned" if options.tuned is not None else "not tuned"
+        how += ", chosen evenly, no all-reduce fusion (NVLink multicast)"
+        found |= {"version": version, "layers": options.layers, "how": how}
+    (options.out / NAME.format(options.gpus)).write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
