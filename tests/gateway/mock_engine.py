@@ -107,8 +107,12 @@ class MockEngine(EngineServiceServicer):
     def change_role(self, role: pb.Role) -> None:
         """Takes a role and says so in a frame, as after SetRole."""
         self.options.role = role
+        self.say(pb.SessionResponse())
+
+    def say(self, frame: pb.SessionResponse) -> None:
+        """Sends a frame on every session."""
         for session in self._sessions.values():
-            self._emit(session, pb.SessionResponse())
+            self._emit(session, pb.SessionResponse.FromString(frame.SerializeToString()))
 
     async def Describe(self, _request: pb.DescribeRequest, _context: object) -> pb.DescribeResponse:
         options = self.options
@@ -197,8 +201,7 @@ class MockEngine(EngineServiceServicer):
 
     async def Drain(self, _request: object, _context: object) -> pb.DrainResponse:
         self.draining = True
-        for session in self._sessions.values():
-            self._emit(session, pb.SessionResponse())
+        self.say(pb.SessionResponse())
         return pb.DrainResponse()
 
     async def _read(self, session: _Session, requests: AsyncIterator[pb.SessionRequest]) -> None:
@@ -237,11 +240,10 @@ class MockEngine(EngineServiceServicer):
             public_blocks=message.public_blocks,
         )
         cached = self._cache(message.dp_rank, [chain[at : at + 32] for at in range(0, len(chain), 32)])
-        options = self.options
+        options, now = self.options, time.monotonic()
         delay = options.queue_s + options.lookup_s + options.fetch_s + options.prefill_s + options.handover_s
-        now = time.monotonic()
-        if message.fetch_only:
-            delay = math.inf  # its blocks never come: somebody else must end it
+        # Blocks alone never come: somebody else must end it.
+        delay = math.inf if message.fetch_only else delay
         session.running[message.request] = _Running(
             message,
             received,
@@ -342,7 +344,7 @@ class MockEngine(EngineServiceServicer):
             frame.logprobs.append(logprob_columns(number, choice, array("I", row), sampling.logprobs))
 
     def _trace(self, running: _Running, *, decode: bool) -> pb.TraceSummary:
-        options = self.options
+        options, now = self.options, time.monotonic()
         sampled = TraceContext.parse(running.message.traceparent)
         summary = pb.TraceSummary()
         phases = {
@@ -351,7 +353,6 @@ class MockEngine(EngineServiceServicer):
             "kvcache.fetch": options.fetch_s,
             "engine.prefill": options.prefill_s,
         }
-        now = time.monotonic()
         if decode:
             phases["engine.decode"] = now - running.ready_at
         else:

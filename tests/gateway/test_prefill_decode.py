@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from katydid_gateway.routing.load import EngineState, RankReport, RankState
 from katydid_gateway.routing.pairs import after_hand_off, worth_following
 from katydid_gateway.routing.router import Router
 from katydid_gateway.routing.tier_index import CacheTier
+from katydid_runtime.block_hash import pack_ids
 
 from tests.gateway.mock_options import MockOptions
 from tests.gateway.rig import Rig, rig, until
@@ -174,6 +176,29 @@ def test_either_side_may_die(chatml: Path, victim: int) -> None:
         assert texts(await built.events(**ASKED)) == texts(whole)
 
     run(chatml, scenario, [PREFILL, PREFILL, DECODE, DECODE])
+
+
+def test_a_choice_that_was_handed_off_does_not_begin_again_with_the_others(chatml: Path) -> None:
+    """The first engine dies between the first tokens of two choices: one goes on already, the other is still owed."""
+
+    async def scenario(built: Rig) -> None:
+        giver, taker = built.engines
+        whole = await built.events(**ASKED, n=2)
+        giver.options.deaf = True
+        split = asyncio.create_task(built.events(**ASKED, n=2))
+        await until(lambda: len(giver.submitted) == 2)
+        asked = giver.submitted[-1]
+        frame = pb.SessionResponse(first_tokens=[pb.FirstToken(request=asked.request)])
+        token = seeded(array("I", asked.prompt_ids), asked.sampling, 0)[:1]
+        columns = {"requests": [asked.request], "counts": [1], "tokens": token}
+        frame.tokens.MergeFrom(pb.TokenColumns(**{name: pack_ids(array("I", ids)) for name, ids in columns.items()}))
+        frame.finishes.add(request=asked.request, reason=pb.FINISH_REASON_LENGTH)
+        giver.say(frame)
+        await until(lambda: taker.in_flight == 1)
+        await giver.stop()
+        assert texts(await asyncio.wait_for(split, 10)) == texts(whole)
+
+    run(chatml, scenario, [PREFILL, DECODE], step_s=0.02)
 
 
 def fleet(*engines: tuple[str, str, str], speed: float = SPEED) -> Router:

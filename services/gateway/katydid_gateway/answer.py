@@ -297,7 +297,8 @@ class Answer:
                 self._break_off(error)
             return
         if begun:
-            lost = [index for index in flight.choices if not self._choices[index].done]
+            # A choice that it handed off before it was lost goes on already.
+            lost = [index for index in sorted(flight.running) if not self._choices[index].done]
             parts = [Part(index, pack_ids(self._generated[index])) for index in lost]
             self._to_send += [Flight(self, (part.choice,), part, flight.attempt + 1) for part in parts]
             self.resumes += bool(parts)
