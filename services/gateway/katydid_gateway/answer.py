@@ -298,7 +298,8 @@ class Answer:
             return
         if begun:
             # A choice that it handed off before it was lost goes on already.
-            lost = [index for index in sorted(flight.running) if not self._choices[index].done]
+            others = {other.part.choice for other in (*self._flights, *self._to_send) if other.part is not None}
+            lost = [index for index in flight.choices if not self._choices[index].done and index not in others]
             parts = [Part(index, pack_ids(self._generated[index])) for index in lost]
             self._to_send += [Flight(self, (part.choice,), part, flight.attempt + 1) for part in parts]
             self.resumes += bool(parts)
