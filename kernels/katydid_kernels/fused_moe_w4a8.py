@@ -22,9 +22,10 @@ from katydid_kernels.swiglu import swiglu_reference
 from katydid_kernels.w4a8.packing import Int4Weight, dequantize_int4, unpack_int4
 
 if TYPE_CHECKING:
+    from katydid_kernels.gemm.plan import PlacedPairs
     from katydid_kernels.w4a8.experts import Int4ExpertWorkspace
 
-__all__ = ["fused_moe_w4a8", "fused_moe_w4a8_reference"]
+__all__ = ["fused_moe_w4a8", "fused_moe_w4a8_reference", "pairs_to_place_w4a8"]
 
 _E4M3 = torch.float8_e4m3fn
 _E4M3_MAX = 448.0
@@ -42,6 +43,7 @@ def fused_moe_w4a8(
     first_expert: int = 0,
     shared_output: Tensor | None = None,
     num_experts: int | None = None,
+    placed: PlacedPairs | None = None,
 ) -> Tensor:
     """Returns bf16 ``[T, hidden]``.
 
@@ -59,26 +61,55 @@ def fused_moe_w4a8(
         first_expert: id of the first packed expert.
         shared_output: ``[T, hidden]``, added in fp32 before rounding.
         num_experts: experts of the whole model, to check ids against.
+        placed: of `pairs_to_place_w4a8` for this batch, its plan filled by who chose the experts.
 
     Raises ValueError for shapes, dtypes or scales that do not fit each other and, where the ids are on the host, for
     one that is not in ``[0, num_experts)``; on the GPU such an id is skipped.
     """
     _check(x, w13, w2, topk_weights, topk_ids, x_scale, h_scale, shared_output)
     check_expert_ids(topk_ids, num_experts)
-    if x.is_cuda and len(x) and runs_gluon(x.device) and x.shape[1] % 128 == 0 and w2.cols % 64 == 0:
+    if len(x) and _runs_gluon(w2, x.device):
         # Imported where it runs: the kernels speak to one generation of GPUs and of Triton.
         from katydid_kernels.w4a8.experts import run_experts_w4a8
 
-        capacity = max(64, 1 << (len(x) - 1).bit_length())
         return run_experts_w4a8(
             x.contiguous(), w13, w2, topk_weights.contiguous(), topk_ids.contiguous(), x_scale.contiguous(), h_scale,
             torch.empty(x.shape, dtype=torch.bfloat16, device=x.device),
-            _workspace(capacity, topk_ids.shape[1], len(w2.codes), w2.rows, w2.cols, x.device),
+            _workspace(_capacity(len(x)), topk_ids.shape[1], len(w2.codes), w2.rows, w2.cols, x.device),
             first_expert=first_expert, shared=None if shared_output is None else shared_output.contiguous(),
+            placed=placed is not None,
         )  # fmt: skip
     return fused_moe_w4a8_reference(
         x, w13, w2, topk_weights, topk_ids, x_scale, h_scale, first_expert=first_expert, shared_output=shared_output
     )
+
+
+def pairs_to_place_w4a8(tokens: int, top_k: int, w2: Int4Weight, *, first_expert: int = 0) -> PlacedPairs | None:
+    """The plan that `fused_moe_w4a8` would make in a launch of its own before the experts of few tokens: who chooses
+    them may fill it (``router(placed=)``). None where there is no such launch.
+
+    Args:
+        top_k: columns of the ids.
+    """
+    device = w2.codes.device
+    if not tokens or not _runs_gluon(w2, device):
+        return None
+    from katydid_kernels.gemm.plan import PlacedPairs
+    from katydid_kernels.w4a8.experts import planned_tile
+
+    tile = planned_tile(tokens, top_k, len(w2.codes))
+    if tile is None:
+        return None
+    workspace = _workspace(_capacity(tokens), top_k, len(w2.codes), w2.rows, w2.cols, device)
+    return PlacedPairs(workspace.plan, len(w2.codes), tile.tokens, first_expert)
+
+
+def _runs_gluon(w2: Int4Weight, device: torch.device) -> bool:
+    return device.type == "cuda" and runs_gluon(device) and w2.rows % 128 == 0 and w2.cols % 64 == 0
+
+
+def _capacity(tokens: int) -> int:
+    return max(64, 1 << (tokens - 1).bit_length())
 
 
 @functools.lru_cache(maxsize=16)

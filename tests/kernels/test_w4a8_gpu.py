@@ -11,7 +11,16 @@ pytestmark = pytest.mark.gpu
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from katydid_kernels import fused_moe_w4a8, fused_moe_w4a8_reference, linear_w4a8, linear_w4a8_reference  # noqa: E402
+from katydid_kernels import (  # noqa: E402
+    RouterWeight,
+    fused_moe_w4a8,
+    fused_moe_w4a8_reference,
+    linear_w4a8,
+    linear_w4a8_reference,
+    quantize_fp8,
+    router,
+)
+from katydid_kernels.fused_moe_w4a8 import pairs_to_place_w4a8  # noqa: E402
 from katydid_kernels.gemm.checking import E4M3, ExpertCase, relative_error  # noqa: E402
 from katydid_kernels.w4a8.checking import check_experts, check_linear, random_weight  # noqa: E402
 from katydid_kernels.w4a8.plain import plain_w4a8  # noqa: E402
@@ -117,3 +126,24 @@ def test_public_forms_agree_with_their_references() -> None:
         out = torch.empty(tokens, 200, device="cuda", dtype=torch.bfloat16)
         assert tokens == 0 or relative_error(linear_w4a8(x, dense, one), expected) < 2 * ROUNDING
         assert tokens == 0 or relative_error(plain_w4a8(x, dense, out), expected) < 2 * ROUNDING
+
+
+@pytest.mark.parametrize("tokens", [4, 6, 16, 33, 64, 65])
+@pytest.mark.parametrize(("first", "here"), [(0, 193), (48, 24)])
+def test_a_plan_that_the_router_filled(tokens: int, first: int, here: int) -> None:
+    """The very bytes that the experts' own plan gives; of the fewest pairs there is no plan to fill."""
+    torch.manual_seed(tokens)
+    hidden, width = 1024, 192
+    gate = RouterWeight.prepare(torch.randn(192, hidden, device="cuda") / 32)
+    w13, w2 = random_weight(here, 2 * width, hidden, gated=True), random_weight(here, hidden, width)
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    rows, scale = quantize_fp8(x)
+    placed = pairs_to_place_w4a8(tokens, 9, w2, first_expert=first)
+    assert (placed is None) == (9 * tokens <= min(48, here) or 9 * tokens / here > 64)
+    weights, ids = router(x, gate, top_k=8, scoring="sigmoid", shared=True, placed=placed)
+    h_scale = torch.full((1,), 0.05, device="cuda")
+    filled, own = (
+        fused_moe_w4a8(rows, w13, w2, weights, ids, scale, h_scale, first_expert=first, placed=plan)
+        for plan in (placed, None)
+    )
+    assert torch.equal(own, filled)

@@ -23,7 +23,7 @@ from katydid_kernels.w4a8.launch import launch_grouped, rows_layout, weight_desc
 from katydid_kernels.w4a8.packing import Int4Weight
 from katydid_kernels.w4a8.tuning import FEW_EXPERTS_TILE, DecodeTile, GroupedTile, expert_tile
 
-__all__ = ["UNPLANNED_PAIRS", "Int4ExpertWorkspace", "run_experts_w4a8"]
+__all__ = ["UNPLANNED_PAIRS", "Int4ExpertWorkspace", "planned_tile", "run_experts_w4a8"]
 
 _E4M3 = torch.float8_e4m3fn
 # Up to here every pair is a tile of its own: making a plan would take longer than reading an expert twice. A CTA then
@@ -61,6 +61,17 @@ class Int4ExpertWorkspace:
         )
 
 
+def planned_tile(tokens: int, top_k: int, experts: int) -> DecodeTile | None:
+    """The tile of few tokens, whose experts are one launch that reads a plan; None for others, with or without one."""
+    pairs = tokens * top_k
+    tile = expert_tile(pairs, experts)
+    return tile if isinstance(tile, DecodeTile) and not _is_unplanned(pairs, top_k, experts) else None
+
+
+def _is_unplanned(pairs: int, top_k: int, experts: int) -> bool:
+    return 1 < top_k <= pairs <= min(UNPLANNED_PAIRS, experts)
+
+
 def run_experts_w4a8(
     x: Tensor,
     w13: Int4Weight,
@@ -75,15 +86,20 @@ def run_experts_w4a8(
     first_expert: int = 0,
     shared: Tensor | None = None,
     tile: DecodeTile | GroupedTile | None = None,
+    placed: bool = False,
 ) -> Tensor:
     """``out[t] = sum over j of weights[t, j] * w2[e] swiglu(w13[e] x[t]) + shared[t]``; arguments as
-    `fused_moe_w4a8`'s."""
+    `fused_moe_w4a8`'s.
+
+    placed: the workspace's plan is filled already, for the tuned tile."""
     experts = len(w2.codes)
     tile = tile or expert_tile(ids.numel(), experts)
-    if isinstance(tile, DecodeTile) and 1 < ids.shape[1] <= ids.numel() <= min(UNPLANNED_PAIRS, experts):
+    if isinstance(tile, DecodeTile) and _is_unplanned(ids.numel(), ids.shape[1], experts):
         _launch_few(x, w13, w2, weights, ids, x_scale, h_scale, out, workspace, first_expert, shared)
         return out
-    plan = plan_routes(ids, workspace.plan, experts, tile.tokens, first_expert=first_expert)
+    plan = workspace.plan
+    if not placed:
+        plan_routes(ids, plan, experts, tile.tokens, first_expert=first_expert)
     if isinstance(tile, DecodeTile):
         summed = len(ids) <= SUMMED_TOKENS
         _launch_decode(

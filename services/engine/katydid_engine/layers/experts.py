@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from katydid_kernels import ExpertScales, Int4Weight, fused_moe, fused_moe_w4a8
 from katydid_kernels.fused_moe import pairs_to_place
+from katydid_kernels.fused_moe_w4a8 import pairs_to_place_w4a8
 from katydid_kernels.gemm.plan import PlacedPairs
 from torch import Tensor
 
@@ -159,7 +160,7 @@ class Int4Experts:
         topk_weights: Tensor,
         topk_ids: Tensor,
         shared_output: Tensor | None,
-        placed: PlacedPairs | None = None,  # noqa: ARG002 - it asks for none
+        placed: PlacedPairs | None = None,
     ) -> Tensor:
         rows = self.input.quantize(x)
         out = fused_moe_w4a8(
@@ -172,11 +173,12 @@ class Int4Experts:
             self._h_scale,
             first_expert=self._first_expert,
             shared_output=shared_output,
+            placed=placed,
         )
         return out.to(self._dtype)
 
-    def placed(self, tokens: int, columns: int) -> PlacedPairs | None:  # noqa: ARG002 - its own launch makes the plan
-        return None
+    def placed(self, tokens: int, columns: int) -> PlacedPairs | None:
+        return pairs_to_place_w4a8(tokens, columns, self._w2, first_expert=self._first_expert)
 
     @property
     def slots(self) -> tuple[Tensor, ...]:
