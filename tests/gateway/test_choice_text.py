@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from katydid_gateway.requests import TokenLogprob
@@ -45,6 +47,52 @@ def test_grouping_changes_nothing(text: str, stops: list[str], groups: list[int]
     assert run(ids, list(groups), tuple(stops), min_tokens) == one_by_one
     without = run(ids, list(groups), tuple(stops), min_tokens, logprobs=False)
     assert (without[0], without[1], without[3]) == (one_by_one[0], one_by_one[1], one_by_one[3])
+
+
+TEXTS = st.text(alphabet="ab 🦗\n", max_size=30)
+STOPS = st.lists(st.text(alphabet="ab\n🦗", min_size=1, max_size=3), max_size=3)
+
+
+def expected(ids: list[int], stops: list[str], min_tokens: int) -> tuple[str, int, list[int], bool]:
+    """Text, tokens, those with log probabilities, and whether it stopped: of the whole text, searched from the first
+    token that may stop it."""
+    detokenizer = VOCABULARY.detokenizer()
+    ends = list(accumulate(len(detokenizer.feed([token])) for token in ids))
+    spans = list(zip([0, *ends], ends, strict=False))
+    text = VOCABULARY.decode(ids)
+    begin = spans[min_tokens - 1][0] if 0 < min_tokens <= len(ids) else 0 if not min_tokens else len(text)
+    for end in range(begin + 1, len(text) + 1):
+        found = [end - len(stop) for stop in stops if text[begin:end].endswith(stop)]
+        if found:
+            kept = min(found)
+            shown = [token for token, (at, to) in zip(ids, spans, strict=True) if at < kept or to <= kept]
+            tokens = next(number for number, (_, to) in enumerate(spans, 1) if to >= end)
+            return text[:kept], tokens, shown, True
+    return text, len(ids), ids, False
+
+
+@settings(max_examples=250, deadline=None)
+@given(TEXTS, STOPS, st.lists(st.integers(1, 5), max_size=8), st.integers(0, 6))
+def test_equal_to_what_the_whole_text_says(text: str, stops: list[str], groups: list[int], min_tokens: int) -> None:
+    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+    shown, tokens, entries, stopped = run(ids, groups, tuple(stops), min_tokens)
+    assert (shown, tokens, [entry.token_id for entry in entries], stopped) == expected(ids, stops, min_tokens)
+
+
+@settings(max_examples=200, deadline=None)
+@given(TEXTS, STOPS)
+def test_a_log_probability_comes_with_the_end_of_its_tokens_text(text: str, stops: list[str]) -> None:
+    choice, detokenizer = ChoiceText(VOCABULARY.detokenizer(), stops=stops), VOCABULARY.detokenizer()
+    decoded, shown, ends, given_out = 0, 0, [], 0
+    for token in TOKENIZER.encode(text, add_special_tokens=False).ids:
+        step = choice.feed([token], [entry(token)])
+        decoded += len(detokenizer.feed([token]))
+        ends.append(decoded)
+        shown += len(step.text)
+        given_out += len(step.logprobs)
+        if choice.stopped:
+            return
+        assert given_out == sum(end <= shown for end in ends)
 
 
 def test_tokens_behind_the_stop_are_not_counted_and_their_logprobs_not_given() -> None:

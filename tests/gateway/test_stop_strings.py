@@ -67,6 +67,13 @@ def test_text_after_the_stop_is_dropped() -> None:
     assert finder.finish() == ""
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.text(alphabet="ab", max_size=8), st.lists(st.text(alphabet="ab", min_size=1, max_size=5), max_size=3))
+def test_held_suffix_is_the_longest_there_is(text: str, words: list[str]) -> None:
+    beginnings = [word[:length] for word in words for length in range(len(word))]
+    assert held_suffix(text, words) == max((len(each) for each in beginnings if text.endswith(each)), default=0)
+
+
 def test_held_suffix_is_a_proper_prefix() -> None:
     assert held_suffix("xab", ["abc"]) == 2
     assert held_suffix("abc", ["abc"]) == 0
