@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from katydid_runtime import log
 from katydid_runtime.errors import OverloadedError, SettingsError
 from katydid_runtime.telemetry import Telemetry
 from katydid_runtime.trace_context import TraceContext
+from katydid_runtime.trace_file import TraceFileExporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
@@ -25,6 +27,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     TraceServiceServicer,
     add_TraceServiceServicer_to_server,
 )
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SpanExportResult
 
 PARENT = TraceContext("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", True, "vendor=1")
 
@@ -174,6 +178,25 @@ telemetry.shutdown()
 assert not [name for name in sys.modules if name.startswith("opentelemetry")]
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_spans_that_a_full_disk_does_not_take_are_missed_once(tmp_path, caplog):
+    path = tmp_path / "trace.jsonl"
+    exporter = TraceFileExporter("sample", str(path))
+    span = TracerProvider().get_tracer("sample").start_span("one")
+    assert isinstance(span, ReadableSpan)
+    span.end()
+    descriptor, exporter._descriptor = exporter._descriptor, os.open("/dev/full", os.O_WRONLY)
+    for _ in range(3):
+        assert exporter.export([span]) is SpanExportResult.FAILURE
+    (said,) = caplog.messages
+    assert "trace.jsonl: No space left on device" in said
+    os.close(exporter._descriptor)
+    os.write(descriptor, b'{"half": ')
+    exporter._descriptor = descriptor
+    assert exporter.export([span]) is SpanExportResult.SUCCESS
+    assert [json.loads(line)["name"] for line in path.read_text().splitlines()[1:]] == ["one"]
+    exporter.shutdown()
 
 
 def test_an_unwritable_trace_file_is_named(tmp_path):

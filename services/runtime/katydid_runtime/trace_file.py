@@ -8,6 +8,7 @@ append to one file: a batch is one write to a descriptor opened for appending.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -22,12 +23,19 @@ if TYPE_CHECKING:
 
 __all__ = ["TraceFileExporter"]
 
+logger = logging.getLogger(__name__)
+
 
 class TraceFileExporter(SpanExporter):
-    """Appends spans of `service` to the file at `path`. Raises SettingsError when it cannot be opened."""
+    """Appends spans of `service` to the file at `path`. Raises SettingsError when it cannot be opened.
+
+    What cannot be written later, on a full disk, is lost; a warning says so once, until writing works again.
+    """
 
     def __init__(self, service: str, path: str) -> None:
         self._service = service
+        self._path = path
+        self._losing = False
         try:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -37,11 +45,19 @@ class TraceFileExporter(SpanExporter):
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         lines = "".join(json.dumps(self._line(span), separators=(",", ":")) + "\n" for span in spans).encode()
+        if self._losing:
+            # The last line may have been cut short.
+            lines = b"\n" + lines
+        problem = "part of it was not taken"
         try:
             written = os.write(self._descriptor, lines)
-        except OSError:
-            return SpanExportResult.FAILURE
-        return SpanExportResult.SUCCESS if written == len(lines) else SpanExportResult.FAILURE
+        except OSError as error:
+            written, problem = 0, error.strerror or str(error)
+        lost = written < len(lines)
+        if lost and not self._losing:
+            logger.warning("spans are lost: cannot write trace file %s: %s", self._path, problem)
+        self._losing = lost
+        return SpanExportResult.FAILURE if lost else SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:
         os.close(self._descriptor)
