@@ -153,6 +153,24 @@ def test_an_answer_that_was_begun_is_continued(hy3: Path) -> None:
     run(hy3, scenario)
 
 
+def test_a_context_that_is_full_is_said_in_words_that_claude_code_reads(chatml: Path) -> None:
+    """By them it compacts its conversation, or asks for a shorter answer."""
+
+    async def scenario(built: Rig, client: anthropic.AsyncAnthropic) -> None:
+        long: Any = [{"role": "user", "content": "word " * 9000}]
+        with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 8191 maximum"):
+            await client.messages.create(model="mock", max_tokens=8, messages=long)
+        limit = r"input length and `max_tokens` exceed context limit: (\d+) \+ 8190 > 8192"
+        with pytest.raises(anthropic.BadRequestError, match=limit):
+            await client.messages.create(model="mock", max_tokens=8190, messages=USER)
+        body = {"model": "mock", "messages": USER, "max_completion_tokens": 8190}
+        refused = (await built.http.post("/v1/chat/completions", json=body)).json()["error"]
+        assert "input length and `max_completion_tokens` exceed context limit" in refused["message"]
+        assert "maximum context length is 8192 tokens" in refused["message"]
+
+    run(chatml, scenario)
+
+
 def test_why_it_stopped(chatml: Path) -> None:
     async def scenario(built: Rig, client: anthropic.AsyncAnthropic) -> None:
         built.engines[0].options.script = built.says("one two three four")

@@ -106,7 +106,10 @@ def test_more_added_tokens_than_a_model_takes_are_not_tokenised() -> None:
     tokenizer = TextTokenizer(TOKENIZER, cache_bytes=1 << 20)
     text = "<|im_start|>word<|im_end|>" * 20
     assert asyncio.run(tokenizer.encode_prompt(text, 40)).ids == asyncio.run(tokenizer.encode_prompt(text)).ids
-    with pytest.raises(PromptTooLongError, match="maximum context length is 39 tokens; the prompt has more than 39"):
+    with pytest.raises(
+        PromptTooLongError,
+        match="maximum context length is 39 tokens; the prompt is too long: more than 39 tokens > 38",
+    ):
         asyncio.run(tokenizer.encode_prompt(text, 39))
 
 

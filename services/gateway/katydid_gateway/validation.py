@@ -119,9 +119,9 @@ def check_template_options(options: Mapping[str, object], field: str) -> None:
 def prompt_too_long(limit: int, tokens: str) -> PromptTooLongError:
     """What a prompt of so many `tokens` hears from a model of `limit`."""
     return PromptTooLongError(
-        # Frameworks know this error, and shorten their prompts, by OpenAI's own words.
-        f"this model's maximum context length is {limit} tokens; the prompt has {tokens}, "
-        "which leaves no room for an answer",
+        # Frameworks know this error, and shorten their prompts, by OpenAI's own words and by Anthropic's.
+        f"this model's maximum context length is {limit} tokens; "
+        f"the prompt is too long: {tokens} tokens > {limit - 1} maximum",
         field="prompt",
         value=f"{tokens} tokens",
         allowed=f"at most {limit - 1} tokens",
@@ -205,8 +205,9 @@ def _max_tokens(asked: SamplingOptions, room: int, prompt_tokens: int, limits: M
         raise _wrong("max_tokens", asked.max_tokens, "an integer >= 1")
     if asked.max_tokens > room:
         raise PromptTooLongError(
-            f"{prompt_tokens} prompt tokens and max_tokens={asked.max_tokens} exceed the context of "
-            f"{limits.max_model_tokens} tokens",
+            f"this model's maximum context length is {limits.max_model_tokens} tokens; "
+            f"input length and `max_tokens` exceed context limit: {prompt_tokens} + {asked.max_tokens} > "
+            f"{limits.max_model_tokens}, decrease input length or `max_tokens` and try again",
             field="max_tokens",
             value=asked.max_tokens,
             allowed=f"at most {room} with this prompt",

@@ -70,7 +70,8 @@ def as_spelled(error: KatydidError, names: Mapping[str, str]) -> KatydidError:
     name = names.get(head)
     if name is not None:
         error.field = f"{name}{bracket}{rest}"
-        error.message = re.sub(rf"\b{head}(?=(\[\d+\])? is |=)", name, error.message)
+        # But not in the words by which Anthropic's clients know that a prompt is too long.
+        error.message = re.sub(rf"\b{head}(?=(\[\d+\])? is (?!too long)|=|`)", name, error.message)
     return error
 
 
