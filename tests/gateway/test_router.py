@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from hashlib import sha256
 
@@ -10,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from katydid_gateway.routing.cost import DEFAULT_PREFILL_SPEED, TierSpeeds, predict
 from katydid_gateway.routing.load import REPORT_LAG_S, EngineState, RankReport, RankState
-from katydid_gateway.routing.prefix_index import Holder
+from katydid_gateway.routing.prefix_heat import HALF_LIFE_S
+from katydid_gateway.routing.prefix_index import Holder, PrefixIndex
 from katydid_gateway.routing.rendezvous import homes
 from katydid_gateway.routing.router import RoutedPrompt, Router
-from katydid_gateway.routing.tier_index import CacheTier, TierRun
+from katydid_gateway.routing.tier_index import CacheTier, TierIndex, TierRun
 
 SPEED = 10_000.0
 
@@ -261,6 +263,43 @@ def test_a_warm_engine_without_a_free_place_does_not_get_everything(blocks: int)
             report = RankReport(running=16, waiting=waiting, uncached_tokens=10 * waiting, prefill_speed=SPEED)
             rank.reported(report, now + 2 * REPORT_LAG_S)
     assert min(sent["e0"], sent["e1"]) >= 100
+
+
+def test_a_hot_prefix_is_kept_on_as_many_homes_as_its_work_needs() -> None:
+    """Fewer would be late, more would compute and hold it for nothing."""
+    asked = prompt(*conversation("hot", 1))
+    for wanted in (1, 2, 3):
+        built = router(5)
+        # An engine gives a prefix half of its speed.
+        built.heat.add(asked.chain, int((wanted - 0.5) * SPEED / 2 * HALF_LIFE_S / math.log(2)), 0.0)
+        key = built.heat.boundary(asked.chain, SPEED / 2, 0.0).block
+        near = homes(key, [Holder(f"e{number}", 0) for number in range(5)])[:wanted]
+        used = set()
+        for request in range(2 * wanted):
+            chosen = built.decide(asked, 0.0).chosen
+            assert chosen is not None
+            used.add(chosen.holder)
+            built.holds(request, chosen.holder)
+        assert used == set(near)
+
+
+def test_what_prompts_ask_for_is_forgotten_last() -> None:
+    """By either index: a long conversation's blocks were stored long ago."""
+    room = 240 * 10
+    built = router(1)
+    built.index, built.tiers = PrefixIndex(room), TierIndex(room)
+    built.engines["e0"].kv_cache_attached = True
+    old, other, new = (conversation(name, 4) for name in ("old", "other", "new"))
+    for name in (old, other):
+        built.index.stored(Holder("e0", 0), chain(*name))
+        built.tiers.stored("i", CacheTier.MEMORY, chain(*name))
+    send(built, prompt(*old))
+    built.index.stored(Holder("e0", 0), chain(*new))
+    built.tiers.stored("i", CacheTier.MEMORY, chain(*new))
+    assert built.index.depths(chain(*old), 0.0)[Holder("e0", 0)] == 4
+    assert built.index.depths(chain(*other), 0.0)[Holder("e0", 0)] < 4
+    assert built.tiers.runs(chain(*old), 0) == [TierRun(CacheTier.MEMORY, 4)]
+    assert built.tiers.runs(chain(*other), 0) != [TierRun(CacheTier.MEMORY, 4)]
 
 
 def test_reports_replace_what_was_sent_before_them() -> None:
