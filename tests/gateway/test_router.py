@@ -302,6 +302,16 @@ def test_what_prompts_ask_for_is_forgotten_last() -> None:
     assert built.tiers.runs(chain(*other), 0) != [TierRun(CacheTier.MEMORY, 4)]
 
 
+def test_a_report_that_cannot_know_of_a_request_is_all_of_others() -> None:
+    rank = RankState()
+    rank.sent(1, 500, 1.0)
+    rank.own.add(1)
+    rank.reported(RankReport(running=3), 1.0 + REPORT_LAG_S / 2)
+    assert (rank.others, rank.requests) == (3, 4)
+    rank.reported(RankReport(running=4), 1.0 + 2 * REPORT_LAG_S)
+    assert (rank.others, rank.requests) == (3, 4)
+
+
 def test_reports_replace_what_was_sent_before_them() -> None:
     rank = RankState()
     rank.sent(1, 500, 0.0)
