@@ -34,11 +34,10 @@ def pick(
     (2017), for rendezvous ranks. `ranked` must not be empty.
     """
     ceiling = max(slack, bound * (sum(load.get(name, 0.0) for name in ranked) + more) / len(ranked))
-    # One unit may be more than the ceiling alone: whoever carries nothing always qualifies.
     for name in ranked:
-        carried = load.get(name, 0.0)
-        if carried == 0.0 or carried + more <= ceiling:
+        if load.get(name, 0.0) + more <= ceiling:
             return name
+    # One unit may be more than the ceiling alone.
     return min(ranked, key=lambda name: load.get(name, 0.0))
 
 

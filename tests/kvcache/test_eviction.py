@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Protocol
 
@@ -257,3 +258,31 @@ def test_the_main_queue_of_s3fifo_gives_as_many_chances_as_uses() -> None:
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="lru, lfu, arc, s3fifo"):
         new_eviction("clock", lambda item: item)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", EVICTIONS)
+def test_a_cache_of_changing_size_gives_up_what_the_description_says(name: str, seed: int) -> None:
+    """Requests of a skewed and drifting popularity, long enough that what was evicted too early comes back."""
+    chance = random.Random(seed)
+    policy, model = new_eviction(name, lambda item: item), MODELS[name]()
+    for request in range(2500):
+        room = 12 + 8 * (request // 500 % 2)
+        item = request // 250 + min(int(chance.paretovariate(0.7)), 60)
+        if request % 1000 > 600:  # used twice, a little too far apart to be held for that long
+            item = 1000 + request // 2 - chance.randint(12, 22) * (request % 2)
+        if item in policy:
+            for _ in range(chance.choice([1, 1, 4])):
+                policy.touch(item)
+                model.touch(item)
+        else:
+            while len(policy) >= room:
+                assert policy.pop() == model.pop()
+            guest = chance.random() < 0.1
+            policy.insert(item, 4096, guest=guest)
+            model.insert(item, guest)
+        if chance.random() < 0.1:
+            chain = [*range(item, item + 4)]
+            policy.settle(chain)
+            model.settle(chain)
+    assert list(policy) == model.items()

@@ -92,3 +92,14 @@ def test_rules() -> None:
     }
     with pytest.raises(ValueError, match="all, second_touch, adaptive"):
         new_admission("never", ghosts)
+
+
+@given(st.lists(st.integers(0, 12), max_size=60), st.integers(1, 8))
+def test_a_stack_forgets_what_was_used_longest_ago_beyond_so_many_keys(touches: list[int], most: int) -> None:
+    stack = ReuseStack((3, 100), most)
+    used: list[int] = []
+    for key in touches:
+        stack.touch(key, 1)
+        used = [key, *(other for other in used if other != key)][:most]
+        assert {other for other in range(13) if stack.depth(other) < 2} == set(used)
+        assert len(stack) == len(used)

@@ -9,6 +9,7 @@ from katydid_kvcache.policy.sharing import SHARINGS, stored_names
 
 HASHES = [b"h" * 32, b"i" * 32, b""]
 ASKERS = [Asker(), Asker(b"a" * 16), Asker(b"b" * 16), Asker(b"a" * 16, b"1" * 16), Asker(b"a" * 16, b"2" * 16)]
+ASKERS.append(Asker(b"", b"a" * 16))  # a session of nobody is not the tenant of the same id
 SHARED = {
     "public_prefix": lambda one, other: True,
     "tenant": lambda one, other: one.tenant == other.tenant,

@@ -18,6 +18,7 @@ class Slabs(RuleBasedStateMachine):
         self.slots: SlabAllocator[str] = SlabAllocator(SLABS, SLAB_BYTES)
         self.taken: dict[Slot, tuple[int, str]] = {}
         self.given_back: list[Slot] = []
+        self.withdrawn: list[tuple[int, range]] = []
         self.count = 0
 
     @rule(size=st.sampled_from(SIZES))
@@ -35,6 +36,8 @@ class Slabs(RuleBasedStateMachine):
         for other, (other_size, _) in self.taken.items():
             overlap = start < (other.index + 1) * other_size and other.index * other_size < start + size
             assert other.slab != slot.slab or not overlap
+        bad = [where for slab, where in self.withdrawn if slab == slot.slab]
+        assert not any(start < where.stop and where.start < start + size for where in bad), "wrong bytes lie there"
         assert self.slots.offset(slot) == start
         assert start + size <= SLAB_BYTES
         assert all(slot.generation > other.generation for other in [*self.taken, *self.given_back])
@@ -46,6 +49,8 @@ class Slabs(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(sorted(self.taken, key=lambda slot: slot.generation)))
         # Withdrawing is rare in life; here it would use the slots up.
         if withdraw and self.slots.withdrawn < 2:
+            start = self.slots.offset(slot)
+            self.withdrawn.append((slot.slab, range(start, start + self.taken[slot][0])))
             self.slots.withdraw(slot)
         else:
             self.slots.free(slot)

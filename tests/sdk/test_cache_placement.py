@@ -67,3 +67,23 @@ def test_runs_partition_a_chain_at_the_same_blocks_wherever_a_client_begins(
     for run in runs:
         assert len({(offset + place) // run_blocks for place in run}) == 1
     assert len(runs) == len({(offset + place) // run_blocks for place in range(count)})
+
+
+def test_nobody_is_overloaded_with_less_than_the_slack() -> None:
+    ranked = ["a:1", "b:1"]
+    assert pick(ranked, {"a:1": 9.0}, more=1.0) == "b:1"
+    assert pick(ranked, {"a:1": 9.0}, more=1.0, slack=10.0) == "a:1"
+
+
+def test_what_is_too_much_for_all_goes_to_who_carries_least() -> None:
+    assert pick(["a:1", "b:1"], {"a:1": 2.0, "b:1": 1.0}, more=100.0) == "b:1"
+    assert pick(["a:1", "b:1", "c:1"], {"a:1": 1.0}, more=100.0) == "b:1", "of equals the first in rank"
+
+
+def test_ranks_are_the_same_for_clients_of_every_version() -> None:
+    assert rank(bytes(range(32)), ["host-a:7301", "host-b:7301", "host-c:7301", "[::1]:7301"]) == [
+        "host-a:7301",
+        "host-c:7301",
+        "[::1]:7301",
+        "host-b:7301",
+    ]

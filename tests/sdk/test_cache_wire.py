@@ -90,3 +90,22 @@ def _varint(value: int) -> bytes:
         out.append(value & 0x7F | 0x80)
         value >>= 7
     return bytes([*out, value])
+
+
+PARTS = st.one_of(
+    st.integers(0, 2**32 - 1).map(lambda index: pb.Frame(index=index)),
+    st.integers(0, 2**64 - 1).map(lambda offset: pb.Frame(offset=offset)),
+    st.binary(max_size=40).map(lambda data: pb.Frame(data=data)),
+    st.integers(0, 9).map(lambda blocks: pb.Frame(blocks=blocks)),
+)
+
+
+@given(st.lists(PARTS, max_size=7))
+def test_whatever_comes_in_whatever_number_is_read_as_protobuf_reads_it(parts: list[pb.Frame]) -> None:
+    body = b"".join(part.SerializeToString() for part in parts)
+    expected = pb.Frame.FromString(body)
+    for tag, decode in ((b"\x12", decode_get_response), (b"\x1a", decode_put_request)):
+        decoded = decode(tag + _varint(len(body)) + body)
+        assert isinstance(decoded, Frame)
+        assert (decoded.index, decoded.offset, bytes(decoded.data)) == (expected.index, expected.offset, expected.data)
+        assert decoded.blocks == (expected.blocks or 1)

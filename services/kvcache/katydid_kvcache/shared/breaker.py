@@ -48,6 +48,6 @@ class Breaker:
             return  # it was under way when others opened the breaker, and tells nothing new
         self._failures += 1
         self._trying = False
-        if self._failures >= self._limit or self._openings:
+        if self._failures >= self._limit:
             self._opened_until = self._now() + min(self._longest_s, self._first_s * 2**self._openings)
             self._openings += 1
