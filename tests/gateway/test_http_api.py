@@ -48,6 +48,19 @@ def test_a_chat_whole_and_streamed_says_the_same(chatml: Path) -> None:
     run(chatml, scenario)
 
 
+def test_usage_counts_along_where_it_is_asked_to(chatml: Path) -> None:
+    async def scenario(built: Rig) -> None:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        for path, body in (("chat/completions", {"messages": USER}), ("completions", {"prompt": ["a b", "c"]})):
+            events = await built.events(f"/v1/{path}", max_tokens=8, stream_options=options, **body)
+            counts = [event["usage"]["completion_tokens"] for event in events[:-1]]
+            assert counts == sorted(counts)
+            assert len(set(counts)) > 2
+            assert {event["usage"]["prompt_tokens"] for event in events[:-1]} == {events[-2]["usage"]["prompt_tokens"]}
+
+    run(chatml, scenario)
+
+
 def test_without_include_usage_no_chunk_has_it(chatml: Path) -> None:
     async def scenario(built: Rig) -> None:
         events = await built.events(messages=USER, max_tokens=3)

@@ -16,7 +16,7 @@ from katydid_gateway.http.schema import ChatCompletionBody
 from katydid_gateway.http.shape import Shape, finite_logprob, send_answers
 from katydid_gateway.http.translate import chat_request
 from katydid_gateway.http.usage import timing_fields, usage_fields
-from katydid_gateway.requests import Caller, Delta, TokenLogprob, ToolCall
+from katydid_gateway.requests import Caller, Delta, TokenLogprob, ToolCall, Usage
 
 __all__ = ["ChatCompletions"]
 
@@ -64,7 +64,7 @@ class _Shape(Shape):
 
     def chunk(self, _place: int, delta: Delta) -> bytes:
         more = delta.reasoning or delta.tool_calls or delta.finish or self._with_logprobs or self._with_ids
-        if delta.text and not more and delta.index in self._begun:
+        if delta.text and not (more or self._counts) and delta.index in self._begun:
             return self._text(delta.index, delta.text)
         fields: dict[str, Any] = {}
         if delta.reasoning:
@@ -102,6 +102,9 @@ class _Shape(Shape):
         if delta.reasoning:
             message["reasoning_content"] = delta.reasoning
         return {"index": delta.index, "message": message, "finish_reason": delta.finish} | self._extras(delta)
+
+    def used(self) -> Usage:
+        return self._answer.usage
 
     def account(self) -> dict[str, Any]:
         result = self._answer.result

@@ -120,6 +120,9 @@ class _Shape(Shape):
             offset += 0 if text in self._hidden else len(text)
         return columns
 
+    def used(self) -> Usage:
+        return reduce(add, [answer.usage for answer in self._answers])
+
     def account(self) -> dict[str, Any]:
         results = [answer.result for answer in self._answers]
         usage = reduce(add, [self._usage(result) for result in results])

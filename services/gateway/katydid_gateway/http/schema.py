@@ -92,6 +92,8 @@ class NamedToolChoice(_Body):
 
 class StreamOptions(_Body):
     include_usage: bool = False
+    # vLLM's: what was used so far, in every event.
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
 

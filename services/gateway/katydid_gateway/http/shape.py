@@ -15,7 +15,8 @@ from katydid_gateway.answer import Answer
 from katydid_gateway.http.exchange import Exchange
 from katydid_gateway.http.merge import merged
 from katydid_gateway.http.schema import StreamOptions
-from katydid_gateway.requests import Delta
+from katydid_gateway.http.usage import usage_fields
+from katydid_gateway.requests import Delta, Usage
 
 __all__ = ["Form", "Shape", "finite_logprob", "send_answers"]
 
@@ -47,6 +48,7 @@ class Shape(ABC):
 
     def __init__(self, *, id: str, object: str, model: str, stream_options: StreamOptions | None) -> None:
         self._include_usage = stream_options is not None and stream_options.include_usage
+        self._counts = self._include_usage and stream_options is not None and stream_options.continuous_usage_stats
         self._collected: dict[tuple[int, int], Delta] = {}
         self._head: dict[str, Any] = {"id": id, "object": object, "created": int(time.time()), "model": model}
         self._tail: dict[str, Any] = {"usage": None} if self._include_usage else {}
@@ -60,11 +62,16 @@ class Shape(ABC):
         """A complete choice."""
 
     @abstractmethod
+    def used(self) -> Usage:
+        """What was used so far."""
+
+    @abstractmethod
     def account(self) -> dict[str, Any]:
         """Usage and timing, once all answers have ended."""
 
     def event(self, choice: dict[str, Any]) -> bytes:
-        return b"data: " + _encode(self._head | {"choices": [choice]} | self._tail) + b"\n\n"
+        tail = {"usage": usage_fields(self.used())} if self._counts else self._tail
+        return b"data: " + _encode(self._head | {"choices": [choice]} | tail) + b"\n\n"
 
     def last_events(self) -> bytes:
         """The usage chunk when it was asked for, and the end mark."""
