@@ -179,3 +179,21 @@ def test_what_is_enforced_satisfies_what_was_sent(schema: Any) -> None:
     chance, checked = random.Random(1), jsonschema.Draft202012Validator(schema)
     for _ in range(25):
         checked.validate(json.loads(drawn(schema, chance)))
+
+
+@pytest.mark.parametrize(("least", "most"), [(0, 3), (2, None), (3, 3), (1, 500)])
+def test_a_text_of_bounded_length_may_hold_whatever_json_can_say(least: int, most: int | None) -> None:
+    """Quotes, line ends and backslashes are escaped and count as one character."""
+    schema = {"type": "string", "minLength": least} | ({} if most is None else {"maxLength": most})
+    for text in ("", "a", '"', "a\n", '\\"\t', "Köln", "🦗" * 3, "x" * 500, "x" * 501):
+        fits = least <= len(text) and (most is None or len(text) <= most)
+        for written in (json.dumps(text, ensure_ascii=False), json.dumps(text)):
+            if "\\ud8" not in written:  # half of what has two escapes
+                assert accepted(schema, written) is fits, written
+    for broken in ('"a\tb"', '"a\nb"', '"a\\qb"', '"\\ud800x"', '"a"b"'):
+        assert not accepted(schema, broken)
+
+
+def accepted(schema: Any, text: str) -> bool:
+    matcher = xgrammar.GrammarMatcher(compiled(json.dumps(schema)))
+    return bool(matcher.accept_string(text) and matcher.is_completed())

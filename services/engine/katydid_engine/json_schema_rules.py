@@ -42,7 +42,9 @@ _SCHEMAS = ("items", "additionalProperties", "unevaluatedItems", "unevaluatedPro
 _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 # Neither control characters, quote, backslash nor surrogates: a negated class would take in bytes that are no UTF-8.
-_CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
+_PLAIN = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
+# Or one that is escaped, which counts as one all the same; of surrogates alone no text consists.
+_CHARACTER = rf'(?:{_PLAIN}|\\["\\/bfnrt]|\\u(?:[0-9a-ce-f][0-9a-f]{{3}}|d[0-7][0-9a-f]{{2}}))'
 # A pattern is matched against the text between the quotes, where these would have to be written as escapes.
 _NEEDS_ESCAPE = re.compile(r'"|\\\\|\\[nrtfv]|\\x[01]|\\u00[01]|[\x00-\x1f]')
 _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
