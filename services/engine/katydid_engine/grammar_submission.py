@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 from katydid.engine.v1 import engine_pb2 as pb
@@ -56,7 +57,27 @@ def parse_grammar(message: pb.Grammar, served: tuple[GrammarKind, ...], vocab_si
                 value=message.regex,
                 allowed="a regular expression that can be enforced token by token",
             ) from error
+    if kind is GrammarKind.STRUCTURAL_TAG:
+        source = _with_rules(source)
     return Grammar(kind, source, _begin_after(message.begin_after_ids, vocab_size))
+
+
+def _with_rules(tag: str) -> str:
+    """The schemas within a tag as they are compiled. One that cannot be enforced in full stays as it is: it is mostly a
+    tool's, and tools check their arguments themselves."""
+    try:
+        whole = json.loads(tag)
+    except (ValueError, RecursionError):
+        return tag  # the compiler says what is wrong with it
+    waiting = [whole]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict) and item.get("type") == "json_schema" and "json_schema" in item:
+            with contextlib.suppress(SchemaError):
+                item["json_schema"] = json.loads(enforceable(json.dumps(item["json_schema"])))
+        elif isinstance(item, dict | list):
+            waiting += item.values() if isinstance(item, dict) else item
+    return json.dumps(whole)
 
 
 def _choices(message: pb.ChoiceGrammar) -> str:
