@@ -51,6 +51,21 @@ def test_a_newcomer_does_not_wait_for_a_flood() -> None:
     assert [turn.tenant for turn in (queue.pop(0.0), queue.pop(0.0)) if turn].count("other") == 1
 
 
+@given(st.integers(1, 30), st.integers(1, 30))
+def test_a_newcomer_shares_with_those_that_were_served_before(served: int, both: int) -> None:
+    """It has not saved up the time in which it asked for nothing."""
+    queue = FairQueue()
+    for _ in range(served + both):
+        queue.push(ticket("a", 10))
+    for _ in range(served):
+        queue.pop(0.0)
+    for _ in range(both):
+        queue.push(ticket("b", 10))
+    turns = [turn.tenant for _ in range(2 * both) if (turn := queue.pop(0.0)) is not None]
+    for end in range(len(turns) + 1):
+        assert abs(turns[:end].count("a") - turns[:end].count("b")) <= 2
+
+
 def test_past_service_is_no_debt() -> None:
     queue = FairQueue()
     for _ in range(10):
