@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import math
 import random
 from typing import Any
 
@@ -11,6 +13,9 @@ import jsonschema
 import pytest
 import torch
 import xgrammar
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from katydid_engine import json_schema_rules as rules
 from katydid_engine.json_schema_rules import SchemaError, enforceable
 from katydid_runtime.request_limits import MAX_JSON_WHITESPACE
 
@@ -24,8 +29,14 @@ def rewritten(schema: Any) -> Any:
     [
         ("{", "no JSON"),
         ("3", "# is 3"),
-        ('{"properties": []}', "#/properties is no object"),
-        ('{"anyOf": {}}', "#/anyOf is no array"),
+        ('{"properties": []}', "#/properties is [], expected an object"),
+        ('{"anyOf": {}}', "#/anyOf is {}, expected an array"),
+        ('{"oneOf": 1}', "#/oneOf is 1, expected an array"),
+        ('{"type": ["string", {}]}', "#/type is {}, expected one of string"),
+        ('{"required": ["a", {"b": 1}]}', "#/required is"),
+        ('{"type": "string", "enum": true}', "#/enum is true, expected an array"),
+        ('{"type": "string", "pattern": 1}', "#/pattern is 1, expected a string"),
+        ('{"type": "object", "patternProperties": ["a"]}', "#/patternProperties is"),
         ('{"type": "objec"}', '#/type is "objec"'),
         ('{"properties": {"a/b": {"not": {}}}}', "#/properties/a~1b/not cannot"),
         ('{"items": {"uniqueItems": true}}', "#/items/uniqueItems cannot"),
@@ -197,3 +208,42 @@ def test_a_text_of_bounded_length_may_hold_whatever_json_can_say(least: int, mos
 def accepted(schema: Any, text: str) -> bool:
     matcher = xgrammar.GrammarMatcher(compiled(json.dumps(schema)))
     return bool(matcher.accept_string(text) and matcher.is_completed())
+
+
+KEYWORDS = sorted(
+    {*rules._MAPS, *rules._LISTS, *rules._SCHEMAS, *rules._TYPE_OF, "type", "required", "enum", "const", "$ref"}
+)
+ODD = st.sampled_from(
+    [
+        None,
+        True,
+        0,
+        -1,
+        1.5,
+        math.inf,
+        "",
+        "a",
+        "string",
+        "object",
+        "#",
+        "#/$defs/a",
+        "(",
+        [],
+        {},
+        [[]],
+        [{}],
+        ["a"],
+        {"a": 1},
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.recursive(
+        ODD, lambda inner: st.dictionaries(st.sampled_from(KEYWORDS), inner | st.lists(inner, max_size=2)), max_leaves=8
+    )
+)
+def test_whatever_a_schema_is_made_of_it_is_taken_or_refused(schema: Any) -> None:
+    with contextlib.suppress(SchemaError):
+        json.loads(enforceable(json.dumps(schema)))

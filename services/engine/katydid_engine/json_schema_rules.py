@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from katydid_runtime.request_limits import MAX_GRAMMAR_DEPTH
@@ -53,6 +53,14 @@ _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
+_FORMS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (_MAPS, lambda value: isinstance(value, dict), "an object"),
+    ((*_LISTS, "enum"), lambda value: isinstance(value, list), "an array"),
+    (("required",), lambda value: isinstance(value, list) and _strings(value) == value, "an array of strings"),
+    (("pattern", "format"), lambda value: isinstance(value, str), "a string"),
+)
+
+
 class SchemaError(ValueError):
     """The schema is no JSON, no schema, or asks for what is not enforced; the message says what and where."""
 
@@ -77,6 +85,7 @@ def _rewritten(schema: Any, path: str, depth: int, root: Any) -> Any:
         raise SchemaError(f"{path} is {json.dumps(schema)[:40]}, expected an object or a boolean")
     if depth > MAX_GRAMMAR_DEPTH:
         raise SchemaError(f"{path[:80]}... is nested deeper than {MAX_GRAMMAR_DEPTH} schemas")
+    _check_forms(schema, path)
     _check(schema, path, root)
     result = {name: value for name, value in schema.items() if name not in _LISTS + _MAPS + _SCHEMAS}
     for name, place, part in _parts(schema, path):
@@ -105,17 +114,18 @@ def _parts(schema: dict[str, Any], path: str) -> Iterator[tuple[str, str, Any]]:
         if name in schema:
             yield name, f"{path}/{name}", schema[name]
     for name in _LISTS:
-        parts = schema.get(name, [])
-        if not isinstance(parts, list):
-            raise SchemaError(f"{path}/{name} is no array")
-        for index, part in enumerate(parts):
+        for index, part in enumerate(schema.get(name, ())):
             yield name, f"{path}/{name}/{index}", part
     for name in _MAPS:
-        parts = schema.get(name, {})
-        if not isinstance(parts, dict):
-            raise SchemaError(f"{path}/{name} is no object")
-        for key, part in parts.items():
+        for key, part in schema.get(name, {}).items():
             yield name, f"{path}/{name}/{key.replace('~', '~0').replace('/', '~1')}", part
+
+
+def _check_forms(schema: dict[str, Any], path: str) -> None:
+    for names, fits, expected in _FORMS:
+        for name in names:
+            if name in schema and not fits(schema[name]):
+                raise SchemaError(f"{path}/{name} is {json.dumps(schema[name])[:40]}, expected {expected}")
 
 
 def _check(schema: dict[str, Any], path: str, root: Any) -> None:
@@ -129,7 +139,7 @@ def _check(schema: dict[str, Any], path: str, root: Any) -> None:
         beside = sorted(constraints - {whole, "type"})
         if whole in schema and beside:
             raise SchemaError(f"{path}/{whole} cannot be enforced together with {beside[0]}")
-    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
+    if len(schema.get("allOf", ())) > 1:
         raise SchemaError(f"{path}/allOf of more than one schema cannot be enforced")
     if len(schema.get("oneOf", ())) > 1 and not _disjoint(schema["oneOf"], root):
         raise SchemaError(f"{path}/oneOf cannot be enforced unless types or constants tell its schemas apart")
@@ -207,7 +217,7 @@ def _types(schema: dict[str, Any], path: str) -> list[str]:
     types = schema.get("type", [])
     types = types if isinstance(types, list) else [types]
     for name in types:
-        if name not in _PYTHON_TYPES:
+        if not isinstance(name, str) or name not in _PYTHON_TYPES:
             raise SchemaError(f"{path}/type is {json.dumps(name)[:40]}, expected one of {', '.join(_PYTHON_TYPES)}")
     return types
 
@@ -220,20 +230,23 @@ def _disjoint(schemas: Any, root: Any) -> bool:
 
 
 def _marks(schema: Any, root: Any) -> dict[str, frozenset[str]]:
-    """What a value must be one of: its type (under ""), itself ("="), and required properties by name."""
+    """What a value must be one of: its type (under ""), itself ("="), and required properties by name.
+
+    A reference may lead to what is no schema: it says nothing here, and is refused where it is used as one.
+    """
     schema = _referred(schema, root)
     if not isinstance(schema, dict):
         return {}
     marks: dict[str, frozenset[str]] = {}
     types = schema.get("type", [])
-    if types := types if isinstance(types, list) else [types]:
+    if types := _strings(types if isinstance(types, list) else [types]):
         # An integer is a number too.
         marks[""] = frozenset("number" if name == "integer" else name for name in types)
     if (own := _constants(schema)) is not None:
         marks["="] = own
     properties = schema.get("properties", {})
     if marks.get("") == frozenset(("object",)) and isinstance(properties, dict):
-        for name in schema.get("required", ()):
+        for name in _strings(schema.get("required")):
             if (values := _constants(_referred(properties.get(name), root))) is not None:
                 marks[f".{name}"] = values
     return marks
@@ -254,7 +267,11 @@ def _constants(schema: Any) -> frozenset[str] | None:
     if not isinstance(schema, dict) or not schema.keys() & {"const", "enum"}:
         return None
     values = [schema["const"]] if "const" in schema else schema["enum"]
-    return frozenset(json.dumps(value, sort_keys=True) for value in values)
+    return frozenset(json.dumps(value, sort_keys=True) for value in values) if isinstance(values, list) else None
+
+
+def _strings(value: Any) -> list[str]:
+    return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
 
 
 def _widen(schema: dict[str, Any]) -> None:
@@ -262,7 +279,7 @@ def _widen(schema: dict[str, Any]) -> None:
     types = schema.get("type")
     if "unevaluatedItems" not in schema and (types == "array" or (isinstance(types, list) and "array" in types)):
         schema.setdefault("items", {})
-    if isinstance(schema.get("required"), list):
+    if "required" in schema:
         schema["required"] = list(dict.fromkeys(schema["required"]))
         others = schema.get("additionalProperties", {})
         properties = schema.setdefault("properties", {})
@@ -272,7 +289,7 @@ def _widen(schema: dict[str, Any]) -> None:
 
 
 def _keep_pattern(schema: dict[str, Any], path: str) -> None:
-    if isinstance(schema.get("pattern"), str):
+    if "pattern" in schema:
         try:
             schema["pattern"] = enforceable_regex(schema["pattern"])
         except RegexError as error:

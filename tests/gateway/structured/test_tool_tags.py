@@ -139,3 +139,10 @@ def test_other_constraints_within_a_tag() -> None:
     assert accepts(as_format("ebnf", 'root ::= "x"', ()), "x")
     assert as_format("structural_tag", '{"format": {"type": "any_text"}}', ()) == {"type": "any_text"}
     assert calls_format("none", TOOLS, several=True, suffixed=False) is None
+
+
+@pytest.mark.parametrize("family", ["hermes", "llama", "hy3"])
+@pytest.mark.parametrize("required", [[{}], [["a"]], {"a": 1}, 3])
+def test_a_schema_of_another_form_is_the_engines_to_refuse(family: str, required: object) -> None:
+    tool = Tool("f", "", {"type": "object", "properties": {"a": {"type": ["string", {}]}}, "required": required})
+    assert calls_format(family, [tool], several=False, suffixed=False) is not None

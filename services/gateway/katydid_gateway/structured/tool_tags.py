@@ -84,7 +84,7 @@ class _Hy3:
         schema = _parameters(tool)
         known = schema.get("properties")
         needed = schema.get("required")
-        required = set(needed) if isinstance(needed, list) else set()
+        required = {name for name in needed if isinstance(name, str)} if isinstance(needed, list) else set()
         arguments = [
             argument if name in required else {"type": "optional", "content": argument}
             for name, value in (known.items() if isinstance(known, Mapping) else ())
