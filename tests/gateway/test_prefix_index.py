@@ -72,6 +72,17 @@ def test_a_prediction_runs_out_unless_it_is_renewed_or_confirmed() -> None:
     assert index.depths(BLOCKS, 15.1)[home] == 0
 
 
+def test_what_is_known_is_not_predicted_too() -> None:
+    """Predictions have a quarter of the memory; those of warm prompts would drive out those that tell something."""
+    index = PrefixIndex()
+    index.stored(HOLDERS[0], BLOCKS[:3])
+    before = index.size_bytes
+    index.predict(HOLDERS[0], BLOCKS[:3], 0.0)
+    assert index.size_bytes == before
+    index.predict(HOLDERS[1], BLOCKS[:3], 0.0)
+    assert index.size_bytes > before
+
+
 def test_only_leading_blocks_count() -> None:
     index = PrefixIndex()
     index.stored(HOLDERS[0], [BLOCKS[0], BLOCKS[2]])

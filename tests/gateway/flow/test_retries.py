@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 from katydid.engine.v1 import engine_pb2 as pb
-from katydid_gateway.flow.retries import LEAST, SHARE, RetryBudget
+from katydid_gateway.flow.retries import LEAST, MOST, SHARE, RetryBudget
 from katydid_gateway.routing.breaker import FAILURES
 
 from tests.gateway.rig import Rig, rig
@@ -24,6 +24,14 @@ def test_retries_never_exceed_their_share(events: list[bool]) -> None:
         elif budget.take():
             taken += 1
         assert taken <= LEAST + SHARE * came + 1e-6
+
+
+def test_a_quiet_gateway_may_try_as_often_as_it_is_said_and_a_busy_one_saves_up_no_more_than_that() -> None:
+    budget = RetryBudget()
+    assert [budget.take() for _ in range(int(LEAST) + 1)] == [True] * int(LEAST) + [False]
+    for _ in range(int(3 * MOST / SHARE)):
+        budget.came()
+    assert [budget.take() for _ in range(int(MOST) + 1)] == [True] * int(MOST) + [False]
 
 
 def test_a_burst_that_meets_an_engine_as_it_begins_to_drain_goes_on_elsewhere(chatml: Path) -> None:
