@@ -178,6 +178,7 @@ def test_stops(running: Service) -> None:
     run(scenario())
 
 
+RULED = "one that can be enforced token by token, and compiles in 5 s and 1024 MiB"
 GRAMMAR_KINDS = "one of json_schema, regex, ebnf, choice, structural_tag"
 REFUSED = [
     ({"temperature": -0.1}, "sampling.temperature", "0 to 2"),
@@ -199,7 +200,8 @@ REFUSED = [
     ({"logprobs": 21}, "sampling.logprobs", "0 to 20"),
     ({"prompt_logprobs": 21}, "sampling.prompt_logprobs", "0 to 20"),
     ({"grammar": pb.Grammar()}, "sampling.grammar", GRAMMAR_KINDS),
-    ({"grammar": pb.Grammar(regex="(a")}, "sampling.grammar.regex", "one that compiles in 5 s and 1024 MiB"),
+    ({"grammar": pb.Grammar(json_schema='{"type": {}}')}, "sampling.grammar.json_schema", RULED),
+    ({"grammar": pb.Grammar(regex="(a")}, "sampling.grammar.regex", RULED),
     ({"adapter": "poet"}, "adapter", "the base model"),
     ({"dp_rank": 1}, "dp_rank", "0 to 0"),
     ({"priority": 1001}, "priority", "-1000 to 1000"),

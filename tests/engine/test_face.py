@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from katydid.engine.v1 import engine_pb2 as pb
 from katydid_engine.block_watch import BlockWatch
 from katydid_engine.engine_metrics import EngineMetrics
@@ -16,7 +17,8 @@ from katydid_runtime.telemetry import Telemetry
 from tests.engine.engine_process import submission
 
 
-async def every_grammar(_grammar: Grammar, _tenant: bytes) -> None: ...
+async def every_grammar(grammar: Grammar, _tenant: bytes) -> Grammar:
+    return grammar
 
 
 def new_face(sent: list[ToWorker]) -> Face:
@@ -61,5 +63,24 @@ def test_a_session_that_another_gateway_has_given_up_is_none_of_ours() -> None:
         face.open_session(pb.SessionOpen(client="three"))
         face.submit(kept, submission(1, [1, 2]))
         assert [type(message) for message in sent] == [Submit]
+
+    asyncio.run(scenario())
+
+
+def test_a_defect_that_one_request_meets_is_that_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        sent: list[ToWorker] = []
+        face = new_face(sent)
+        session, stream, opened = face.open_session(pb.SessionOpen(client="test"))
+        with monkeypatch.context() as broken:
+            broken.setattr("katydid_engine.face.parse_submission", lambda *_: {}[[]])  # type: ignore[index]
+            face.submit(session, submission(1, [1, 2], n=2))
+        face.submit(session, submission(2, [1, 2]))
+        assert [type(message) for message in sent] == [Submit]
+        frame = await anext(session.frames(stream, opened))
+        assert [(end.request, end.choice, end.error.reason) for end in frame.finishes] == [
+            (1, 0, "INTERNAL"),
+            (1, 1, "INTERNAL"),
+        ]
 
     asyncio.run(scenario())

@@ -9,11 +9,7 @@ import pytest
 import xgrammar
 from hypothesis import given
 from hypothesis import strategies as st
-from katydid.engine.v1 import engine_pb2 as pb
-from katydid_engine.grammar import GrammarKind
-from katydid_engine.grammar_submission import parse_grammar
 from katydid_engine.regex_rules import RegexError, enforceable_regex
-from katydid_runtime.errors import InvalidRequestError
 
 
 @pytest.mark.parametrize(
@@ -95,10 +91,3 @@ def test_the_library_matches_what_the_expression_does(pattern: str) -> None:
         matcher = xgrammar.GrammarMatcher(compiled)
         taken = all(matcher.accept_token(LETTERS.index(letter)) for letter in text) and matcher.is_completed()
         assert taken == bool(re.fullmatch(pattern, text)), text
-
-
-def test_a_request_with_such_an_expression_is_refused_by_its_field() -> None:
-    with pytest.raises(InvalidRequestError, match="the regex is refused: a lookahead") as caught:
-        parse_grammar(pb.Grammar(regex="(?=a)b"), (GrammarKind.REGEX,), 100)
-    assert caught.value.field == "sampling.grammar.regex"
-    assert parse_grammar(pb.Grammar(regex="^a$"), (GrammarKind.REGEX,), 100).source == "a"

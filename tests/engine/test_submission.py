@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from array import array
 from dataclasses import replace
@@ -11,8 +10,6 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from katydid.engine.v1 import engine_pb2 as pb
 from katydid_engine.grammar import Grammar, GrammarKind
-from katydid_engine.grammar_submission import parse_grammar
-from katydid_engine.json_schema_rules import enforceable
 from katydid_engine.request import Request, Sampling
 from katydid_engine.submission import EngineLimits, parse_submission, requested_choices
 from katydid_runtime.block_hash import ChainKey
@@ -167,9 +164,7 @@ def test_grammars() -> None:
     assert grammar(choice=pb.ChoiceGrammar(choices=["a", "é"])) == Grammar(GrammarKind.CHOICE, '["a", "\\u00e9"]')
     assert grammar(structural_tag="{}") == Grammar(GrammarKind.STRUCTURAL_TAG, "{}")
     assert grammar(structural_tag="{") == Grammar(GrammarKind.STRUCTURAL_TAG, "{")
-    assert grammar(json_schema="true") == Grammar(GrammarKind.JSON_SCHEMA, "{}")
     refused: list[tuple[dict[str, object], str]] = [
-        ({"json_schema": '{"not": {}}'}, "json_schema"),
         ({"choice": pb.ChoiceGrammar()}, "choice.choices"),
         ({"choice": pb.ChoiceGrammar(choices=["a", ""])}, "choice.choices"),
         ({"choice": pb.ChoiceGrammar(choices=["a"] * (MAX_GRAMMAR_CHOICES + 1))}, "choice.choices"),
@@ -183,14 +178,3 @@ def test_grammars() -> None:
         with pytest.raises(InvalidRequestError) as caught:
             grammar(**fields)
         assert caught.value.field == f"sampling.grammar.{field}"
-
-
-def test_schemas_within_a_tag_are_held_to_the_same_rules_as_far_as_they_can_be() -> None:
-    """The library's own lengths let raw control characters through: a call that was forced had arguments of no JSON."""
-    short, unique = {"type": "string", "minLength": 1}, {"type": "array", "uniqueItems": True}
-    parts = [{"type": "json_schema", "json_schema": schema} for schema in (short, unique, True)]
-    tag = {"type": "structural_tag", "format": {"type": "or", "elements": [{"type": "any_text"}, *parts]}}
-    message = pb.Grammar(structural_tag=json.dumps(tag))
-    source = parse_grammar(message, tuple(GrammarKind), 10).source
-    ruled = [part.get("json_schema") for part in json.loads(source)["format"]["elements"]]
-    assert ruled == [None, json.loads(enforceable(json.dumps(short))), unique, {}]

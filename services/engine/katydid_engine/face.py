@@ -13,7 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from katydid.engine.v1 import engine_pb2 as pb
 from katydid_runtime.errors import (
@@ -65,8 +65,8 @@ class _Live:
 
 class Face:
     """``send`` passes a message to a rank's worker group; ``ask_cache`` a worker's wish, with its place in the trace,
-    to the cache connector; ``check_grammar`` returns for a grammar, and its tenant, that can be used and raises
-    KatydidError else."""
+    to the cache connector; ``check_grammar`` returns a tenant's grammar as it is compiled, and raises
+    KatydidError for one that cannot be used."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Face:
         *,
         send: Callable[[int, ToWorker], None],
         ask_cache: Callable[[int, KvAsk, CacheSpans], None],
-        check_grammar: Callable[[Grammar, bytes], Awaitable[None]],
+        check_grammar: Callable[[Grammar, bytes], Awaitable[Grammar]],
         blocks: BlockWatch,
         metrics: EngineMetrics,
         telemetry: Telemetry,
@@ -156,6 +156,10 @@ class Face:
             request = parse_submission(message, self.limits, handle, received_at)
         except KatydidError as error:
             self._refuse(session, message, error, received_at)
+            return
+        except Exception as error:
+            # Whatever is wrong with one request, the others of the session go on.
+            self._refuse(session, message, internal_error(error, "a submission"), received_at)
             return
         self._live[handle] = live = _Live(
             session,
@@ -292,7 +296,7 @@ class Face:
     async def _submit_checked(self, live: _Live, request: Request, grammar: Grammar) -> None:
         started = time.monotonic()
         try:
-            await self._check_grammar(grammar, request.tenant)
+            checked = await self._check_grammar(grammar, request.tenant)
         except Exception as error:
             # Whatever went wrong, the request ends.
             reason = error if isinstance(error, KatydidError) else internal_error(error, "the check of a grammar")
@@ -302,7 +306,8 @@ class Face:
         else:
             # A failing engine may have ended it meanwhile.
             if request.handle in self._live:
-                self._send(live.dp_rank, Submit(request))
+                sampling = replace(request.sampling, grammar=checked)
+                self._send(live.dp_rank, Submit(replace(request, sampling=sampling)))
         finally:
             self._metrics.grammar.observe(time.monotonic() - started)
 

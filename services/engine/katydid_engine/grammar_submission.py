@@ -1,8 +1,7 @@
-"""From the protocol's Grammar to a domain one: what can be said against it without a compiler is said here."""
+"""From the protocol's Grammar to a domain one: what can be said against it without reading its source is said here."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 
 from katydid.engine.v1 import engine_pb2 as pb
@@ -11,8 +10,6 @@ from katydid_runtime.errors import InvalidRequestError, UnsupportedError
 from katydid_runtime.request_limits import MAX_GRAMMAR_CHARACTERS, MAX_GRAMMAR_CHOICES
 
 from katydid_engine.grammar import MAX_BEGIN_AFTER, Grammar, GrammarKind
-from katydid_engine.json_schema_rules import SchemaError, enforceable
-from katydid_engine.regex_rules import RegexError, enforceable_regex
 
 __all__ = ["parse_grammar"]
 
@@ -37,47 +34,7 @@ def parse_grammar(message: pb.Grammar, served: tuple[GrammarKind, ...], vocab_si
             value=size,
             allowed=f"at most {MAX_GRAMMAR_CHARACTERS}",
         )
-    if kind is GrammarKind.JSON_SCHEMA:
-        try:
-            source = enforceable(source)
-        except SchemaError as error:
-            raise InvalidRequestError(
-                f"the schema is refused: {error}",
-                field=field,
-                value=message.json_schema,
-                allowed="a JSON schema that can be enforced token by token",
-            ) from error
-    if kind is GrammarKind.REGEX:
-        try:
-            source = enforceable_regex(source)
-        except RegexError as error:
-            raise InvalidRequestError(
-                f"the regex is refused: {error}",
-                field=field,
-                value=message.regex,
-                allowed="a regular expression that can be enforced token by token",
-            ) from error
-    if kind is GrammarKind.STRUCTURAL_TAG:
-        source = _with_rules(source)
     return Grammar(kind, source, _begin_after(message.begin_after_ids, vocab_size))
-
-
-def _with_rules(tag: str) -> str:
-    """The schemas within a tag as they are compiled. One that cannot be enforced in full stays as it is: it is mostly a
-    tool's, and tools check their arguments themselves."""
-    try:
-        whole = json.loads(tag)
-    except (ValueError, RecursionError):
-        return tag  # the compiler says what is wrong with it
-    waiting = [whole]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, dict) and item.get("type") == "json_schema" and "json_schema" in item:
-            with contextlib.suppress(SchemaError):
-                item["json_schema"] = json.loads(enforceable(json.dumps(item["json_schema"])))
-        elif isinstance(item, dict | list):
-            waiting += item.values() if isinstance(item, dict) else item
-    return json.dumps(whole)
 
 
 def _choices(message: pb.ChoiceGrammar) -> str:
