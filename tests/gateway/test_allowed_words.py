@@ -29,7 +29,7 @@ USER = '"messages": [{"role": "user", "content": "x"}]'
             ChatCompletionBody,
             '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
             "messages[0].content[0].type",
-            "text",
+            "refusal or text",
         ),
         (ResponsesBody, '{"input": "x", "truncation": "auto"}', "truncation", "disabled"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,21 @@ from katydid_gateway.engines import progress
 from katydid_gateway.engines.frames import EnginePhase, EngineTrace
 from katydid_gateway.gateway_metrics import GatewayMetrics
 from katydid_gateway.requests import CachedTokens
+from katydid_gateway.routing.breaker import FAILURES
 from katydid_gateway.routing.cost import Prediction, TierSpeeds
 from katydid_gateway.routing.load import EngineState, RankState
 from katydid_gateway.routing.prefix_index import Holder
 from katydid_gateway.routing.router import Candidate, Router
 from katydid_gateway.routing.tier_index import CacheTier
+from katydid_runtime.errors import (
+    DrainingError,
+    EngineLostError,
+    InternalError,
+    InvalidRequestError,
+    KatydidError,
+    OverloadedError,
+    UnavailableError,
+)
 
 from tests.gateway.mock_options import MockOptions
 from tests.gateway.rig import rig, until
@@ -28,13 +39,19 @@ MIB = 2**20
 def speeds_after(cached: CachedTokens, *fetches: tuple[str, float]) -> dict[CacheTier, float]:
     """The router's speeds after one answer whose blocks of 1 MiB were fetched in these phases (tier, seconds)."""
     router = Router()
+    dispatcher, sent = dispatched(router)
+    phases = tuple(EnginePhase("kvcache.fetch", b"", seconds, tier) for tier, seconds in fetches)
+    dispatcher.first_token(sent, cached, EngineTrace(phases))
+    return router.speeds.bytes_per_s
+
+
+def dispatched(router: Router) -> tuple[Dispatcher, Dispatch]:
+    """A request on its way to the one engine there is."""
     router.engines["e"] = EngineState("e", [RankState()], block_bytes=MIB)
     fleet: Any = SimpleNamespace(router=router)
     session: Any = None
     candidate = Candidate(Holder("e", 0), Prediction(0, 0, 0, 0, 0, 0), 0, 0)
-    phases = tuple(EnginePhase("kvcache.fetch", b"", seconds, tier) for tier, seconds in fetches)
-    Dispatcher(fleet, GatewayMetrics()).first_token(Dispatch(session, 1, candidate, 0), cached, EngineTrace(phases))
-    return router.speeds.bytes_per_s
+    return Dispatcher(fleet, GatewayMetrics()), Dispatch(session, 1, candidate, 0)
 
 
 def measured(tier: CacheTier, size: int, seconds: float) -> float:
@@ -42,6 +59,27 @@ def measured(tier: CacheTier, size: int, seconds: float) -> float:
     speeds = TierSpeeds()
     speeds.measured(tier, size, seconds)
     return speeds.bytes_per_s[tier]
+
+
+@pytest.mark.parametrize(
+    ("error", "retryable", "counts"),
+    [
+        (UnavailableError("a worker is ill"), True, True),
+        (EngineLostError("it is gone"), True, True),
+        (InternalError("a defect"), False, True),
+        (OverloadedError("full"), True, False),
+        (DrainingError("about to go"), True, False),
+        (InvalidRequestError("the caller's fault"), False, False),
+    ],
+)
+def test_a_refusal_that_says_nothing_of_an_engine_does_not_open_its_breaker(
+    error: KatydidError, retryable: bool, counts: bool
+) -> None:
+    router = Router()
+    dispatcher, sent = dispatched(router)
+    for _ in range(FAILURES):
+        dispatcher.failed(sent, error, retryable=retryable)
+    assert router.engines["e"].breaker.is_open(time.monotonic()) is counts
 
 
 def test_a_tiers_phases_count_together() -> None:
