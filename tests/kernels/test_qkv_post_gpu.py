@@ -106,6 +106,8 @@ def test_against_float64(
     expected_k = turned(k_in, weights[1], qk_norm, eps, angles, hadamard)
     if means:
         expected_k -= arguments["k_mean"].double()
+    if scales is not None:  # keys without a mean that is not theirs can leave the range
+        expected_k = expected_k.clamp(-448 * factor, 448 * factor)
     assert error(k_pages[page, :, offset].double() * factor, expected_k[stored]) < ROUNDING[pages_dtype]
     assert error(v_pages[page, :, :, offset].double() * factor, v_in.double()[stored]) < ROUNDING[pages_dtype]
     untouched = torch.ones(pages, 64, dtype=torch.bool, device=device)
