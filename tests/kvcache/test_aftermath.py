@@ -29,6 +29,7 @@ def test_lookups_reach_the_ghosts_and_leave_the_loop_to_others() -> None:
             assert cache.store.memory.ghosts.returned(key(3))
             assert cache.store.memory.ghosts.hit_rates()[0].admit_all > 0
             assert time.monotonic() - started < 20
+            assert cache.aftermath._waiting == 0, "what was done leaves room for more"
 
     run(scenario)
 

@@ -111,6 +111,7 @@ def test_a_row_whose_slot_was_rewritten_is_absent(tmp_path: Path) -> None:
             for block in (one, two):
                 cache.store.leave(cache.store.memory, block)
             assert await get(cache, space, 1) == BlockMissReason.ABSENT
+            assert key(1) not in space.blocks, "it is not looked for again"
             assert await get(cache, space, 2) == payload(2)
 
     run(scenario)

@@ -40,3 +40,35 @@ def test_a_flush_does_not_wait_for_what_came_after_it() -> None:
         packer.close()
 
     run(scenario)
+
+
+def test_a_pack_goes_when_it_is_full_or_when_its_first_block_has_waited_long_enough() -> None:
+    async def scenario() -> None:
+        space, packs, sheds = Namespace(IDENTITY, LAYOUT), list[int](), Counter[str]()
+
+        async def publish(_space: Namespace, pack: list[Outgoing]) -> None:
+            packs.append(len(pack))
+
+        packer = Packer(publish, pack_bytes=3 * BLOCK, queue_bytes=4 * BLOCK, linger_s=0.05, sheds=sheds)
+
+        def take(name: int) -> bool:
+            return packer.take(block(space, name), memoryview(payload(name)), 0.0)
+
+        assert all(take(name) for name in range(3))
+        await asyncio.sleep(0.01)
+        assert packs == [3], "nothing more fits, nothing is waited for"
+        assert packer.bytes_in_flight == 0
+        assert not any(packer.holds(block(space, name)) for name in range(3))
+        assert take(10)
+        assert packer.holds(block(space, 10))
+        timer = packer._timers[space]
+        assert take(11)
+        assert packer._timers[space] is timer, "the second block does not put it off"
+        while len(packs) < 2:
+            await asyncio.sleep(0.005)
+        assert packs == [3, 2]
+        assert [take(name) for name in range(20, 26)] == [True] * 4 + [False] * 2
+        assert sheds == {"queue_full": 2}
+        packer.close()
+
+    run(scenario)

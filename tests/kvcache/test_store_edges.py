@@ -219,3 +219,22 @@ def test_blocks_that_have_gone_are_swept_from_the_deadlines() -> None:
         deadlines.add(block)
     assert len(deadlines._queue) < 3 * len(kept)
     assert [block for block in deadlines.due(99_999.0) if block.present] == kept
+
+
+def test_beyond_its_limit_the_shared_index_forgets_what_is_oldest_and_not_leased_there_alone() -> None:
+    store, space = deep_store()
+    assert store.shared is not None
+    blocks = [adopt(store, space, number) for number in range(1, 9)]
+    leased, plain, both = blocks[:3]
+    assert leased is not None
+    assert both is not None
+    slot = store.room(store.memory, both)
+    assert slot is not None
+    store.place(store.memory, both, slot)
+    store.pin([leased, both])
+    adopt(store, space, 9)
+    assert [block is not None and block.shared is not None for block in (leased, plain, both)] == [True, False, True]
+    adopt(store, space, 10)
+    assert (leased.shared is not None, both.shared) == (True, None), "what is in memory too is not lost with it"
+    assert (store.shared.blocks, store.shared.counters.evictions) == (8, 2)
+    store.check_integrity()
