@@ -9,6 +9,7 @@ import pytest
 from katydid_gateway.parsers.choice import output_parser
 from katydid_gateway.requests import Tool
 from katydid_gateway.structured.tool_tags import as_format, calls_format
+from katydid_runtime.errors import InvalidRequestError
 
 xgrammar = pytest.importorskip("xgrammar")
 
@@ -146,3 +147,16 @@ def test_other_constraints_within_a_tag() -> None:
 def test_a_schema_of_another_form_is_the_engines_to_refuse(family: str, required: object) -> None:
     tool = Tool("f", "", {"type": "object", "properties": {"a": {"type": ["string", {}]}}, "required": required})
     assert calls_format(family, [tool], several=False, suffixed=False) is not None
+
+
+def test_schemas_that_would_fill_the_memory_are_refused() -> None:
+    """A part takes the whole along for its references, so a schema has the square of its length at most."""
+    part = {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}}
+    several = {"type": "object", "properties": {f"p{i}": part for i in range(3000)}, "$defs": {"a": {"type": "string"}}}
+    with pytest.raises(InvalidRequestError, match="characters") as caught:
+        calls_format("hy3", [Tool("f", "", several)], several=False, suffixed=False)
+    assert caught.value.field == "tools"
+    with pytest.raises(InvalidRequestError, match="the tools' schemas have"):
+        calls_format("hermes", [Tool("f", "", {"description": "x" * 300_000})], several=False, suffixed=False)
+    few = {**several, "properties": {f"p{i}": part for i in range(20)}}
+    assert calls_format("hy3", [Tool("f", "", few)], several=False, suffixed=False) is not None

@@ -3,6 +3,7 @@ unions and lists of types taken apart."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,17 +15,17 @@ def alternatives(schema: object, root: object) -> list[Mapping[str, Any]]:
     that says nothing. References are followed in `root`, each of them once."""
     found: list[Mapping[str, Any]] = []
     followed: set[str] = set()
-    waiting = [schema]
+    waiting = deque([schema])
     while waiting:
-        each = waiting.pop(0)
+        each = waiting.popleft()
         if not isinstance(each, Mapping):
             found.append({})
         elif isinstance(reference := each.get("$ref"), str):
             if reference not in followed:
                 followed.add(reference)
-                waiting.insert(0, _referred(reference, root))
+                waiting.appendleft(_referred(reference, root))
         elif parts := _parts(each):
-            waiting[:0] = parts
+            waiting.extendleft(reversed(parts))
         else:
             found.append(each)
     return found or [{}]

@@ -10,7 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from katydid_runtime.request_limits import MAX_JSON_WHITESPACE
+from katydid_runtime.errors import InvalidRequestError
+from katydid_runtime.request_limits import MAX_GRAMMAR_CHARACTERS, MAX_JSON_WHITESPACE
 
 from katydid_gateway.parsers.hy3 import SUFFIX
 from katydid_gateway.parsers.schema_parts import alternatives
@@ -28,8 +29,12 @@ _WHOLE = "whole"
 def calls_format(family: str, tools: Sequence[Tool], *, several: bool, suffixed: bool) -> Format | None:
     """One call of one of `tools`, or `several`; None for a family whose calls are not known.
 
-    `suffixed` is Hy3's second spelling of its markers.
+    `suffixed` is Hy3's second spelling of its markers. Raises InvalidRequestError for schemas longer than a grammar may
+    be.
     """
+    length = sum(len(json.dumps(tool.parameters)) for tool in tools)
+    if length > MAX_GRAMMAR_CHARACTERS:
+        raise _too_long(f"the tools' schemas have {length}")
     match family:
         case "hermes":
             return _separated([_hermes(tool) for tool in tools], "\n", several=several)
@@ -73,6 +78,7 @@ class _Hy3:
 
     def __init__(self, suffix: str) -> None:
         self._suffix = suffix
+        self._copied = 0
 
     def opened(self, marker: str) -> str:
         return f"<{marker}{self._suffix}>"
@@ -88,7 +94,7 @@ class _Hy3:
         arguments = [
             argument if name in required else {"type": "optional", "content": argument}
             for name, value in (known.items() if isinstance(known, Mapping) else ())
-            if (argument := self._argument(_text(name), _bare(value, schema)))
+            if (argument := self._argument(_text(name), self._bare(value, schema)))
         ]
         if known is None and schema.get("additionalProperties") is not False:
             any_name = {"type": "regex", "pattern": "[^<>\\n]+"}
@@ -103,35 +109,42 @@ class _Hy3:
             _tag(self.opened("arg_value"), value, self.closed("arg_value") + "\n"),
         )
 
+    def _bare(self, schema: object, whole: Mapping[str, Any]) -> Format:
+        """A value that is written without quotes when it is a string, and as JSON otherwise."""
+        found = [self._bare_one(each, whole) for each in alternatives(schema, whole)]
+        free = next((each for each in found if each["type"] == "any_text"), None)
+        return free or (found[0] if len(found) == 1 else {"type": "or", "elements": found})
 
-def _bare(schema: object, whole: Mapping[str, Any]) -> Format:
-    """A value that is written without quotes when it is a string, and as JSON otherwise."""
-    found = [_bare_one(each, whole) for each in alternatives(schema, whole)]
-    free = next((each for each in found if each["type"] == "any_text"), None)
-    return free or (found[0] if len(found) == 1 else {"type": "or", "elements": found})
+    def _bare_one(self, rules: Mapping[str, Any], whole: Mapping[str, Any]) -> Format:
+        values = rules.get("enum", [rules["const"]] if "const" in rules else None)
+        if isinstance(values, list) and values:
+            texts = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values)
+            return {"type": "or", "elements": [_text(text) for text in texts]}
+        if rules.get("type") == "string" and isinstance(rules.get("pattern"), str):
+            return {"type": "regex", "pattern": rules["pattern"]}
+        if rules.get("type") in ("string", None) and "allOf" not in rules:
+            return {"type": "any_text"}
+        return _json(self._by_itself(rules, whole))
+
+    def _by_itself(self, rules: Mapping[str, Any], whole: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A part of a schema as one of its own, whose references lead where they led in the whole."""
+        source, reference = json.dumps(rules), '"$ref": "#'
+        # Within a text the quotes would have backslashes.
+        if reference not in source:
+            return rules
+        kept = json.dumps(whole)
+        self._copied += len(kept)
+        if self._copied > MAX_GRAMMAR_CHARACTERS:
+            raise _too_long(f"parts of the tools' schemas refer to others, so that together they have {self._copied}")
+        moved = f"{reference}/$defs/{_WHOLE}"
+        own, defined = (json.loads(each.replace(reference, moved)) for each in (source, kept))
+        return {**own, "$defs": {_WHOLE: defined}}
 
 
-def _bare_one(rules: Mapping[str, Any], whole: Mapping[str, Any]) -> Format:
-    values = rules.get("enum", [rules["const"]] if "const" in rules else None)
-    if isinstance(values, list) and values:
-        texts = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values)
-        return {"type": "or", "elements": [_text(text) for text in texts]}
-    if rules.get("type") == "string" and isinstance(rules.get("pattern"), str):
-        return {"type": "regex", "pattern": rules["pattern"]}
-    if rules.get("type") in ("string", None) and "allOf" not in rules:
-        return {"type": "any_text"}
-    return _json(_by_itself(rules, whole))
-
-
-def _by_itself(rules: Mapping[str, Any], whole: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A part of a schema as one of its own, whose references lead where they led in the whole."""
-    source, reference = json.dumps(rules), '"$ref": "#'
-    # Within a text the quotes would have backslashes.
-    if reference not in source:
-        return rules
-    moved = f"{reference}/$defs/{_WHOLE}"
-    own, kept = (json.loads(each.replace(reference, moved)) for each in (source, json.dumps(whole)))
-    return {**own, "$defs": {_WHOLE: kept}}
+def _too_long(what: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{what} characters", field="tools", allowed=f"at most {MAX_GRAMMAR_CHARACTERS} characters of forced calls"
+    )
 
 
 def _parameters(tool: Tool) -> Mapping[str, Any]:
