@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from katydid_gateway.parsers.choice import format_of
 from katydid_gateway.parsers.interface import OutputParser
 from katydid_gateway.parsers.json_calls import HermesParser, LlamaParser
 from katydid_gateway.parsers.json_values import json_text, typed_value
+from katydid_gateway.text.model_text import load_model_text
+
+from tests.gateway.model_folders import tiny_tokenizer, write_folder
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),
@@ -114,6 +118,15 @@ def test_the_format_is_known_by_the_template() -> None:
     assert format_of("{{ '<|python_tag|>' }}") == "llama"
     assert format_of("<tool_call>\n<function=example>") == "none"
     assert format_of("{{ message.content }}") == "none"
+
+
+@pytest.mark.parametrize(("template", "warned"), [("{{ tools }}<function=x>", True), ("{{ messages }}", False)])
+def test_a_model_whose_calls_cannot_be_read_is_told_of_at_the_start(
+    template: str, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_folder(tmp_path, tiny_tokenizer(["<eos>"]), template, {})
+    assert load_model_text(folder).tool_format == "none"
+    assert ("come back as text" in caplog.text) is warned
 
 
 def test_half_a_surrogate_pair_never_leaves_as_text() -> None:

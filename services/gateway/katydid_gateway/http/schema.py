@@ -67,6 +67,7 @@ class MessageBody(_Body):
     function_call: None = None
     # LiteLLM keeps here what it does not know of an answer, and sends it back.
     provider_specific_fields: Any = None
+    cache_control: Any = None
 
 
 class FunctionBody(_Body):
@@ -79,6 +80,7 @@ class FunctionBody(_Body):
 class ToolBody(_Body):
     function: FunctionBody
     type: Literal["function"] = "function"
+    cache_control: Any = None
 
 
 class FunctionName(_Body):

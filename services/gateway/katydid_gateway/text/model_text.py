@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from katydid_gateway.text.render_pace import RenderPace, weight_of
 from katydid_gateway.text.tokenizer import TextTokenizer, load_tokenizer
 
 __all__ = ["EncodedPrompt", "ModelText", "load_model_text"]
+
+logger = logging.getLogger(__name__)
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -95,6 +98,8 @@ def load_model_text(folder: str | Path, *, tool_format: str = "auto", cache_byte
     template = None if source is None else ChatTemplate(source, _special_tokens(Path(folder)))
     if tool_format == "auto":
         tool_format = format_of(source or "")
+        if tool_format == "none" and template is not None and template.knows_tools:
+            logger.warning("how this model writes calls of tools is not known: they come back as text")
     return ModelText(
         tokenizer=TextTokenizer(tokenizer, cache_bytes),
         vocabulary=Vocabulary(tokenizer, VISIBLE_MARKERS[tool_format]),
