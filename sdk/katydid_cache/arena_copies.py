@@ -114,7 +114,10 @@ class ArenaCopies:
         heads: Span,
         layers: Span,
     ) -> list[bool]:
-        """Copy what `lease` keeps in `mapping` into the buffers; True for each block that arrived and is right."""
+        """Copy what `lease` keeps in `mapping` into the buffers; True for each block that arrived and is right.
+
+        Raises UnavailableError once closed.
+        """
         found = [False] * len(into)
         leased = self._leased.get(lease)
         if leased is None or leased.mapping is not mapping:
@@ -191,11 +194,17 @@ class ArenaCopies:
         ]
 
     async def _beside(self, work: Callable[[threading.Event], None]) -> None:
-        """Run `work(stop)` in the thread; when cancelled, tell it to stop and wait until it has."""
+        """Run `work(stop)` in the thread; when cancelled, tell it to stop and wait until it has.
+
+        Raises UnavailableError once closed.
+        """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "arena-copy")
         stop = threading.Event()
-        working = asyncio.get_running_loop().run_in_executor(self._thread, work, stop)
+        try:
+            working = asyncio.get_running_loop().run_in_executor(self._thread, work, stop)
+        except RuntimeError:
+            raise UnavailableError("the client was closed during the call") from None
         try:
             await asyncio.shield(working)
         except asyncio.CancelledError:

@@ -119,6 +119,8 @@ class Attachment:
                     backoff = _BACKOFF_S[0]
             except UnavailableError as error:
                 self._failed(error)
+            except OSError as error:  # out of descriptors, say
+                self._failed(UnavailableError(f"the cache service's socket can't be used: {error}"))
             except grpc.RpcError as error:
                 failure = from_rpc_error(error, self._address)
                 if isinstance(failure, IdentityMismatchError | InvalidRequestError):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import grpc
@@ -212,8 +212,9 @@ class CacheClient:
         deadline = time.monotonic() + timeout_s
         if (mapping := self.arena) is not None:
             started = time.monotonic()
-            found = await self._copies.get(lease, mapping, hashes, buffers, layout, heads, layers)
-            receiving.take_over(found, [TierTime(Tier.MEMORY, sum(found), time.monotonic() - started)])
+            with suppress(UnavailableError):  # what is read by stream below says so
+                found = await self._copies.get(lease, mapping, hashes, buffers, layout, heads, layers)
+                receiving.take_over(found, [TierTime(Tier.MEMORY, sum(found), time.monotonic() - started)])
         if self.lane_port and not heads.count and not layers.count and self._lanes.usable(sum(map(len, buffers))):
             left_s = max(0.0, deadline - time.monotonic())
             found, times = await self._lanes.get(
@@ -257,7 +258,9 @@ class CacheClient:
         check_payloads(blocks, layout.payload_bytes(heads))
         terms = PutTerms(durability, heads, tenant, ttl_s, sliding, hold_s, time.monotonic() + timeout_s)
         if self.arena is not None:
-            outcomes = await self._copies.put(self.in_place, layout, blocks, terms)
+            outcomes = await self._answer(
+                lambda _: self._copies.put(self.in_place, layout, blocks, terms), lambda: [_UNDECIDED] * len(blocks)
+            )
             # A block that is there already may not be on disk yet: a stream waits for that without sending it.
             waiting = [index for index, outcome in enumerate(outcomes) if outcome.status is PutStatus.PRESENT]
             if durability is Durability.MEMORY or not waiting:

@@ -6,6 +6,7 @@ import mmap
 import os
 import threading
 
+import pytest
 from katydid_kvcache.arena import Arena
 
 SLAB = 1 << 20
@@ -35,3 +36,11 @@ def test_closing_stops_the_prefault() -> None:
     arena.close()
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_nobody_can_cut_the_memory_off_under_the_others() -> None:
+    arena = Arena(2, SLAB)
+    for size in (0, SLAB, 4 * SLAB):
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.fd, size)
+    arena.close()

@@ -22,6 +22,7 @@ from katydid_cache import (
     Tier,
     arena_copies,
 )
+from katydid_runtime.errors import UnavailableError
 
 from tests.kvcache.running import IDENTITY, LAYOUT, MIB, ServiceProcess, chain, make, run
 
@@ -219,5 +220,35 @@ def test_a_slot_that_is_another_block_s_in_mid_copy_does_not_arrive(
             got = await cache.get(found.lease, block.hash, into=[into], heads=Span(1, 1))
             right = b"".join(payload[run.start : run.stop] for run in LAYOUT.runs(Span(1, 1)))
             assert not got.found[0] or bytes(into) == right
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("degrade", [False, True])
+@pytest.mark.parametrize("trouble", ["closed", "attached anew"])
+def test_a_put_under_which_the_memory_goes_away_is_refused(
+    address: str, monkeypatch: pytest.MonkeyPatch, trouble: str, degrade: bool
+) -> None:
+    async def scenario() -> None:
+        cache = CacheClient(address, degrade=degrade)
+        await cache.attach(IDENTITY, LAYOUT, arena=True)
+        original = cache._copies._beside
+
+        async def beside(work: Any) -> None:
+            if trouble == "closed":
+                await cache.close()
+            elif cache._attachment is not None:
+                cache._attachment._drop_arena()
+            await original(work)
+
+        await cache.put(make(1))
+        monkeypatch.setattr(cache._copies, "_beside", beside)
+        if degrade:
+            refused = PutOutcome(PutStatus.REFUSED, PutRefusal.STORE_UNAVAILABLE)
+            assert await cache.put(make(2)) == [refused] * 2
+        else:
+            with pytest.raises(UnavailableError):
+                await cache.put(make(2))
+        await cache.close()
 
     run(scenario)

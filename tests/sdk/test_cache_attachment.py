@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 from hashlib import sha256
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid_cache import CacheClient, attachment
 from katydid_cache.attachment import Attachment
+from katydid_cache.local_calls import LocalCalls
 from katydid_runtime.errors import UnauthenticatedError, UnavailableError
 
 from tests.kvcache.running import IDENTITY, LAYOUT, ServiceProcess, run
@@ -46,5 +49,29 @@ def test_a_token_that_is_refused_is_no_service_that_does_not_answer(tmp_path: Pa
             async with CacheClient("127.0.0.1:1") as cache:
                 with pytest.raises(UnavailableError, match="Connection refused"):
                     await cache.attach(IDENTITY, LAYOUT, timeout_s=0.5)
+
+    run(scenario)
+
+
+@pytest.mark.e2e
+def test_a_client_goes_on_trying_when_its_own_process_has_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = iter([True])
+    original = LocalCalls.over
+
+    async def over(connected: socket.socket) -> LocalCalls:
+        if next(calls, False):
+            connected.close()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return await original(connected)
+
+    monkeypatch.setattr(LocalCalls, "over", over)
+
+    async def scenario() -> None:
+        with ServiceProcess(listen=f"unix:{tmp_path}/cache.sock") as service:
+            async with CacheClient(service.address) as cache:
+                assert await cache.attach(IDENTITY, LAYOUT, arena=True, timeout_s=10)
+                assert cache.arena is not None
 
     run(scenario)

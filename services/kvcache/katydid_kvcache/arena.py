@@ -8,6 +8,7 @@ in huge pages where the host allows them for shared memory.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 from pathlib import Path
@@ -36,8 +37,10 @@ class Arena:
     def __init__(self, slabs: int, slab_bytes: int) -> None:
         self.bytes = slabs * slab_bytes
         self._slab_bytes = slab_bytes
-        self.fd = os.memfd_create("katydid-kvcache", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create("katydid-kvcache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, self.bytes)
+        # Whoever got the descriptor could cut the memory off under all others, who would die of it.
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self._map = mmap.mmap(self.fd, self.bytes)
         self._view = memoryview(self._map)
         self._closing = False
