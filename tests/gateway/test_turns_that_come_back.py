@@ -85,7 +85,7 @@ def test_marks_of_other_servers_and_frameworks_change_nothing(hy3: Path) -> None
         marks = {"cache_control": {"type": "ephemeral"}, "prompt_cache_breakpoint": {"mode": "explicit"}}
         user = {"role": "user", "content": [{"type": "text", "text": "hello", **marks}], "cache_control": marks}
         tool = {"type": "function", "function": {"name": "f"}}
-        assert await prompt(built, CHAT, messages=[USER], tools=[{**tool, **{"cache_control": marks}}]) == await prompt(
+        assert await prompt(built, CHAT, messages=[USER], tools=[{**tool, "cache_control": marks}]) == await prompt(
             built, CHAT, messages=[USER], tools=[tool]
         )
         for said in (
