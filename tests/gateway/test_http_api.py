@@ -259,6 +259,21 @@ def test_a_prompts_log_probabilities_come_in_parts(chatml: Path) -> None:
     run(chatml, scenario, engines=2)
 
 
+def test_a_prompt_whose_log_probabilities_are_asked_for_is_expected_in_no_cache(chatml: Path, tmp_path: Path) -> None:
+    """Engines compute all of it: what routing promised itself of caches would look like caches that lie."""
+    trace = tmp_path / "trace.jsonl"
+
+    async def scenario(built: Rig) -> None:
+        body = {"prompt": list(range(3, 203)), "max_tokens": 1}
+        for more in ({}, {}, {"echo": True, "logprobs": 0}):
+            assert (await built.http.post("/v1/completions", json={**body, **more})).status_code == 200
+
+    run(chatml, scenario, trace_file=str(trace))
+    spans = [json.loads(line) for line in trace.read_text().splitlines()]
+    found = [span["attributes"]["route.device_blocks"] for span in spans if span["name"] == "gateway.route"]
+    assert found == [0, 3, 0]
+
+
 CHAT = "/v1/chat/completions"
 
 

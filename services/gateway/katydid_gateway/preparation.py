@@ -88,7 +88,7 @@ class Preparer:
             encoded=encoded,
             sampling=sampling,
             routed=cache(
-                lambda: self._hashes.routed(encoded, options.prompt_cache_key, salt, bypass=options.bypass_cache)
+                lambda: self._hashes.routed(encoded, options.prompt_cache_key, salt, bypass=not submission.reads_cache)
             ),
             submission=submission,
             deadline_ns=caller.began_ns + int(timeout_s * 1e9),

@@ -93,10 +93,10 @@ class Sender:
         with self._telemetry.start(name, clock.span.context) as span:
             whole = EncodedPrompt(submission.prompt_ids + part.generated, "", known=prepared.encoded.known)
             salt = submission.cache_salt
-            routed = self._hashes.routed(whole, options.prompt_cache_key, salt, bypass=options.bypass_cache)
+            routed = self._hashes.routed(whole, options.prompt_cache_key, salt, bypass=not submission.reads_cache)
             candidate = self._dispatcher.decide(routed, span, failed, after=flight.giver)
             span.set_all({"resume.choice": part.choice, "resume.generated_tokens": len(part.generated) // 4})
-            if flight.giver and not (options.bypass_cache or submission.sampling.prompt_logprobs):
+            if flight.giver and submission.reads_cache:
                 last_s = self._dispatcher.last_blocks_s(routed, candidate, flight.giver)
                 submission = replace(submission, blocks_within_s=last_s)
             dispatch = self._dispatcher.send(routed, submission, candidate, flight, prepared.timeout_s)

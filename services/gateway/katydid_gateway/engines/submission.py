@@ -37,6 +37,11 @@ class Submission:
     blocks_within_s: float = 0.0
     fetch_only: bool = False
 
+    @property
+    def reads_cache(self) -> bool:
+        """Log probabilities of a prompt's tokens need all of it computed."""
+        return not (self.options.bypass_cache or self.sampling.prompt_logprobs)
+
     def prompt_only(self) -> Self:
         """The same request up to its first tokens, its blocks kept until another engine has fetched them."""
         sampling = replace(self.sampling, max_tokens=1, min_tokens=min(1, self.sampling.min_tokens))
