@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from katydid.engine.v1 import engine_pb2 as engine_pb
 from katydid.gateway.v1 import gateway_pb2 as pb
+from katydid_gateway.engines.submission import Submission
+from katydid_gateway.requests import RequestOptions, Sampling
 from katydid_runtime.errors import EngineLostError
 from katydid_runtime.rpc_errors import from_rpc_error
 
@@ -128,6 +130,15 @@ def test_it_goes_on_over_grpc_too(chatml: Path) -> None:
         assert events[-1].usage.completion_tokens == 50
 
     run(chatml, scenario, engines=2)
+
+
+def test_a_choice_goes_on_at_its_own_seed_and_does_not_ask_for_the_prompt_again() -> None:
+    sampling = Sampling(seed=2**64 - 1, max_tokens=9, n=3, logprobs=0, prompt_logprobs=True)
+    whole = Submission("r", b"\1\0\0\0", sampling, RequestOptions(), None)
+    begun, owed = whole.continued(2, b"\5\0\0\0"), whole.continued(1, b"")
+    assert (begun.request_id, begun.sampling.seed, begun.sampling.n) == ("r.2", 1, 1)
+    assert (begun.sampling.prompt_logprobs, owed.sampling.prompt_logprobs) == (False, True)
+    assert (begun.reads_cache, owed.reads_cache, whole.reads_cache) == (True, False, False)
 
 
 def test_finished_choices_are_not_sent_again(chatml: Path) -> None:
