@@ -318,6 +318,8 @@ class Cache:
             if block.shared is not None:
                 withdrawn.append(Entry(block.hash, block.parent, block.tenant, block.expires_at, 0.0, block.shared))
             self.store.drop(block)
+            if self.shared is not None:
+                self.shared.give_up(block)
             if slot is not None and self._disk is not None and self.store.disk is not None:
                 self._disk.erase(slot, self.store.disk.slot_bytes(block))
             dropped += 1

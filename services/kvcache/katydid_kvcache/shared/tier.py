@@ -77,6 +77,7 @@ class SharedTier:
         )
         self._turns = asyncio.Semaphore(_AT_A_TIME)
         self._reading = 0
+        self._given_up: set[tuple[bytes, bytes]] = set()
         self._look = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
         self._small: set[asyncio.Task[None]] = set()
@@ -146,6 +147,11 @@ class SharedTier:
             ends_at = self._ends_at(block)
             self._soon(partial(self._backend.renew, block.namespace.identity, block.hash, ends_at), "renew")
 
+    def give_up(self, block: Block) -> None:
+        """A block that may be on its way to the store was dropped by an operator: it is not to get there."""
+        if self._packer.holds(block):
+            self._given_up.add((block.namespace.identity, block.hash))
+
     def withdraw(self, namespace: Namespace, entries: Sequence[Entry]) -> None:
         """These blocks are not to be used any longer, by any instance."""
         if entries:
@@ -169,6 +175,15 @@ class SharedTier:
         await self._backend.close()
 
     async def _publish(self, namespace: Namespace, pack: list[Outgoing]) -> None:
+        try:
+            await self._publish_wanted(namespace, [block for block in pack if self._wanted(namespace, block.entry)])
+        finally:
+            self._given_up.difference_update((namespace.identity, block.entry.name) for block in pack)
+
+    def _wanted(self, namespace: Namespace, entry: Entry) -> bool:
+        return (namespace.identity, entry.name) not in self._given_up
+
+    async def _publish_wanted(self, namespace: Namespace, pack: list[Outgoing]) -> None:
         sheds = self._books.counters.sheds
         pack = await asyncio.to_thread(_intact, pack)
         if not pack:
@@ -186,7 +201,9 @@ class SharedTier:
         self._succeeded()
         self._books.counters.writes += len(entries)
         for entry in entries:
-            self._store.adopt(namespace, entry)
+            if self._wanted(namespace, entry):
+                self._store.adopt(namespace, entry)
+        self.withdraw(namespace, [entry for entry in entries if not self._wanted(namespace, entry)])
 
     async def _follow(self) -> None:
         """Look for news of the namespaces in use, again and again, and remove what has ended."""

@@ -1,0 +1,90 @@
+"""Calls to the shared store take turns: who waits says nothing of the store, and it is told a few things at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from katydid_cache.records import BlockMissReason, Tier
+from katydid_kvcache.shared.manifest import Entry, Location
+
+from tests.kvcache.inside import BLOCK, key, opened
+from tests.kvcache.running import MIB, run
+from tests.kvcache.test_shared_tier import Stuck, adopt, shared
+
+
+class Slow(Stuck):
+    """A store whose reads take a while, and that counts what is asked of it at a time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.at_a_time = self.most = 0
+
+    async def _hang(self) -> None:
+        self.calls += 1
+        self.at_a_time += 1
+        self.most = max(self.most, self.at_a_time)
+        try:
+            await asyncio.sleep(self.seconds)
+        finally:
+            self.at_a_time -= 1
+
+
+def test_reads_that_wait_for_their_turn_are_no_failures_of_the_store(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(**shared(tmp_path, shared_timeout_s=0.5), memory_bytes=8 * MIB) as (cache, space):
+            assert cache.shared is not None
+            slow = cache.shared._backend = Slow(0.1)
+            adopt(cache, space, range(96))
+            reads = [cache.shared.read(space.blocks[key(name)], memoryview(bytearray(BLOCK))) for name in range(96)]
+            # The bytes are wrong, but all of them are read: six turns of sixteen, each well within its time.
+            assert set(await asyncio.gather(*reads)) == {BlockMissReason.CORRUPT}
+            assert (slow.calls, slow.most) == (96, 16)
+            (speed,) = [speed for tier, _, speed in cache.speeds if tier is Tier.SHARED]
+            assert speed > 4 * BLOCK / slow.seconds, "sixteen at a time are not as slow as one after another"
+
+    run(scenario)
+
+
+def test_many_renewals_are_told_a_few_at_a_time(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(**shared(tmp_path), memory_bytes=8 * MIB) as (cache, space):
+            assert cache.shared is not None
+            slow = cache.shared._backend = Slow(0.01)
+            adopt(cache, space, range(100))
+            for name in range(100):
+                cache.shared.renew(space.blocks[key(name)])
+            while slow.calls < 100 or slow.at_a_time:
+                await asyncio.sleep(0.01)
+            assert slow.most <= 16, "each call of a store may take a connection"
+
+    run(scenario)
+
+
+class Told(Stuck):
+    """A store that notes until when its blocks are to stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.renewed: list[float] = []
+
+    async def renew(self, identity: bytes, name: bytes, expires_at: float) -> None:
+        self.renewed.append(expires_at)
+
+
+def test_the_store_is_told_of_blocks_that_live_on_without_a_disk_too(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(**shared(tmp_path)) as (cache, space):
+            assert cache.shared is not None
+            told = cache.shared._backend = Told()
+            now = time.time()
+            cache.store.adopt(space, Entry(key(1), b"", b"", now + 1.0, 100.0, Location("p", 0, bytes(16), 0)))
+            for _ in range(3):
+                cache.store.touch([space.blocks[key(1)]])
+            while not told.renewed:
+                await asyncio.sleep(0.01)
+            assert [round(expires_at - now) for expires_at in told.renewed] == [100], "and not at every use"
+
+    run(scenario)
