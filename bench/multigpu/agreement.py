@@ -41,6 +41,7 @@ def _compare(own: Rank, plan: ParallelPlan, groups: RankGroups, dtype: torch.dty
     whole = _answer(own, load_model(TINY, **options))  # type: ignore[arg-type]
     assert whole is not None
     peers = own.peers(plan, groups, 256, 1024) if dtype == torch.bfloat16 else None
+    expert_peers = own.expert_peers(plan, groups, 256) if dtype == torch.bfloat16 else None
     model = load_model(
         TINY,
         plan=plan,
@@ -48,12 +49,14 @@ def _compare(own: Rank, plan: ParallelPlan, groups: RankGroups, dtype: torch.dty
         experts=groups.experts,
         stage=groups.stage,
         peers=peers,
+        expert_peers=expert_peers,
         **options,  # type: ignore[arg-type]
     )
     own.meet()
     found = _answer(own, model, whole.tokens)
-    if peers is not None:
-        peers.check()
+    for each in (peers, expert_peers):
+        if each is not None:
+            each.check()
     if found is None:
         return
     name = str(dtype).removeprefix("torch.")
@@ -80,6 +83,7 @@ def _answer(own: Rank, model: DecoderLM, given: list[int] | None = None) -> _Ans
         assert isinstance(model, DraftModel)
         follows = torch.tensor([*ids[1:], (given or tokens)[0]], dtype=torch.int32, device=own.device)
         drafted = model.logits(model.draft(batch, hidden, follows, cache))
+    model.exchange_rows(1)  # as for steps of decodes: what a graph can hold
     for step in range(STEPS):
         last = TokenRun([(given or tokens)[step]], PROMPT + step, pages)
         hidden = model.forward(ForwardBatch.pack([last], num_decodes=1, device=own.device), cache)

@@ -17,7 +17,8 @@ from telling import Told, row
 __all__ = ["CHUNK", "Rank"]
 
 CHUNK = 8192
-FEW_TOKENS = 128
+# As an engine has them.
+FEW_TOKENS, FEW_TOKENS_OF_ALL = 128, 256
 # Of each row, eight experts and the shared one, with their weights.
 TOLD = 18
 
@@ -50,6 +51,14 @@ class Rank:
         sizes = {"few_tokens": FEW_TOKENS, "tokens": tokens if plan.sp else plan.tp}
         size = PeerReducer.nbytes(plan.tp, hidden, **sizes)
         memory = symmetric_peers(groups.tensor.group, size, self.device)  # type: ignore[attr-defined]
+        return PeerReducer(memory, hidden, **sizes)
+
+    def expert_peers(self, plan: ParallelPlan, groups: RankGroups, hidden: int) -> PeerReducer | None:
+        if self.dry or plan.tp > 1 or plan.ep == 1 or plan.redundant_experts:
+            return None
+        sizes = {"few_tokens": FEW_TOKENS_OF_ALL, "tokens": plan.ep}
+        size = PeerReducer.nbytes(plan.ep, hidden, **sizes)
+        memory = symmetric_peers(groups.experts.group, size, self.device)  # type: ignore[attr-defined]
         return PeerReducer(memory, hidden, **sizes)
 
     def copies(self, groups: RankGroups, hidden: int, tokens: int) -> PartCopies | None:

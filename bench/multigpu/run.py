@@ -85,6 +85,7 @@ def jobs(gpus: int, parts: list[str], lengths: list[int], batches: list[int], *,
             {**common, "plan": dp},
             {**common, "plan": dp, "drafts": 2},
             {**common, "plan": f"tp{gpus}", "peers": False},
+            {**common, "plan": dp, "ahead": True, "peers": False},
         ]
     if "halves" in parts:
         made += [{"part": "halves", "plan": plan, "tokens": 64 if dry else 32_768} for plan in (sp[4], sp[2])]

@@ -43,7 +43,9 @@ def serve(
     """``chunk``: tokens of a prompt that are computed at once."""
     config = cut_hy3(own.layers, mtp=drafts > 0, dry=own.dry)
     memory = own.peers(plan, groups, config.hidden_size, chunk) if peers else None
-    share = build_share(config, plan, groups, own.device, memory)
+    expert_memory = own.expert_peers(plan, groups, config.hidden_size) if peers else None
+    share = build_share(config, plan, groups, own.device, memory, expert_peers=expert_memory)
+    own.meet()  # nobody writes into memory that is still being made
     name = f"{plan}" + ("" if peers else " over NCCL") + (f", {drafts} drafts" if drafts else "")
     name += (" ahead" if ahead else "") + (f" in chunks of {chunk}" if chunk != CHUNK else "")
     shares = {batch: batch // plan.dp for batch in batches if batch >= plan.dp}
@@ -86,8 +88,9 @@ def serve(
             own.note(f"{figure}: times tp{own.ranks}'s", rate / own.of_tp["rate", 0], "x", bar, most=False)
         elif plan == ParallelPlan(tp=plan.tp):
             own.of_tp.setdefault(("rate", 0), rate)
-    if memory is not None:
-        memory.check()
+    for each in (memory, expert_memory):
+        if each is not None:
+            each.check()
 
 
 def _step_s(steps: SliceSteps, decoding: Decoding) -> float:

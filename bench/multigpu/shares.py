@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from katydid_engine.layers.few_rows_exchange import FewRowPeers
 from katydid_engine.layers.part_exchange import RowCopies
 from katydid_engine.loader import build_model
 from katydid_engine.model_config import ModelConfig
@@ -68,6 +69,7 @@ def build_share(
     copies: RowCopies | None = None,
     halved_from: int = HALVED_FROM,
     skewed: bool = False,
+    expert_peers: FewRowPeers | None = None,
 ) -> Share:
     """e4m3 weights and pages on a GPU; fp32 on a CPU. Experts are chosen evenly or, skewed, as a trained model does."""
     on_gpu = device.type == "cuda"
@@ -92,6 +94,7 @@ def build_share(
         micro_batches=micro_batches,
         copies=copies,
         halved_from=halved_from,
+        expert_peers=expert_peers,
         kv_cache_dtype="fp8" if on_gpu else "auto",
     )
     return Share(model, groups.tensor, plan.place(dist.get_rank()).dp if dist.is_initialized() else 0)

@@ -12,6 +12,7 @@ from katydid_runtime.errors import ModelFolderError, SettingsError
 
 from katydid_engine.checkpoint import Checkpoint
 from katydid_engine.collectives import Collectives, SingleRank
+from katydid_engine.layers.few_rows_exchange import FewRowPeers
 from katydid_engine.layers.part_exchange import RowCopies
 from katydid_engine.model_config import ModelConfig, read_model_config
 from katydid_engine.models.decoder_lm import DecoderLM
@@ -55,6 +56,7 @@ def load_model(
     peers: RankPeers | None = None,
     copies: RowCopies | None = None,
     halved_from: int = HALVED_FROM,
+    expert_peers: FewRowPeers | None = None,
     quantization: str = "auto",
     kv_cache_dtype: str = "auto",
 ) -> DecoderLM:
@@ -73,6 +75,7 @@ def load_model(
             ranks are GPUs of one host.
         copies: likewise sends rows of a part of a chunk while another part is computed, with micro-batches.
         halved_from: tokens of a pass from which those of a split residual are computed in two parts.
+        expert_peers: brings few bf16 rows to all ranks that hold experts, likewise.
         quantization: "auto" takes linear weights as they are stored; "fp8" and "w4a8" quantise plain ones.
         kv_cache_dtype: "auto" for pages of ``dtype``, or fp8 where the checkpoint was calibrated for it; "fp8".
 
@@ -100,6 +103,7 @@ def load_model(
             peers=peers,
             copies=copies,
             halved_from=halved_from,
+            expert_peers=expert_peers,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
         )
@@ -131,6 +135,7 @@ def build_model(
     peers: RankPeers | None = None,
     copies: RowCopies | None = None,
     halved_from: int = HALVED_FROM,
+    expert_peers: FewRowPeers | None = None,
     quantization: str = "auto",
     kv_cache_dtype: str = "auto",
 ) -> DecoderLM:
@@ -176,7 +181,19 @@ def build_model(
         config = replace(
             config, num_mtp_layers=max(config.num_mtp_layers, count_mtp_layers(weights, config.num_layers))
         )
-    context = RankContext(config, plan, collectives, experts, stage, pages, micro_batches, peers, copies, halved_from)
+    context = RankContext(
+        config,
+        plan,
+        collectives,
+        experts,
+        stage,
+        pages,
+        micro_batches,
+        peers=peers,
+        copies=copies,
+        halved_from=halved_from,
+        expert_peers=expert_peers,
+    )
     return _BUILDERS[config.architecture](context, weights)
 
 

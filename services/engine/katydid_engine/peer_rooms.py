@@ -1,4 +1,5 @@
-"""Memory that the GPUs of a TP group write into: for few rows, for those of a split residual, for parts of a chunk."""
+"""Memory that GPUs of one host write into: of a TP group, for few rows, for those of a split residual and for parts of
+a chunk; and of the ranks that hold experts, for few rows."""
 
 from __future__ import annotations
 
@@ -15,12 +16,14 @@ from katydid_engine.models.rank_context import HALVED_FROM, dispatches
 from katydid_engine.rank_groups import RankGroups
 from katydid_engine.worker_config import WorkerConfig
 
-__all__ = ["copies_of", "peers_of"]
+__all__ = ["copies_of", "expert_peers_of", "peers_of"]
 
 # A kernel that waits for another rank looks at its flag at most so often in a second.
 _LOOKS_A_SECOND = 4_000_000
 # Rows up to which a sum over a TP group goes by kernels that write into each other's GPUs.
 _FEW_TOKENS = 128
+# Rows of all ranks up to which they go to all that hold experts.
+_FEW_TOKENS_OF_ALL = 256
 
 
 def peers_of(config: WorkerConfig, groups: RankGroups, device: torch.device) -> PeerReducer | None:
@@ -35,10 +38,29 @@ def peers_of(config: WorkerConfig, groups: RankGroups, device: torch.device) -> 
         return None
     rows = -(-config.max_batch_tokens // plan.tp) * plan.tp
     sizes = {"few_tokens": _FEW_TOKENS, "tokens": rows if plan.sp else plan.tp}
-    # A kernel that gives a rank up goes on with what there is: by then the face must have ended the group.
-    patience = min(round(2 * config.rank_timeout_s * _LOOKS_A_SECOND), 2**31 - 1)
     memory = symmetric_peers(groups.tensor.group, PeerReducer.nbytes(plan.tp, hidden, **sizes), device)
-    return PeerReducer(memory, hidden, patience=patience, **sizes)
+    return PeerReducer(memory, hidden, patience=_patience(config), **sizes)
+
+
+def expert_peers_of(config: WorkerConfig, groups: RankGroups, device: torch.device) -> PeerReducer | None:
+    """Memory of the GPUs that hold experts, where each has requests of its own; None where rows to experts go by
+    messages alone."""
+    plan, model = config.plan, read_model_config(Path(config.folder))
+    one_host = config.rendezvous.startswith("file:")
+    if device.type != "cuda" or config.dtype != "bfloat16" or not one_host or not dispatches(model, plan):
+        return None
+    if plan.tp > 1 or plan.redundant_experts or plan.ep & (plan.ep - 1) or model.hidden_size % 16:
+        return None
+    assert isinstance(groups.experts, TorchCollectives)
+    assert groups.experts.group is not None
+    sizes = {"few_tokens": _FEW_TOKENS_OF_ALL, "tokens": plan.ep}
+    memory = symmetric_peers(groups.experts.group, PeerReducer.nbytes(plan.ep, model.hidden_size, **sizes), device)
+    return PeerReducer(memory, model.hidden_size, patience=_patience(config), **sizes)
+
+
+def _patience(config: WorkerConfig) -> int:
+    """A kernel that gives a rank up goes on with what there is: by then the face must have ended the group."""
+    return min(round(2 * config.rank_timeout_s * _LOOKS_A_SECOND), 2**31 - 1)
 
 
 def copies_of(config: WorkerConfig, groups: RankGroups, device: torch.device) -> PartCopies | None:

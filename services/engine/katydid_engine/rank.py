@@ -7,7 +7,7 @@ import functools
 import gc
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from katydid_engine.messages import ExpertBalance, Ready, Stop
 from katydid_engine.model_config import read_model_config
 from katydid_engine.models.decoder_lm import DecoderLM
 from katydid_engine.page_budget import count_pages
-from katydid_engine.peer_rooms import copies_of, peers_of
+from katydid_engine.peer_rooms import copies_of, expert_peers_of, peers_of
 from katydid_engine.plan import StepOutput, StepPlan
 from katydid_engine.plan_ring import PlanReader, PlanWriter
 from katydid_engine.planning.memory import check_memory
@@ -78,7 +78,7 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         _choose_gpu(device)
         _check_memory(config, device)
     _meet(config, device)
-    peers = peers_of(config, groups, device)
+    peers, expert_peers = peers_of(config, groups, device), expert_peers_of(config, groups, device)
     times.over("ranks and device")
     model = load_model(
         Path(config.folder),
@@ -91,6 +91,7 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         micro_batches=config.micro_batches,
         peers=peers,
         copies=copies_of(config, groups, device),
+        expert_peers=expert_peers,
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
     )
@@ -116,7 +117,7 @@ def work(config: WorkerConfig, channel: BlockingChannel) -> None:
         grammars=grammars if config.member == 0 else None,
         drafts=drafts is not None,
         ahead=ahead,
-        check=None if peers is None else functools.partial(_check_peers, peers),
+        check=functools.partial(_check_peers, [each for each in (peers, expert_peers) if each is not None]),
     )
     warm_up.run(runner)
     gc.collect()
@@ -276,10 +277,11 @@ class _Peers:
         self._lockstep.idle()
 
 
-def _check_peers(peers: PeerReducer) -> None:
+def _check_peers(peers: Sequence[PeerReducer]) -> None:
     """Raises EngineLostError when another rank did not write what this one's kernels waited for."""
     try:
-        peers.check()
+        for each in peers:
+            each.check()
     except RuntimeError as error:
         raise EngineLostError(f"a rank of the group: {error}") from error
 

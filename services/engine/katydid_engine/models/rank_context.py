@@ -12,6 +12,7 @@ from katydid_engine.layers.expert_share import ExpertShare
 from katydid_engine.layers.few_rows_exchange import FewRowPeers
 from katydid_engine.layers.part_exchange import RowCopies
 from katydid_engine.layers.peer_exchange import RowPeers
+from katydid_engine.layers.rows_to_all import RowsToAll
 from katydid_engine.model_config import ModelConfig
 from katydid_engine.models.pipeline import Stage
 from katydid_engine.parallel import ParallelPlan
@@ -40,6 +41,7 @@ class RankContext:
         peers: what sums few rows, or sends rows of a split residual, where all ranks are GPUs of one host.
         copies: likewise what sends rows of a part of a chunk while another part is computed.
         halved_from: tokens of a pass from which a split residual's are computed in two parts, with micro-batches.
+        expert_peers: what brings few rows to all ranks that hold experts, where those are GPUs of one host.
     """
 
     config: ModelConfig
@@ -52,11 +54,18 @@ class RankContext:
     peers: RankPeers | None = None
     copies: RowCopies | None = None
     halved_from: int = HALVED_FROM
+    expert_peers: FewRowPeers | None = None
 
     @property
     def dispatches(self) -> bool:
         """As the function has it."""
         return dispatches(self.config, self.plan)
+
+    @property
+    def rows_to_all(self) -> RowsToAll | None:
+        if self.expert_peers is None:
+            return None
+        return RowsToAll(self.expert_peers, self.experts.rank, self.experts.size)
 
     def expert_share(self, num_experts: int) -> ExpertShare:
         if self.plan.ep == 1:

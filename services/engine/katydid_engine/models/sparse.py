@@ -29,4 +29,5 @@ def sparse_feed_forward(context: RankContext, weights: Weights, names: MoeNames)
         share,
         copies=plan.redundant_experts,
         fp8=plan.fp8_transfers,
+        to_all=context.rows_to_all,
     )
