@@ -88,3 +88,20 @@ def test_the_store_is_told_of_blocks_that_live_on_without_a_disk_too(tmp_path: P
             assert [round(expires_at - now) for expires_at in told.renewed] == [100], "and not at every use"
 
     run(scenario)
+
+
+def test_a_client_that_goes_ends_its_own_prefetches_alone(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(**shared(tmp_path), memory_bytes=8 * MIB) as (cache, space):
+            assert cache.shared is not None
+            slow = cache.shared._backend = Slow(0.02)
+            adopt(cache, space, range(80))
+            gone, there = (cache.attachments.join(space, arena=False) for _ in range(2))
+            for attachment, names in ((gone, range(40)), (there, range(40, 60))):
+                cache.prefetching.start(attachment.id, space, [key(name) for name in names], 30.0)
+            cache.detach(gone)
+            while cache.prefetching._tasks:
+                await asyncio.sleep(0.01)
+            assert 20 <= slow.calls <= 24, "all of one, and of the other what had begun"
+
+    run(scenario)
