@@ -19,6 +19,7 @@ from tests.gateway.model_folders import tiny_tokenizer
 TOKENIZER = tiny_tokenizer(["<eos>", *MARKERS])
 VOCABULARY = Vocabulary(TOKENIZER, HY3_MARKERS)
 CALL = "<tool_calls><tool_call>f<tool_sep><arg_key>a</arg_key><arg_value>1 🦗</arg_value></tool_call></tool_calls>"
+TOOL = Tool("f", parameters={"properties": {"a": {"type": "string"}}})
 PIECES = st.sampled_from(
     [
         "<think>",
@@ -40,7 +41,7 @@ PIECES = st.sampled_from(
 
 
 def run(ids: list[int], groups: list[int], stops: tuple[str, ...], reasoning: bool) -> tuple[object, ...]:
-    parser = Hy3Parser((Tool("f"),), reasoning=reasoning)
+    parser = Hy3Parser((TOOL,), reasoning=reasoning)
     stream = ChoiceStream(0, ChoiceText(VOCABULARY.detokenizer(), stops=stops), parser, VOCABULARY, include_stop=False)
     whole = Delta(0)
     groups, start = list(groups), 0

@@ -67,6 +67,33 @@ def test_calls_in_any_split(cuts: list[int]) -> None:
     assert [(name, json.loads(arguments)) for name, arguments in calls] == EXPECTED
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    st.text(st.characters(exclude_categories=("Cs",)), max_size=30)
+    | st.sampled_from(["null", " null", "nul", "nullx", ""]),
+    st.sampled_from(["city", "zip", "days", "new"]),
+    st.lists(st.integers(0, 200), max_size=12),
+)
+def test_a_value_is_the_same_in_any_split(value: str, key: str, cuts: list[int]) -> None:
+    text = f"<tool_calls><tool_call>weather<tool_sep><arg_key>{key}</arg_key><arg_value>{value}</arg_value></tool_call>"
+    schema = WEATHER.parameters["properties"].get(key)  # type: ignore[index]
+    for chunks in (split(text, cuts), list(text), [text]):
+        ((_, arguments),) = parse(chunks)[2]
+        assert json.loads(arguments) == {key: typed_value(value, schema)}
+
+
+def test_a_text_flows_as_it_is_written() -> None:
+    """It may be a whole file: its reader is not to wait for the end."""
+    parser = Hy3Parser((WEATHER,))
+    for key, flows in (("city", True), ("zip", True), ("days", False)):
+        parser.feed(f"<tool_calls><tool_call>weather<tool_sep><arg_key>{key}</arg_key><arg_value>")
+        lines = [parser.feed(f'a "{number}"\n').tool_calls for number in range(3)]
+        assert ["".join(part.arguments for part in parts) for parts in lines[1:]] == (
+            [f'a \\"{number}\\"\\n' for number in (1, 2)] if flows else ["", ""]
+        )
+        parser.feed("</arg_value></tool_call></tool_calls>")
+
+
 def test_both_spellings_of_the_markers() -> None:
     text = "<think>hm</think>" + CALLS
     for marker in sorted(HY3_MARKERS, key=len, reverse=True):

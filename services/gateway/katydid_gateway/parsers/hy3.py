@@ -7,8 +7,8 @@
     </tool_call>
     </tool_calls>
 
-Markers also appear with the tokenizer's suffix, as `<think:opensource>`. Arguments leave as JSON text, one key at a
-time, each value typed by the tool's schema.
+Markers also appear with the tokenizer's suffix, as `<think:opensource>`. Arguments leave as JSON text, each value typed
+by the tool's schema: a text as it comes, since it may be a whole file, others once they are complete.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 
 from katydid_gateway.parsers.interface import Parsed
-from katydid_gateway.parsers.json_values import json_text, typed_value
+from katydid_gateway.parsers.json_values import declared_types, json_text, typed_value
 from katydid_gateway.requests import Tool, ToolCall
 from katydid_gateway.text.partial_match import held_suffix
 
@@ -72,6 +72,9 @@ class Hy3Parser:
         self._name = ""
         self._key = ""
         self._keys = 0
+        # What the value that is read may be, and whether it is a text, of which the beginning has left.
+        self._types: set[str] = set()
+        self._flows = False
         self._at_block_start = reasoning
         self.calls = 0
 
@@ -109,8 +112,13 @@ class Hy3Parser:
                 parsed.content += text
             else:
                 parsed.reasoning += text
+        elif self._flows:
+            self._part(json_text(text)[1:-1], parsed)
         else:
             self._field += text
+            if self._state is _In.VALUE and self._is_text():
+                self._flows = True
+                self._part(f"{self._opening()}{json_text(self._field)[:-1]}", parsed)
 
     def _enter(self, state: _In, parsed: Parsed) -> None:
         left, self._state = self._state, state
@@ -120,8 +128,9 @@ class Hy3Parser:
             self._begin_call(field.strip(), parsed)
         if left is _In.KEY:
             self._key = field.strip()
+            self._types = declared_types(*self._schemas_of_key())
         elif left is _In.VALUE:
-            self._argument(field, parsed)
+            self._end_argument(field, parsed)
         elif state is _In.CALLS and left in (_In.NAME, _In.ARGUMENTS):
             self._part(("{}" if not self._keys else "}"), parsed)
 
@@ -130,17 +139,31 @@ class Hy3Parser:
         parsed.tool_calls.append(ToolCall(self.calls, f"call_{uuid.uuid4().hex[:24]}", name))
         self.calls += 1
 
-    def _argument(self, value: str, parsed: Parsed) -> None:
+    def _end_argument(self, value: str, parsed: Parsed) -> None:
+        if self._flows:
+            self._flows = False
+            self._part('"', parsed)
+        else:
+            self._part(f"{self._opening()}{json_text(typed_value(value, *self._schemas_of_key()))}", parsed)
+        self._keys += 1
+
+    def _opening(self) -> str:
+        return f"{'{' if not self._keys else ', '}{json_text(self._key)}: "
+
+    def _is_text(self) -> bool:
+        """Whether the value can be nothing else any more."""
+        either = self._types == {"string", "null"}
+        return self._types == {"string"} or (either and not "null".startswith(self._field.strip()))
+
+    def _schemas_of_key(self) -> tuple[object, object]:
+        """The schema of the value that is read, and that of all arguments, which it may refer to."""
         schema = self._schemas.get(self._name)
         properties = (schema or {}).get("properties")
-        own = properties.get(self._key) if isinstance(properties, Mapping) else None
-        typed = typed_value(value, own, schema)
-        opening = "{" if not self._keys else ", "
-        self._keys += 1
-        self._part(f"{opening}{json_text(self._key)}: {json_text(typed)}", parsed)
+        return properties.get(self._key) if isinstance(properties, Mapping) else None, schema
 
     def _part(self, arguments: str, parsed: Parsed) -> None:
-        parsed.tool_calls.append(ToolCall(self.calls - 1, arguments=arguments))
+        if arguments:
+            parsed.tool_calls.append(ToolCall(self.calls - 1, arguments=arguments))
 
 
 def _spellings(markers: Mapping[str, _In], tools: bool) -> dict[str, _In]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from katydid_gateway.parsers.schema_parts import alternatives
 
-__all__ = ["json_text", "typed_value"]
+__all__ = ["declared_types", "json_text", "typed_value"]
 
 _ORDER = ("boolean", "integer", "number", "array", "object", "null", "string")
 
@@ -19,7 +19,7 @@ def typed_value(text: str, schema: object, root: object = None) -> Any:
     Without a declared type every one is tried; text that fits none stays a string, so nothing the model wrote is lost.
     References lead into `root`.
     """
-    declared = _declared_types(schema, root)
+    declared = declared_types(schema, root)
     for kind in _ORDER:
         if not declared or kind in declared:
             matched, value = _as(kind, text)
@@ -38,7 +38,7 @@ def json_text(value: Any) -> str:
     return text
 
 
-def _declared_types(schema: object, root: object) -> set[str]:
+def declared_types(schema: object, root: object = None) -> set[str]:
     """Those that the schema names, or that its constants have; none where any will do."""
     types: set[str] = set()
     for alternative in alternatives(schema, root):
