@@ -60,7 +60,9 @@ _ERROR_TYPES: tuple[tuple[type[KatydidError], str], ...] = (
 
 def _error(error: KatydidError) -> bytes:
     kind = next((name for cls, name in _ERROR_TYPES if isinstance(error, cls)), "api_error")
-    return _encode({"type": "error", "error": {"type": kind, "message": error.message}})
+    # Anthropic's object has no place of its own for what is allowed.
+    allowed = f"; allowed: {error.allowed}" if error.allowed and error.allowed not in error.message else ""
+    return _encode({"type": "error", "error": {"type": kind, "message": error.message + allowed}})
 
 
 ANTHROPIC_ERRORS = ErrorWords(_error, lambda error: b"event: error\ndata: " + _error(error) + b"\n\n")
