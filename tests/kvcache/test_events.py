@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from unittest import mock
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from katydid_cache.records import BlockChange, Snapshot, Tier, WatchEvent
 from katydid_kvcache import events
 from katydid_kvcache.events import EventHub
@@ -79,5 +82,42 @@ def test_a_watcher_that_falls_behind_is_cut_off(monkeypatch: pytest.MonkeyPatch)
             await asyncio.sleep(0)
         with pytest.raises(OverloadedError, match="watch again"):
             await anext(watching)
+
+    run(scenario)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.integers(0, 11)), max_size=12))
+def test_what_changes_while_a_snapshot_is_told_is_right_in_the_end(changes: list[tuple[int, bool, int]]) -> None:
+    async def scenario() -> None:
+        store, hub = made()
+        for number in range(8):
+            write(store, A, SMALL, number)
+        space = store.namespaces[A]
+        with mock.patch.object(events, "_PART_BLOCKS", 3):
+            watching, known, part = hub.watch(A), set[bytes](), 0
+            while True:
+                event = await anext(watching)
+                assert isinstance(event, Snapshot)
+                known |= {event.hashes[at : at + 32] for at in range(0, len(event.hashes), 32)}
+                if event.last:
+                    break
+                for when, stored, number in changes:
+                    block = space.blocks.get(bytes([number]) * 32)
+                    if when == part and stored and block is None:
+                        write(store, A, SMALL, number)
+                    elif when == part and not stored and block is not None:
+                        store.drop(block)
+                await asyncio.sleep(0)
+                part += 1
+        await asyncio.sleep(0)
+        last = write(store, A, SMALL, 31)
+        while last.hash not in known:
+            event = await anext(watching)
+            assert isinstance(event, BlockChange)
+            for names, apply in ((event.removed, known.discard), (event.stored, known.add)):
+                for at in range(0, len(names), 32):
+                    apply(names[at : at + 32])
+        assert known == set(space.blocks)
 
     run(scenario)

@@ -1,7 +1,8 @@
 """Block events: every watcher of a namespace sees a snapshot and then each change once, in order.
 
-Changes of one turn of the loop travel together. A watcher that does not keep up is cut off with an error and starts
-again from a snapshot: events are never dropped silently.
+Changes of one turn of the loop travel together. A snapshot is made part by part, because a service may hold a million
+blocks and has others to serve; changes meanwhile follow it, and may tell again what it told. A watcher that does not
+keep up is cut off with an error and starts again from a snapshot: events are never dropped silently.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from katydid_kvcache.store import Change, Store
 
 __all__ = ["EventHub"]
 
-_PART_HASHES = 8192
+_PART_BLOCKS = 4096
 _BACKLOG = 4096
 
 
@@ -51,7 +52,7 @@ class EventHub:
         self._watchers.add(watcher)
         sequence = 0
         try:
-            for tier, hashes, last in list(self._snapshot(identity)):
+            for tier, hashes, last in self._snapshot(identity):
                 sequence += 1
                 yield Snapshot(self._boot_epoch, sequence, tier, hashes, last)
             while True:
@@ -66,15 +67,19 @@ class EventHub:
 
     def _snapshot(self, identity: bytes) -> Iterator[tuple[Tier, bytes, bool]]:
         namespace = self._store.namespaces.get(identity)
-        blocks = [] if namespace is None else [block for block in namespace.blocks.values() if block.complete]
-        held = {
-            Tier.MEMORY: [block.hash for block in blocks if block.memory is not None],
-            Tier.DISK: [block.hash for block in blocks if block.disk is not None],
-            Tier.SHARED: [block.hash for block in blocks if block.shared is not None],
-        }
-        for tier, hashes in held.items():
-            for start in range(0, len(hashes), _PART_HASHES):
-                yield tier, b"".join(hashes[start : start + _PART_HASHES]), False
+        there = {} if namespace is None else namespace.blocks
+        names = [*there]
+        for start in range(0, len(names), _PART_BLOCKS):
+            some = map(there.get, names[start : start + _PART_BLOCKS])
+            blocks = [block for block in some if block is not None and block.complete]
+            held = {
+                Tier.MEMORY: [block.hash for block in blocks if block.memory is not None],
+                Tier.DISK: [block.hash for block in blocks if block.disk is not None],
+                Tier.SHARED: [block.hash for block in blocks if block.shared is not None],
+            }
+            for tier, hashes in held.items():
+                if hashes:
+                    yield tier, b"".join(hashes), False
         yield Tier.MEMORY, b"", True
 
     def _delta(self, sequence: int, tier: Tier, changes: list[Change]) -> BlockChange:
