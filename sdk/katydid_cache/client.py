@@ -23,6 +23,7 @@ from katydid_runtime.errors import ConflictError, PermissionDeniedError, Unauthe
 from katydid_runtime.tls import Tls
 from katydid_runtime.trace_context import TraceContext
 
+from katydid_cache import resuming
 from katydid_cache.answering import Answering, unanswered
 from katydid_cache.arena import ArenaMapping
 from katydid_cache.arena_copies import ArenaCopies
@@ -65,7 +66,6 @@ CHANNEL = (
 """Options of a channel to the cache service: it is looked for again every second at least."""
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["KvCacheService"].full_name
-_RESUME_S = 1.0
 _HOPELESS = (UnauthenticatedError, PermissionDeniedError)
 _UNDECIDED = PutOutcome(PutStatus.REFUSED, PutRefusal.STORE_UNAVAILABLE)
 
@@ -359,7 +359,7 @@ class CacheClient:
 
     async def _attached_again(self) -> int:
         """The attachment to go on with after a stream broke; 0 when none comes soon."""
-        return 0 if self._attachment is None else await self._attachment.again(_RESUME_S)
+        return 0 if self._attachment is None else await self._attachment.again(resuming.RESUME_S)
 
     def _known_layout(self) -> BlockLayout:
         if self._layout is None:

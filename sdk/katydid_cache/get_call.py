@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import grpc
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid_runtime.block_hash import HASH_BYTES, split_hashes
 from katydid_runtime.duration import to_seconds
-from katydid_runtime.errors import DataCorruptError, InvalidRequestError, UnavailableError
-from katydid_runtime.rpc_errors import from_rpc_error
+from katydid_runtime.errors import DataCorruptError, InvalidRequestError
 from xxhash import xxh3_128_digest
 
 from katydid_cache.records import BlockMissReason, GetResult, Tier, TierTime
+from katydid_cache.resuming import Again, Resuming, failure_of
 from katydid_cache.wire import Frame, decode_get_response
 
 __all__ = ["WINDOW_BYTES", "GetCall", "byte_buffers", "tier_time"]
 
 WINDOW_BYTES = 16 * 1024 * 1024
-
-Again: TypeAlias = Callable[[], Awaitable[int]]
 
 
 class GetCall:
@@ -57,9 +57,10 @@ class GetCall:
     async def run(self, stream: Callable[[], Any], start: pb.GetStart, again: Again) -> None:
         """Fetch what is missing; where a stream breaks that had sent something, the next one goes on at that byte.
 
-        `stream` opens a call, `again` waits for the attachment to go on with (0: none). Raises grpc.RpcError, and
-        DataCorruptError for an answer that makes no sense.
+        `stream` opens a call, `again` waits for the attachment to go on with (0: none). Raises the service's
+        errors, and DataCorruptError for an answer that makes no sense.
         """
+        resuming = Resuming(again)
         while True:
             received = sum(self._received)
             call = stream()
@@ -67,10 +68,9 @@ class GetCall:
                 await self._receive(call, start)
                 return
             except grpc.RpcError as error:
-                if not isinstance(from_rpc_error(error), UnavailableError) or sum(self._received) == received:
-                    raise
-                if not (attachment := await again()):
-                    raise
+                failure, moved = failure_of(error), sum(self._received) > received
+                if not (attachment := await resuming.after(failure, moved=moved)):
+                    raise failure from error
                 start.attachment = attachment
             finally:
                 call.cancel()
@@ -86,7 +86,7 @@ class GetCall:
         start.hashes = b"".join(self._hashes[index] for index in self._asked)
         start.have[:] = [self._received[index] for index in self._asked]
         start.credit = WINDOW_BYTES
-        await call.write(pb.GetRequest(start=start).SerializeToString())
+        await _write(call, pb.GetRequest(start=start))
         consumed = 0
         while True:
             message = await call.read()
@@ -97,7 +97,7 @@ class GetCall:
                 self._frame(response)
                 consumed += len(response.data)
                 if consumed >= WINDOW_BYTES // 2:
-                    await call.write(pb.GetRequest(credit=pb.Credit(bytes=consumed)).SerializeToString())
+                    await _write(call, pb.GetRequest(credit=pb.Credit(bytes=consumed)))
                     consumed = 0
                 continue
             kind = response.WhichOneof("message")
@@ -154,6 +154,12 @@ class GetCall:
     def _add(self, time: TierTime) -> None:
         before = self._times.get(time.tier, TierTime(time.tier, 0, 0.0))
         self._times[time.tier] = TierTime(time.tier, before.blocks + time.blocks, before.duration_s + time.duration_s)
+
+
+async def _write(call: Any, request: pb.GetRequest) -> None:
+    # A call that has ended says how to who reads it.
+    with contextlib.suppress(asyncio.InvalidStateError):
+        await call.write(request.SerializeToString())
 
 
 def tier_time(time: pb.TierTime) -> TierTime:

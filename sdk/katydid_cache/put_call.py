@@ -6,7 +6,7 @@ A stream that breaks in mid-object is followed by one that goes on at the byte t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,18 +15,15 @@ import grpc
 from katydid.kvcache.v1 import kvcache_pb2 as pb
 from katydid_runtime.duration import to_duration
 from katydid_runtime.errors import DataCorruptError, InvalidRequestError, UnavailableError
-from katydid_runtime.rpc_errors import from_rpc_error
 from xxhash import xxh3_128_digest
 
 from katydid_cache.asking import signed
 from katydid_cache.layout import Span
 from katydid_cache.records import Durability, PutBlock, PutOutcome, PutRefusal, PutStatus
+from katydid_cache.resuming import Again, Resuming, failure_of
 from katydid_cache.wire import encode_put_frame
 
 __all__ = ["PutCall", "PutTerms", "check_payloads", "put_start"]
-
-_BROKEN_WRITE = "Internal error from Core"
-"""What the gRPC library says of a call that ended under its write, before it knows how it ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +55,22 @@ class PutCall:
         self._resumes: dict[int, int] = {}
         self._news = asyncio.Event()
 
-    async def run(self, stream: Callable[[], Any], start: pb.PutStart, again: Callable[[], Awaitable[int]]) -> None:
+    async def run(self, stream: Callable[[], Any], start: pb.PutStart, again: Again) -> None:
         """Send what is not answered; where a stream breaks that had moved something, the next one goes on from there.
 
         `stream` opens a call, `again` waits for the attachment to go on with (0: none). Raises the service's errors.
         """
+        resuming = Resuming(again)
         while True:
-            moved = self._sent_bytes, len(self._outcomes)
+            before = self._sent_bytes, len(self._outcomes)
             call = stream()
             try:
                 await self._attempt(call, start)
                 return
             except (grpc.RpcError, UnavailableError) as error:
-                failure = from_rpc_error(error) if isinstance(error, grpc.RpcError) else error
-                if str(failure) == _BROKEN_WRITE:
-                    failure = UnavailableError("the connection to the cache service broke during a Put")
-                if not isinstance(failure, UnavailableError) or moved == (self._sent_bytes, len(self._outcomes)):
-                    raise failure from error
-                if not (attachment := await again()):
+                failure = failure_of(error) if isinstance(error, grpc.RpcError) else error
+                moved = before != (self._sent_bytes, len(self._outcomes))
+                if not (attachment := await resuming.after(failure, moved=moved)):
                     raise failure from error
                 start.attachment = attachment
             finally:
