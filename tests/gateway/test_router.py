@@ -14,7 +14,7 @@ from katydid_gateway.routing.load import REPORT_LAG_S, EngineState, RankReport, 
 from katydid_gateway.routing.prefix_heat import HALF_LIFE_S
 from katydid_gateway.routing.prefix_index import Holder, PrefixIndex
 from katydid_gateway.routing.rendezvous import homes
-from katydid_gateway.routing.router import RoutedPrompt, Router
+from katydid_gateway.routing.router import WARM_UP_S, RoutedPrompt, Router
 from katydid_gateway.routing.tier_index import CacheTier, TierIndex, TierRun
 
 SPEED = 10_000.0
@@ -263,6 +263,34 @@ def test_a_warm_engine_without_a_free_place_does_not_get_everything(blocks: int)
             report = RankReport(running=16, waiting=waiting, uncached_tokens=10 * waiting, prefill_speed=SPEED)
             rank.reported(report, now + 2 * REPORT_LAG_S)
     assert min(sent["e0"], sent["e1"]) >= 100
+
+
+def test_a_home_with_a_little_to_do_keeps_its_prompts() -> None:
+    """Waiting for less than the prompt's own work is no reason to give up what its successors will find there."""
+    built, asked = router(3), prompt(*conversation("a", 20))
+    home = built.decide(asked, 0.0).chosen
+    assert home is not None
+    rank = built.engines[home.holder.engine].ranks[0]
+    for waiting, stays in ((100, True), (1200, True), (4000, False)):
+        rank.report = RankReport(uncached_tokens=waiting, prefill_speed=SPEED)
+        chosen = built.decide(asked, 0.0).chosen
+        assert chosen is not None
+        assert (chosen.holder == home.holder) is stays, waiting
+
+
+def test_a_new_engine_gets_its_share_of_cold_prompts_and_no_more() -> None:
+    now = 10 * WARM_UP_S
+    for own, expected in ((0, {"e2"}), (1, {"e2"}), (2, {"e0", "e1", "e2"})):
+        built = router(3)
+        built.engines["e2"].since = now - 1
+        for name, requests in (("e0", 1), ("e1", 1), ("e2", own)):
+            built.engines[name].ranks[0].others = requests
+        found = set()
+        for number in range(40):
+            chosen = built.decide(prompt(*conversation(f"cold {number}", 4)), now).chosen
+            assert chosen is not None
+            found.add(chosen.holder.engine)
+        assert found == expected, own
 
 
 def test_a_hot_prefix_is_kept_on_as_many_homes_as_its_work_needs() -> None:
