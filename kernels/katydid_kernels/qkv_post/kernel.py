@@ -63,6 +63,16 @@ def _load_heads(
 
 
 @triton.jit
+def _load_mean(k_mean_ptr, group, KV_HEADS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr):
+    """Both halves of what is taken off a group of k heads; nothing before the first."""
+    HALF: tl.constexpr = D // 2
+    head = group * ROWS + tl.arange(0, ROWS)[:, None]
+    place = k_mean_ptr + head * D + tl.arange(0, HALF)[None, :]
+    inside = (head >= 0) & (head < KV_HEADS)
+    return tl.load(place, mask=inside, other=0.0), tl.load(place + HALF, mask=inside, other=0.0)
+
+
+@triton.jit
 def _rotated(
     x1, x2, half, coefficients, weight_ptr, eps,
     ROWS: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, HADAMARD: tl.constexpr,
@@ -171,8 +181,8 @@ def qkv_post_kernel(
         half = tl.arange(0, HALF)
         row = tl.arange(0, ROWS)
         source = qkv_ptr + token.to(tl.int64) * qkv_stride
-        # Of few tokens, what depends on the position alone is computed while they wait; of many, whose wait is over, it
-        # is while their first heads are on the way.
+        # Of few tokens, what depends on the position alone is computed while they wait, and means of keys are fetched; of
+        # many, whose wait is over, it is while their first heads are on the way, and their means are in the L1.
         if LOOP > 1:
             if EARLY:
                 gdc_wait()
@@ -180,6 +190,8 @@ def qkv_post_kernel(
         table_row = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * D
         q_coefficients = _coefficients(table_row, q_weight_ptr, half, HALF, NORM)
         if LOOP == 1:
+            if k_mean_ptr is not None:
+                mean1, mean2 = _load_mean(k_mean_ptr, first_group - Q_GROUPS, KV_HEADS, D, ROWS)
             if EARLY:
                 gdc_wait()
             x1, x2 = _load_heads(source, first_group, end_group, Q_HEADS, KV_HEADS, D, ROWS)
@@ -203,9 +215,13 @@ def qkv_post_kernel(
                 inside = (head < KV_HEADS) & (slot >= 0)
                 r1, r2, factor = _rotated(x1, x2, half, k_coefficients, k_weight_ptr, eps, ROWS, HALF, NORM, HADAMARD)
                 if k_mean_ptr is not None:
-                    mean = k_mean_ptr + head[:, None] * D + half[None, :]
-                    r1 = r1 * factor[:, None] - tl.load(mean, mask=inside[:, None], other=0.0)
-                    r2 = r2 * factor[:, None] - tl.load(mean + HALF, mask=inside[:, None], other=0.0)
+                    if LOOP == 1:
+                        r1 = r1 * factor[:, None] - mean1
+                        r2 = r2 * factor[:, None] - mean2
+                    else:
+                        mean = k_mean_ptr + head[:, None] * D + half[None, :]
+                        r1 = r1 * factor[:, None] - tl.load(mean, mask=inside[:, None], other=0.0)
+                        r2 = r2 * factor[:, None] - tl.load(mean + HALF, mask=inside[:, None], other=0.0)
                     factor = tl.full([ROWS], 1.0, tl.float32)
                 if k_scale_ptr is not None:
                     factor /= tl.load(k_scale_ptr + head * k_scale_step, mask=inside, other=1.0)
