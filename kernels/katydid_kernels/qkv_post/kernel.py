@@ -181,8 +181,8 @@ def qkv_post_kernel(
         half = tl.arange(0, HALF)
         row = tl.arange(0, ROWS)
         source = qkv_ptr + token.to(tl.int64) * qkv_stride
-        # Of few tokens, what depends on the position alone is computed while they wait, and means of keys are fetched; of
-        # many, whose wait is over, it is while their first heads are on the way, and their means are in the L1.
+        # Of few tokens, what depends on the position alone is computed while they wait, and means of keys are fetched;
+        # of many, whose wait is over, it is while their first heads are on the way, and means are in the L1.
         if LOOP > 1:
             if EARLY:
                 gdc_wait()
