@@ -31,12 +31,14 @@ def test_a_service_that_prepares_nothing_costs_the_deadline_and_the_lanes_rest()
 def test_a_lane_that_drips_ends_at_the_deadline_too() -> None:
     async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readexactly(TOKEN_BYTES)
-        with contextlib.suppress(ConnectionError):
-            while True:
-                writer.write(bytes(1024))
-                await writer.drain()
-                await asyncio.sleep(0.05)
-        writer.close()
+        try:
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    writer.write(bytes(1024))
+                    await writer.drain()
+                    await asyncio.sleep(0.05)
+        finally:
+            writer.close()
 
     async def offer(_hashes: bytes) -> LaneOffer:
         return LaneOffer(bytes(TOKEN_BYTES), (bytes(16),), {})
@@ -48,7 +50,7 @@ def test_a_lane_that_drips_ends_at_the_deadline_too() -> None:
         started = time.monotonic()
         port = server.sockets[0].getsockname()[1]
         assert await lanes.get(offer, port, bytes(32), into, [0], 0.2) == ([False], [])
-        assert 0.2 <= time.monotonic() - started < 1.5, "it does not fall silent, and would take minutes"
+        assert 0.2 <= time.monotonic() - started < 5, "it does not fall silent, and would take minutes"
         server.close()
         lanes.close()
 
