@@ -9,7 +9,7 @@ from pathlib import Path
 from katydid_cache.records import BlockMissReason, Tier
 from katydid_kvcache.shared.manifest import Entry, Location
 
-from tests.kvcache.inside import BLOCK, key, opened
+from tests.kvcache.inside import BLOCK, get, key, opened, payload, put
 from tests.kvcache.running import MIB, run
 from tests.kvcache.test_shared_tier import Stuck, adopt, shared
 
@@ -103,5 +103,27 @@ def test_a_client_that_goes_ends_its_own_prefetches_alone(tmp_path: Path) -> Non
             while cache.prefetching._tasks:
                 await asyncio.sleep(0.01)
             assert 20 <= slow.calls <= 24, "all of one, and of the other what had begun"
+
+    run(scenario)
+
+
+def test_a_pack_that_was_cut_off_is_no_store_that_fails(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(**shared(tmp_path)) as (cache, space):
+            for name in range(6):
+                put(cache, space, name)
+            await cache.flush()
+            for pack in (tmp_path / "store").rglob("*.pack"):
+                pack.write_bytes(pack.read_bytes()[: -4 * BLOCK - 100])
+            put(cache, space, 9)
+            await cache.flush()
+            for name in (*range(6), 9):
+                cache.store.leave(cache.store.memory, space.blocks[key(name)])
+            # One whole block, one in part, four of which nothing is left.
+            assert [await get(cache, space, name) == payload(name) for name in (0, 9)] == [True, True]
+            assert {await get(cache, space, name) for name in range(1, 6)} == {BlockMissReason.CORRUPT}
+            assert cache.store.shared is not None
+            assert cache.store.shared.counters.corrupt == 5
+            assert cache.store.shared_reachable
 
     run(scenario)

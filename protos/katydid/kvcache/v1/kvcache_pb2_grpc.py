@@ -684,7 +684,7 @@ class AdminServiceServicer(object):
     """
 
     def Evict(self, request, context):
-        """Drops blocks by hash, or a whole namespace. Leased blocks stay until released.
+        """Drops blocks by hash, or a whole namespace. Those leased, pinned, read or written now stay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -230,7 +230,7 @@ class AdminServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     Evict: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.EvictRequest, _kvcache_pb2.EvictResponse]
-    """Drops blocks by hash, or a whole namespace. Leased blocks stay until released."""
+    """Drops blocks by hash, or a whole namespace. Those leased, pinned, read or written now stay."""
     Flush: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.FlushRequest, _kvcache_pb2.FlushResponse]
     """Waits until everything in memory is on disk, and everything on its way to the shared store there or given up."""
     Verify: _grpc.UnaryUnaryMultiCallable[_kvcache_pb2.VerifyRequest, _kvcache_pb2.VerifyResponse]
@@ -248,7 +248,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Evict: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.EvictRequest, _kvcache_pb2.EvictResponse]  # type: ignore[assignment]
-    """Drops blocks by hash, or a whole namespace. Leased blocks stay until released."""
+    """Drops blocks by hash, or a whole namespace. Those leased, pinned, read or written now stay."""
     Flush: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.FlushRequest, _kvcache_pb2.FlushResponse]  # type: ignore[assignment]
     """Waits until everything in memory is on disk, and everything on its way to the shared store there or given up."""
     Verify: _aio.UnaryUnaryMultiCallable[_kvcache_pb2.VerifyRequest, _kvcache_pb2.VerifyResponse]  # type: ignore[assignment]
@@ -269,7 +269,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _kvcache_pb2.EvictRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvcache_pb2.EvictResponse, _abc.Awaitable[_kvcache_pb2.EvictResponse]]:
-        """Drops blocks by hash, or a whole namespace. Leased blocks stay until released."""
+        """Drops blocks by hash, or a whole namespace. Those leased, pinned, read or written now stay."""
 
     @_abc_1.abstractmethod
     def Flush(

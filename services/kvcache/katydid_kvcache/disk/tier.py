@@ -236,6 +236,7 @@ class DiskTier:
                 self._catalog.apply(namespaces.items(), changes)
             self._known.update(namespaces)
         except lmdb.Error as error:
+            logger.error("index of the disk tier not changed: %s", error)
             failure = OSError(f"index: {error}")
             errors = {key: present or failure for key, present in errors.items()}
         self._judge(list(errors.values()))

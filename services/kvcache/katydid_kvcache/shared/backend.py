@@ -43,7 +43,7 @@ class Backend(Protocol):
         """
 
     async def read(self, location: Location, into: memoryview) -> None:
-        """Fill `into` with a block. Raises FileNotFoundError when it is gone."""
+        """Fill `into` with a block. Raises FileNotFoundError when it is gone, DataCorruptError when less is there."""
 
     async def renew(self, identity: bytes, name: bytes, expires_at: float) -> None:
         """A block is to stay until `expires_at` (Unix seconds), where the store ends blocks by itself."""

@@ -103,10 +103,11 @@ class Objects:
         try:
             data = await obstore.get_range_async(self._store, location.object, start=location.offset, length=len(into))
         except BaseError as error:
+            await self._check_length(location, len(into))
             raise OSError(str(error).splitlines()[0]) from None
         view = memoryview(data)
         if len(view) != len(into):
-            raise OSError(f"pack {location.object} ended at {len(view)} of {len(into)} bytes")
+            raise DataCorruptError(f"pack {location.object} ended at {len(view)} of {len(into)} bytes")
         into[:] = view
 
     async def renew(self, identity: bytes, name: bytes, expires_at: float) -> None:
@@ -127,6 +128,15 @@ class Objects:
 
     async def close(self) -> None:
         """Nothing is kept open."""
+
+    async def _check_length(self, location: Location, size: int) -> None:
+        """Raises DataCorruptError for a pack that ends within a block: stores refuse such a read as if they failed."""
+        try:
+            there = (await obstore.head_async(self._store, location.object))["size"]
+        except (BaseError, FileNotFoundError):
+            return
+        if there < location.offset + size:
+            raise DataCorruptError(f"pack {location.object} has {there} bytes, a block of it ends behind them")
 
     async def _put(self, name: str, parts: list[bytes]) -> None:
         try:

@@ -99,7 +99,7 @@ class RedisStore:
         if data is None:
             raise FileNotFoundError("the block has gone from the store")
         if len(data) != len(into):
-            raise OSError(f"the store gave {len(data)} of {len(into)} bytes")
+            raise DataCorruptError(f"the store gave {len(data)} of {len(into)} bytes")
         into[:] = data
 
     async def renew(self, identity: bytes, name: bytes, expires_at: float) -> None:

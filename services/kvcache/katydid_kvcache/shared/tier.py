@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from katydid_cache.records import BlockMissReason, Tier
+from katydid_runtime.errors import DataCorruptError
 from xxhash import xxh3_128_digest
 
 from katydid_kvcache.blocks import Block, Namespace
@@ -128,6 +129,9 @@ class SharedTier:
             self._succeeded()
             self._gone(block, location)
             return BlockMissReason.ABSENT
+        except DataCorruptError:
+            self._succeeded()
+            return self._wrong(block, location)
         except (OSError, TimeoutError) as error:
             self._failed("read", error)
             return BlockMissReason.STORE_UNAVAILABLE
@@ -135,11 +139,13 @@ class SharedTier:
             self._reading -= 1
         self._succeeded()
         self._speeds.note(Tier.SHARED, len(into), time.monotonic() - started, at_once=at_once)
-        if xxh3_128_digest(into) != location.checksum:
-            if block.shared == location:
-                self._books.leave(block, corrupt=True)
-            return BlockMissReason.CORRUPT
-        return None
+        return None if xxh3_128_digest(into) == location.checksum else self._wrong(block, location)
+
+    def _wrong(self, block: Block, location: Location) -> BlockMissReason:
+        """The store has something else, or less, than was put there: the block is not looked for there again."""
+        if block.shared == location:
+            self._books.leave(block, corrupt=True)
+        return BlockMissReason.CORRUPT
 
     def renew(self, block: Block) -> None:
         """A block's time has moved on: the store is to know it, where it ends blocks by itself."""
