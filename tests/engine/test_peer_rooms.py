@@ -1,4 +1,5 @@
-"""Long chunks in two parts: where a plan has none, a rank holds no memory for them and refuses to be told of them."""
+"""Long chunks in two parts: where a plan has none, a rank holds no memory for them and refuses to be told of them. Few
+rows to all ranks: which plans have memory for them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from katydid_engine.models.rank_context import HALVED_FROM
 from katydid_engine.parallel import ParallelPlan
-from katydid_engine.peer_rooms import copies_of
+from katydid_engine.peer_rooms import copies_of, expert_peers_of
 from katydid_engine.rank_groups import RankGroups
 from katydid_engine.settings import EngineSettings
 from katydid_engine.worker_config import WorkerConfig
@@ -45,3 +46,26 @@ def test_parts_that_no_step_is_cut_into_are_refused(plan: str) -> None:
 
 def test_the_setting_says_from_how_many_tokens() -> None:
     assert f"{HALVED_FROM} tokens" in str(EngineSettings.model_fields["micro_batches"].description)
+
+
+@pytest.mark.parametrize(
+    ("plan", "changes"),
+    [
+        ("dp2,ep2", {"dtype": "float32"}),
+        ("dp2,ep2", {"rendezvous": "tcp://node0:29500"}),  # ranks on several hosts, perhaps
+        ("dp2,ep2+2", {}),
+        ("tp2,dp2,sp,ep4", {}),
+        ("tp2,ep2", {}),
+        ("dp2", {}),
+    ],
+)
+def test_plans_whose_rows_to_experts_go_by_messages_alone(plan: str, changes: dict[str, str]) -> None:
+    asked = replace(config(plan, 512, parts=1), **{"dtype": "bfloat16", "rendezvous": "file:///tmp/all"} | changes)
+    assert expert_peers_of(asked, RankGroups(), torch.device("cuda")) is None
+
+
+def test_between_gpus_of_one_host_few_rows_go_to_all() -> None:
+    asked = replace(config("dp2,ep2", 512, parts=1), dtype="bfloat16", rendezvous="file:///tmp/all")
+    assert expert_peers_of(asked, RankGroups(), torch.device("cpu")) is None
+    with pytest.raises(AssertionError):  # it would ask for the group of GPUs
+        expert_peers_of(asked, RankGroups(), torch.device("cuda"))
