@@ -49,18 +49,18 @@ def test_the_setting_says_from_how_many_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "changes"),
+    ("plan", "dtype", "meet"),
     [
-        ("dp2,ep2", {"dtype": "float32"}),
-        ("dp2,ep2", {"rendezvous": "tcp://node0:29500"}),  # ranks on several hosts, perhaps
-        ("dp2,ep2+2", {}),
-        ("tp2,dp2,sp,ep4", {}),
-        ("tp2,ep2", {}),
-        ("dp2", {}),
+        ("dp2,ep2", "float32", "file:///tmp/all"),
+        ("dp2,ep2", "bfloat16", "tcp://node0:29500"),  # ranks on several hosts, perhaps
+        ("dp2,ep2+2", "bfloat16", "file:///tmp/all"),
+        ("tp2,dp2,sp,ep4", "bfloat16", "file:///tmp/all"),
+        ("tp2,ep2", "bfloat16", "file:///tmp/all"),
+        ("dp2", "bfloat16", "file:///tmp/all"),
     ],
 )
-def test_plans_whose_rows_to_experts_go_by_messages_alone(plan: str, changes: dict[str, str]) -> None:
-    asked = replace(config(plan, 512, parts=1), **{"dtype": "bfloat16", "rendezvous": "file:///tmp/all"} | changes)
+def test_plans_whose_rows_to_experts_go_by_messages_alone(plan: str, dtype: str, meet: str) -> None:
+    asked = replace(config(plan, 512, parts=1), dtype=dtype, rendezvous=meet)
     assert expert_peers_of(asked, RankGroups(), torch.device("cuda")) is None
 
 
