@@ -195,8 +195,9 @@ class Stuck(Backend):
     async def read(self, location: Location, into: memoryview) -> None:
         await self._hang()
 
-    async def renew(self, identity: bytes, name: bytes, expires_at: float) -> None:
+    async def renew(self, identity: bytes, name: bytes, expires_at: float) -> bool:
         await self._hang()
+        return True
 
     async def clean(self, before: float) -> int:
         return 0

@@ -70,8 +70,9 @@ class Told(Stuck):
         super().__init__()
         self.renewed: list[float] = []
 
-    async def renew(self, identity: bytes, name: bytes, expires_at: float) -> None:
+    async def renew(self, identity: bytes, name: bytes, expires_at: float) -> bool:
         self.renewed.append(expires_at)
+        return True
 
 
 def test_the_store_is_told_of_blocks_that_live_on_without_a_disk_too(tmp_path: Path) -> None:
@@ -125,5 +126,28 @@ def test_a_pack_that_was_cut_off_is_no_store_that_fails(tmp_path: Path) -> None:
             assert cache.store.shared is not None
             assert cache.store.shared.counters.corrupt == 5
             assert cache.store.shared_reachable
+
+    run(scenario)
+
+
+class Unasked(Stuck):
+    """A store that fails, and that keeps no times."""
+
+    async def renew(self, identity: bytes, name: bytes, expires_at: float) -> bool:
+        return False
+
+
+def test_what_asks_nothing_of_the_store_is_no_sign_that_it_works(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(**shared(tmp_path)) as (cache, space):
+            assert cache.shared is not None
+            cache.shared._backend = Unasked(OSError("down"))
+            adopt(cache, space, range(4))
+            for name in range(3):
+                assert cache.store.shared_reachable
+                assert await get(cache, space, name) is BlockMissReason.STORE_UNAVAILABLE
+                cache.shared.renew(space.blocks[key(3)])
+                await asyncio.gather(*cache.shared._small)
+            assert not cache.store.shared_reachable, "three failures in a row"
 
     run(scenario)

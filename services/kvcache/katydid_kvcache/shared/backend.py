@@ -45,8 +45,8 @@ class Backend(Protocol):
     async def read(self, location: Location, into: memoryview) -> None:
         """Fill `into` with a block. Raises FileNotFoundError when it is gone, DataCorruptError when less is there."""
 
-    async def renew(self, identity: bytes, name: bytes, expires_at: float) -> None:
-        """A block is to stay until `expires_at` (Unix seconds), where the store ends blocks by itself."""
+    async def renew(self, identity: bytes, name: bytes, expires_at: float) -> bool:
+        """A block is to stay until `expires_at` (Unix seconds); False, and nothing asked, of a store without times."""
 
     async def clean(self, before: float) -> int:
         """Remove what ended before that time (Unix seconds), where the store doesn't by itself; how many objects."""

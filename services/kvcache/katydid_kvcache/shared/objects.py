@@ -110,8 +110,9 @@ class Objects:
             raise DataCorruptError(f"pack {location.object} ended at {len(view)} of {len(into)} bytes")
         into[:] = view
 
-    async def renew(self, identity: bytes, name: bytes, expires_at: float) -> None:
+    async def renew(self, identity: bytes, name: bytes, expires_at: float) -> bool:  # noqa: ARG002
         """A pack can't be changed: its blocks end when they were to when it was written."""
+        return False
 
     async def clean(self, before: float) -> int:
         ended = [name for name, end in self._ends.items() if end < before]

@@ -102,11 +102,12 @@ class RedisStore:
             raise DataCorruptError(f"the store gave {len(data)} of {len(into)} bytes")
         into[:] = data
 
-    async def renew(self, identity: bytes, name: bytes, expires_at: float) -> None:
+    async def renew(self, identity: bytes, name: bytes, expires_at: float) -> bool:
         try:
             await self._redis.pexpireat(_key(identity, name), int(expires_at * 1000))
         except RedisError as error:
             raise OSError(str(error)) from None
+        return True
 
     async def clean(self, before: float) -> int:  # noqa: ARG002
         """The server ends blocks by itself."""

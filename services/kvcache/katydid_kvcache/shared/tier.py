@@ -161,8 +161,11 @@ class SharedTier:
     def withdraw(self, namespace: Namespace, entries: Sequence[Entry]) -> None:
         """These blocks are not to be used any longer, by any instance."""
         if entries:
-            call = partial(self._backend.withdraw, namespace.identity, namespace.layout, entries)
-            self._soon(call, "withdraw", anyway=True)
+            self._soon(partial(self._withdraw, namespace, entries), "withdraw", anyway=True)
+
+    async def _withdraw(self, namespace: Namespace, entries: Sequence[Entry]) -> bool:
+        await self._backend.withdraw(namespace.identity, namespace.layout, entries)
+        return True
 
     async def flush(self) -> None:
         """Wait until everything on its way has got there or been given up."""
@@ -257,10 +260,10 @@ class SharedTier:
         ends_at = time.time() + self._policy.ttl_s
         return min(ends_at, block.expires_at) if block.expires_at else ends_at
 
-    def _soon(self, call: Callable[[], Awaitable[None]], what: str, *, anyway: bool = False) -> None:
+    def _soon(self, call: Callable[[], Awaitable[bool]], what: str, *, anyway: bool = False) -> None:
         """Make a small call beside everything else, `anyway` also while the store is left alone.
 
-        It takes its turn: a chain's blocks are all renewed at once.
+        It says whether the store was asked. It takes its turn: a chain's blocks are all renewed at once.
         """
 
         async def bounded() -> None:
@@ -269,8 +272,9 @@ class SharedTier:
                     return
                 try:
                     async with asyncio.timeout(self._timeout_s):
-                        await call()
-                    self._succeeded()
+                        asked = await call()
+                    if asked:
+                        self._succeeded()
                 except (OSError, TimeoutError) as error:
                     self._failed(what, error)
 
