@@ -7,6 +7,8 @@ import threading
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import Any, Self, TypeVar, Unpack
 
+from katydid_runtime.errors import ConflictError
+
 from katydid_client.client import AsyncKatydid
 from katydid_client.stream import CompletionStream
 from katydid_client.types import (
@@ -109,6 +111,9 @@ class Katydid:
         self._loop.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop.is_closed():
+            work.close()
+            raise ConflictError("this client is closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

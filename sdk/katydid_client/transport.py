@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import Message
 from katydid.gateway.v1 import gateway_pb2_grpc
 from katydid_runtime.channel import open_channel
+from katydid_runtime.errors import ConflictError
 from katydid_runtime.rpc_errors import from_rpc_error
 from katydid_runtime.tls import Tls
 
@@ -45,8 +46,10 @@ class GrpcTransport:
         self._address = address
         self._channel = open_channel(address, tls)
         self._stub: Any = gateway_pb2_grpc.InferenceServiceStub(self._channel)
+        self._closed = False
 
     async def unary(self, method: str, request: Message, *, metadata: Metadata, timeout_s: float) -> Any:
+        self._check_open()
         try:
             return await getattr(self._stub, method)(request, metadata=metadata, timeout=timeout_s)
         except grpc.RpcError as error:
@@ -55,6 +58,7 @@ class GrpcTransport:
     async def stream(
         self, method: str, request: Message, *, metadata: Metadata, timeout_s: float
     ) -> AsyncGenerator[Any, None]:
+        self._check_open()
         call = getattr(self._stub, method)(request, metadata=metadata, timeout=timeout_s)
         try:
             async for response in call:
@@ -65,7 +69,12 @@ class GrpcTransport:
             call.cancel()
 
     async def close(self) -> None:
+        self._closed = True
         await self._channel.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConflictError("this client is closed")
 
 
 class MockTransport:

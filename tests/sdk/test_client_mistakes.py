@@ -7,7 +7,7 @@ import math
 
 import pytest
 from katydid.gateway.v1 import gateway_pb2 as pb
-from katydid_client import AsyncKatydid, MockTransport
+from katydid_client import AsyncKatydid, Katydid, MockTransport
 from katydid_runtime import errors
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -79,3 +79,20 @@ def test_generate_refuses_what_only_chat_knows():
 def test_ids_out_of_range_are_refused(ids):
     with pytest.raises(errors.InvalidRequestError, match="token ids"):
         AsyncKatydid(transport=MockTransport(lambda *_: [])).generate_stream(ids)
+
+
+def test_a_client_that_is_closed_says_so():
+    async def scenario():
+        client = AsyncKatydid("127.0.0.1:1")
+        await client.close()
+        for call in (client.models, lambda: client.chat(HELLO)):
+            with pytest.raises(errors.ConflictError, match="this client is closed"):
+                await call()
+
+    asyncio.run(scenario())
+    blocking = Katydid("127.0.0.1:1")
+    blocking.close()
+    with pytest.raises(errors.ConflictError, match="this client is closed"):
+        blocking.models()
+    with pytest.raises(errors.ConflictError), blocking.chat_stream(HELLO):
+        pass
