@@ -195,7 +195,7 @@ def _check_names(schema: dict[str, Any], path: str) -> None:
             raise SchemaError(f"{path}/patternProperties cannot be enforced together with required")
         try:
             matches = re.compile(pattern).search
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise SchemaError(f"{path}/patternProperties: {json.dumps(pattern)[:60]}: {error}") from error
         both = next((name for name in schema.get("properties", ()) if matches(name)), None)
         if both is not None:
