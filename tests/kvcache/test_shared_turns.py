@@ -6,7 +6,9 @@ import asyncio
 import time
 from pathlib import Path
 
+import pytest
 from katydid_cache.records import BlockMissReason, Tier
+from katydid_kvcache.shared import tier
 from katydid_kvcache.shared.manifest import Entry, Location
 
 from tests.kvcache.inside import BLOCK, get, key, opened, payload, put
@@ -42,7 +44,7 @@ def test_reads_that_wait_for_their_turn_are_no_failures_of_the_store(tmp_path: P
             # The bytes are wrong, but all of them are read: six turns of sixteen, each well within its time.
             assert set(await asyncio.gather(*reads)) == {BlockMissReason.CORRUPT}
             assert (slow.calls, slow.most) == (96, 16)
-            (speed,) = [speed for tier, _, speed in cache.speeds if tier is Tier.SHARED]
+            (speed,) = [speed for where, _, speed in cache.speeds if where is Tier.SHARED]
             assert speed > 4 * BLOCK / slow.seconds, "sixteen at a time are not as slow as one after another"
 
     run(scenario)
@@ -131,7 +133,13 @@ def test_a_pack_that_was_cut_off_is_no_store_that_fails(tmp_path: Path) -> None:
 
 
 class Unasked(Stuck):
-    """A store that fails, and that keeps no times."""
+    """A store that fails, that keeps no times, and in which nothing has ended."""
+
+    cleaned = 0
+
+    async def clean(self, before: float) -> int:
+        self.cleaned += 1
+        return 0
 
     async def renew(self, identity: bytes, name: bytes, expires_at: float) -> bool:
         return False
@@ -148,6 +156,42 @@ def test_what_asks_nothing_of_the_store_is_no_sign_that_it_works(tmp_path: Path)
                 assert await get(cache, space, name) is BlockMissReason.STORE_UNAVAILABLE
                 cache.shared.renew(space.blocks[key(3)])
                 await asyncio.gather(*cache.shared._small)
+            assert not cache.store.shared_reachable, "three failures in a row"
+
+    run(scenario)
+
+
+def test_no_read_waits_for_what_hangs_beside_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with opened(**shared(tmp_path, shared_timeout_s=60.0)) as (cache, space):
+            assert cache.shared is not None
+            hung = cache.shared._backend = Stuck()
+            adopt(cache, space, (1,))
+            for _ in range(40):
+                cache.shared.withdraw(space, [Entry(key(2), b"", b"", 0.0, 0.0, Location("p", 0, bytes(16), 0))])
+            while hung.calls < 16:
+                await asyncio.sleep(0.01)
+            cache.shared._backend = Slow(0.0)
+            async with asyncio.timeout(10.0):
+                read = await cache.shared.read(space.blocks[key(1)], memoryview(bytearray(BLOCK)))
+            assert read is BlockMissReason.CORRUPT, "it was asked for, and the store has other bytes"
+
+    run(scenario)
+
+
+def test_a_clean_up_of_nothing_is_no_sign_that_the_store_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier, "_CLEAN_S", 0.0)
+
+    async def scenario() -> None:
+        async with opened(**shared(tmp_path, shared_refresh_s=0.01)) as (cache, space):
+            assert cache.shared is not None
+            asked = cache.shared._backend = Unasked(OSError("down"))
+            adopt(cache, space, range(3))
+            for name in range(3):
+                cleaned = asked.cleaned
+                while asked.cleaned == cleaned:
+                    await asyncio.sleep(0.01)
+                assert await get(cache, space, name) is BlockMissReason.STORE_UNAVAILABLE
             assert not cache.store.shared_reachable, "three failures in a row"
 
     run(scenario)

@@ -76,7 +76,8 @@ class SharedTier:
             linger_s=refresh_s,
             sheds=self._books.counters.sheds,
         )
-        self._turns = asyncio.Semaphore(_AT_A_TIME)
+        self._reads = asyncio.Semaphore(_AT_A_TIME)
+        self._others = asyncio.Semaphore(_AT_A_TIME)
         self._reading = 0
         self._given_up: set[tuple[bytes, bytes]] = set()
         self._look = asyncio.Event()
@@ -108,7 +109,7 @@ class SharedTier:
 
     async def read(self, block: Block, into: memoryview) -> BlockMissReason | None:
         """Fill `into` with a block that is in the store and check it; None, or why it can't be had."""
-        async with self._turns:
+        async with self._reads:
             # The store's time begins with a read's turn: to wait for one says nothing of the store.
             return await self._read(block, into)
 
@@ -226,8 +227,9 @@ class SharedTier:
                 if time.monotonic() >= clean_at and self._breaker.allow():
                     clean_at = time.monotonic() + _CLEAN_S
                     async with asyncio.timeout(self._timeout_s):
-                        await self._backend.clean(time.time() - _GRACE_S)
-                    self._succeeded()
+                        cleaned = await self._backend.clean(time.time() - _GRACE_S)
+                    if cleaned:
+                        self._succeeded()
             except (OSError, TimeoutError) as error:
                 self._failed("news", error)
             except Exception:
@@ -263,11 +265,12 @@ class SharedTier:
     def _soon(self, call: Callable[[], Awaitable[bool]], what: str, *, anyway: bool = False) -> None:
         """Make a small call beside everything else, `anyway` also while the store is left alone.
 
-        It says whether the store was asked. It takes its turn: a chain's blocks are all renewed at once.
+        It says whether the store was asked. It takes its turn among others of its kind, for which no read is to wait: a
+        chain's blocks are all renewed at once.
         """
 
         async def bounded() -> None:
-            async with self._turns:
+            async with self._others:
                 if not anyway and not self._breaker.closed:
                     return
                 try:
