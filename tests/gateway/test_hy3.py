@@ -168,6 +168,7 @@ def test_values_are_typed_by_the_schema(text: str, schema: object, value: object
         ("true", {"const": "true"}, "true"),
         ("7", {"enum": [7, 8]}, 7),
         ("7", {"anyOf": [{"enum": ["7"]}, {}]}, 7),
+        ("7", {"type": "string", "anyOf": [{"format": "date"}, {"minLength": 1}]}, "7"),
     ],
 )
 def test_a_value_is_typed_by_what_its_schema_refers_to(text: str, schema: object, value: object) -> None:

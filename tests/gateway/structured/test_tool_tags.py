@@ -128,6 +128,14 @@ def test_what_is_no_such_call_is_refused(family: str) -> None:
         assert accepts(one, nested.replace('"x": 1', f'"x":{blanks * " "}1')) is (blanks < 2), "blanks have no end"
 
 
+def test_what_a_union_says_of_all_its_parts_holds() -> None:
+    point = {"type": "object", "properties": {"x": {"type": "number"}}, "anyOf": [{"required": ["x"]}, {}]}
+    one = calls_format("hy3", [Tool("go", "", {"properties": {"at": point}})], several=False, suffixed=False)
+    assert one is not None
+    for at, fits in (({"x": 1}, True), ({}, True), ("anything", False), ({"x": "1"}, False)):
+        assert accepts(one, whole("hy3", [hy3("go", {"at": at})])) is fits, at
+
+
 def test_other_constraints_within_a_tag() -> None:
     either = {
         "type": "or",

@@ -9,6 +9,9 @@ from typing import Any
 
 __all__ = ["alternatives"]
 
+# What a union may say of all its parts.
+_OF_ALL = ("type", "properties", "required", "additionalProperties", "items")
+
 
 def alternatives(schema: object, root: object) -> list[Mapping[str, Any]]:
     """The schemas of which a value satisfies one, none of them a reference, a union or with several types; `{}` is one
@@ -36,7 +39,8 @@ def _parts(schema: Mapping[str, Any]) -> list[object]:
     for union in ("anyOf", "oneOf", "allOf"):
         options = schema.get(union)
         if isinstance(options, list) and (union != "allOf" or len(options) == 1):
-            return options
+            of_all = {name: schema[name] for name in _OF_ALL if name in schema}
+            return [{**of_all, **option} if isinstance(option, Mapping) else option for option in options]
     kinds = schema.get("type")
     return [{**schema, "type": kind} for kind in kinds if isinstance(kind, str)] if isinstance(kinds, list) else []
 
