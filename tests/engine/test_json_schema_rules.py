@@ -76,7 +76,9 @@ def rewritten(schema: Any) -> Any:
         ('{"patternProperties": {"^x": {}}, "properties": {"ax": {}, "xa": {}}}', 'for "xa" of properties'),
         ('{"patternProperties": {"(": {}}}', '#/patternProperties: "("'),
         ('{"patternProperties": {"a{99999999999}": {}}}', '#/patternProperties: "a{'),
-        pytest.param(f'{{"patternProperties": {{"{2000 * "("}{2000 * ")"}": {{}}}}}}', '#/patternProperties: "((', id="deep"),
+        pytest.param(
+            f'{{"patternProperties": {{"{2000 * "("}{2000 * ")"}": {{}}}}}}', '#/patternProperties: "((', id="deep"
+        ),
         ('{"type": "object", "additionalProperties": {}, "minProperties": 2}', "#/minProperties above 1 cannot"),
     ],
 )
