@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import pytest
 from katydid.engine.v1 import engine_pb2 as pb
 from katydid_engine.block_watch import BlockWatch
 from katydid_engine.engine_metrics import EngineMetrics
 from katydid_engine.face import Face
-from katydid_engine.grammar import Grammar
+from katydid_engine.grammar import Grammar, GrammarError, GrammarKind
+from katydid_engine.grammar_rules import ruled
 from katydid_engine.messages import Abort, Load, Submit, ToWorker
 from katydid_engine.submission import EngineLimits
+from katydid_runtime.errors import InvalidRequestError
 from katydid_runtime.telemetry import Telemetry
 
 from tests.engine.engine_process import submission
@@ -21,12 +24,27 @@ async def every_grammar(grammar: Grammar, _tenant: bytes) -> Grammar:
     return grammar
 
 
-def new_face(sent: list[ToWorker]) -> Face:
+async def ruled_grammar(grammar: Grammar, _tenant: bytes) -> Grammar:
+    try:
+        return ruled(grammar)
+    except GrammarError as error:
+        raise InvalidRequestError(str(error), field="sampling.grammar", value=grammar.source) from error
+
+
+def new_face(sent: list[ToWorker], check: Callable[[Grammar, bytes], Awaitable[Grammar]] = every_grammar) -> Face:
     return Face(
-        EngineLimits(b"i" * 32, vocab_size=100, max_model_tokens=20, max_choices=4, max_logprobs=5, dp_ranks=1),
+        EngineLimits(
+            b"i" * 32,
+            vocab_size=100,
+            max_model_tokens=20,
+            max_choices=4,
+            max_logprobs=5,
+            dp_ranks=1,
+            grammar_kinds=(GrammarKind.JSON_SCHEMA,),
+        ),
         send=lambda _rank, message: sent.append(message),
         ask_cache=lambda _rank, _ask, _spans: None,
-        check_grammar=every_grammar,
+        check_grammar=check,
         blocks=BlockWatch("boot", 1),
         metrics=EngineMetrics(),
         telemetry=Telemetry("engine"),
@@ -82,5 +100,24 @@ def test_a_defect_that_one_request_meets_is_that_requests_alone(monkeypatch: pyt
             (1, 0, "INTERNAL"),
             (1, 1, "INTERNAL"),
         ]
+
+    asyncio.run(scenario())
+
+
+def test_a_refused_schema_whose_names_no_message_can_hold_ends_its_request() -> None:
+    """Half a surrogate pair, which JSON can name."""
+
+    async def scenario() -> None:
+        face = new_face([], ruled_grammar)
+        session, stream, opened = face.open_session(pb.SessionOpen(client="test"))
+        request = submission(1, [1, 2])
+        request.sampling.grammar.json_schema = r'{"properties": {"\ud800": {"not": {}}}}'
+        face.submit(session, request)
+        frames = session.frames(stream, opened)
+        async with asyncio.timeout(10):
+            while not (ends := (await anext(frames)).finishes):
+                pass
+        assert [end.error.message for end in ends] == [r"#/properties/\ud800/not cannot be enforced"]
+        assert face.num_requests == 0
 
     asyncio.run(scenario())

@@ -67,6 +67,14 @@ def test_a_long_value_is_shortened():
     assert len(str(errors.KatydidError("x" * 5000))) == 1024
 
 
+def test_texts_can_be_sent_whatever_they_quote():
+    error = errors.InvalidRequestError("no \ud800", value="\udfff" * 1000)
+    assert error.message == "no \\ud800"
+    assert error.value is not None
+    assert len(error.value.encode()) == 130
+    assert error.value.startswith("\\udfff")
+
+
 def test_details_hold_only_what_is_known():
     assert OverloadedError("full").details() == {"retryable": "true"}
     assert errors.PromptTooLongError("x", value=0).details() == {"retryable": "false", "value": "0"}

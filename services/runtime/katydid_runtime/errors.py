@@ -285,6 +285,8 @@ def error_from_details(reason: str, message: str, details: Mapping[str, str]) ->
 
 def _shorten(value: object, limit: int) -> str:
     text = value if isinstance(value, str) else repr(value)
+    # Half a surrogate pair, which JSON can name, is nothing that a message holds.
+    text = text[: limit + 1].encode(errors="backslashreplace").decode()
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
