@@ -161,7 +161,9 @@ def test_what_asks_nothing_of_the_store_is_no_sign_that_it_works(tmp_path: Path)
     run(scenario)
 
 
-def test_no_read_waits_for_what_hangs_beside_it(tmp_path: Path) -> None:
+def test_no_read_waits_for_what_hangs_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier, "_CLOSE_S", 0.1)
+
     async def scenario() -> None:
         async with opened(**shared(tmp_path, shared_timeout_s=60.0)) as (cache, space):
             assert cache.shared is not None
