@@ -97,7 +97,9 @@ class InPlace:
     ) -> Reservation:
         """Slots for the blocks `hashes` (packed). Without `parents` (packed) all are first blocks.
 
-        `hold_s` keeps the blocks at least so long once they are committed, and those present from now on.
+        The slots are the caller's for two minutes: what is written there later falls into others' blocks, which their
+        checksums tell. `hold_s` keeps the blocks at least so long once they are committed, and those present from now
+        on.
         """
         count = len(hashes) // HASH_BYTES
 

@@ -259,7 +259,10 @@ class CacheStats:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Part of the blocks held when a watch began: packed hashes in one tier. `last` ends the snapshot."""
+    """Part of the blocks held: packed hashes in one tier. `last` ends the snapshot.
+
+    Changes follow with all that happened since its first part, and may tell again what it told.
+    """
 
     boot_epoch: int
     sequence: int

@@ -58,7 +58,7 @@ class Reservations:
                 f"no reservation {reservation}",
                 field="reservation",
                 value=reservation,
-                allowed="one of this attachment, not committed yet",
+                allowed="one of this attachment, neither committed nor ended yet",
             )
         return found
 

@@ -1210,7 +1210,7 @@ Global___ReserveRequest: _TypeAlias = ReserveRequest  # noqa: Y015
 
 @_typing.final
 class ReserveResponse(_message.Message):
-    """Slots to write."""
+    """Slots to write, until Commit or for two minutes: then they go to others, and Commit is refused."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2071,7 +2071,9 @@ Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015
 
 @_typing.final
 class BlockSnapshot(_message.Message):
-    """Part of the list of blocks held."""
+    """Part of the list of blocks held, in no order of tiers. Deltas follow with all that changed since its first part, and may
+    tell again what it told.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
