@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         code = app(list(argv) or ["--help"], prog_name="katydid", standalone_mode=False)
     except TyperException as error:
-        return _fail(error.format_message(), error.exit_code)
+        return _fail(error.format_message().replace(": Value error, ", ": "), error.exit_code)
     except UnauthenticatedError as error:
         return _fail(f"{error}; {_how_to_show_a_key(argv)}", 1)
     except UnavailableError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from katydid_runtime.errors import UnknownModelError
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -27,6 +28,9 @@ def show_models(cache_dir: Path) -> None:
 
 def prepare_model(name: str, cache_dir: Path) -> None:
     """Prepare with a progress bar on stderr; the folder's path goes to stdout."""
+    if name == EMBEDDED and (embedded := embedded_folder()) is not None:
+        print(embedded)
+        return
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("preparing", total=1.0)
@@ -38,6 +42,12 @@ def prepare_model(name: str, cache_dir: Path) -> None:
 
 def verify_model(name: str, cache_dir: Path) -> None:
     """Print what was checked and what the model answered; a wrong file or answer is raised as ModelFolderError."""
+    if name == EMBEDDED and embedded_folder() is not None:
+        raise UnknownModelError(
+            f"{EMBEDDED} comes with the code and is checked like it; `katydid eval --model {EMBEDDED}` measures it",
+            field="model",
+            value=name,
+        )
     report = verify(name, cache_dir)
     console = Console(highlight=False, markup=False)
     console.print(f"{len(report.files)} files are intact")

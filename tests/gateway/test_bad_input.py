@@ -117,6 +117,7 @@ def test_bad_input_gets_an_error_that_names_the_field_and_harms_nobody(chatml: P
         assert (await built.http.post("/v1/nothing", json={})).status_code == 404
         wrong_method = await built.http.get(CHAT)
         assert (wrong_method.status_code, wrong_method.headers["allow"]) == (405, "POST")
+        assert wrong_method.json()["error"]["allowed"] == "POST"
         assert (await built.http.get("/v1/models/none")).status_code == 404
         assert built.engines[0].submitted == []
         assert (await built.chat()).status_code == 200

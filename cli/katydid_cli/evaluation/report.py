@@ -53,7 +53,8 @@ def rows(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
 
 
 def _lost(lost: Loss) -> str:
-    return f"({lost.percent:+.2f} % [{lost.low:+.2f}, {lost.high:+.2f}])"
+    percent, low, high = (round(value, 2) + 0.0 for value in (lost.percent, lost.low, lost.high))  # no minus before 0
+    return f"({percent:+.2f} % [{low:+.2f}, {high:+.2f}])"
 
 
 def as_table(results: Sequence[Result]) -> str:
@@ -64,4 +65,6 @@ def as_table(results: Sequence[Result]) -> str:
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)) + " |"
 
-    return "\n".join([line(header), line(["-" * w for w in widths]), *map(line, body)]) + "\n"
+    legend = ["", f"In brackets: % lost against {results[0].configuration}, with its 95 % interval; a minus is a gain."]
+    lines = [line(header), line(["-" * w for w in widths]), *map(line, body), *(legend if len(results) > 1 else [])]
+    return "\n".join(lines) + "\n"

@@ -118,7 +118,7 @@ def _metrics(options: FleetOptions, number: int) -> tuple[str, ...]:
 def find_device(asked: str) -> str:
     """`asked`, or for "auto" cuda when the NVIDIA driver is loaded, else cpu."""
     if asked != "auto":
-        return asked
+        return str(asked)  # a member of an enum too, which errors would print as <Device.CUDA: 'cuda'>
     return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
 
 

@@ -28,7 +28,11 @@ def test_the_table_says_what_is_lost_on_the_same_items() -> None:
         Result(name, [], [figure("recall.4k.accuracy", value, ((20 * value, 20),) * 4)])
         for name, value in (("bf16", 0.8), ("w4a8", 0.7))
     )
-    assert "| 0.8000 ±0.0200 | 0.7000 (+12.50 % [+12.50, +12.50]) |" in as_table([first, second])
+    table = as_table([first, second])
+    assert "| 0.8000 ±0.0200 | 0.7000 (+12.50 % [+12.50, +12.50]) |" in table
+    assert table.endswith("\nIn brackets: % lost against bf16, with its 95 % interval; a minus is a gain.\n")
+    again = Result("again", [], [figure("recall.4k.accuracy", 0.8, first.figures[0].samples)])
+    assert "(+0.00 % [+0.00, +0.00])" in as_table([first, again])
 
 
 def test_the_table_puts_configurations_side_by_side() -> None:

@@ -205,6 +205,7 @@ def test_calibration_that_cannot_be_had(
     with pytest.raises(SettingsError, match=message):
         quantize_folder(source, tmp_path / "out", Options("w4a8", recipe=read_recipe(path)))
     assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out.partial").exists()
 
 
 @pytest.mark.parametrize(

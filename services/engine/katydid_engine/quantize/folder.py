@@ -93,7 +93,9 @@ def quantize_folder(source: Path, target: Path, options: Options, *, progress: P
     config = read_model_config(source)
     if config.quantization.scheme is not Scheme.NONE:
         raise ModelFolderError(
-            f"{source}: this checkpoint is quantised already", field="quantization_config", allowed="none"
+            f"{source}: this checkpoint is quantised already",
+            field="quantization_config",
+            allowed="a folder of weights that are not",
         )
     if options.device != "cpu" and not torch.cuda.is_available():
         raise SettingsError(f"--device is {options.device!r}, but torch sees no GPU", field="device", allowed="cpu")
@@ -150,7 +152,11 @@ def _by_data(
     summary = _summary(shards)
     partial = PartialFolder(source, target, checkpoint, run.manifest())
     partial.check_room(shards)
-    run.write(partial)
+    try:
+        run.write(partial)
+    except SettingsError:
+        partial.drop_if_empty()  # a mended recipe is another run, in whose way this one's folder would be
+        raise
     described = quantization_config(
         scheme,
         ignore=list(_IGNORED),

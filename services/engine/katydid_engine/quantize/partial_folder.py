@@ -91,9 +91,13 @@ class PartialFolder:
         needed = sum(shard_bytes(shard) for shard in shards if not self.has(shard))
         free = shutil.disk_usage(self.path).free
         if free < needed:
-            if [path.name for path in self.path.iterdir()] == [_MANIFEST]:
-                shutil.rmtree(self.path)
+            self.drop_if_empty()
             raise OSError(errno.ENOSPC, f"{needed} bytes are needed, {free} are free")
+
+    def drop_if_empty(self) -> None:
+        """Takes the folder away unless a shard is written: nothing could go on from it."""
+        if not any(self.path.glob("*.safetensors")):
+            shutil.rmtree(self.path)
 
     def write(self, shard: Shard, tensors: Iterable[Tensor]) -> None:
         """Writes one shard out of its outputs' tensors, in their order."""

@@ -184,7 +184,12 @@ async def _on_katydid_error(_request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    failure = NotFoundError(f"there is no {request.method} {request.url.path}", field="path", value=request.url.path)
+    failure = NotFoundError(
+        f"there is no {request.method} {request.url.path}",
+        field="path",
+        value=request.url.path,
+        allowed=(error.headers or {}).get("Allow"),
+    )
     response = error_response(failure)
     response.status_code = error.status_code
     response.headers.update(error.headers or {})
