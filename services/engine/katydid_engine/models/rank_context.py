@@ -63,6 +63,7 @@ class RankContext:
 
     @property
     def rows_to_all(self) -> RowsToAll | None:
+        """How few rows go to all ranks that hold experts; None where they do not."""
         if self.expert_peers is None:
             return None
         return RowsToAll(self.expert_peers, self.experts.rank, self.experts.size)
