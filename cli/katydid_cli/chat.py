@@ -63,7 +63,8 @@ def chat(options: ChatOptions, *, console: Console | None = None, client: Katydi
             try:
                 completion = _answer(katydid, asked, options, console)
             except KatydidError as error:
-                console.print(Text(str(error), "bold red"), soft_wrap=True)
+                again = "; this message is forgotten: send it again in a moment" if error.retryable else ""
+                console.print(Text(f"{error}{again}", "bold red"), soft_wrap=True)
                 failed = True
                 continue
             except KeyboardInterrupt:

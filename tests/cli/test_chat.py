@@ -73,6 +73,16 @@ def test_an_error_is_shown_and_the_conversation_goes_on(monkeypatch):
     assert code == 1
 
 
+def test_what_can_be_said_again_says_so(monkeypatch):
+    def handler(method, request):
+        if method == "Chat":
+            raise UnavailableError("no engine can take the request", retry_after_s=1000)
+        return respond(method, request)
+
+    _, text, _ = talk(monkeypatch, "Hi\n", handler)
+    assert "no engine can take the request; this message is forgotten: send it again in a moment" in text
+
+
 def test_no_gateway_is_an_error(monkeypatch):
     def handler(method, request):
         raise UnavailableError("no gateway", retry_after_s=1000)
