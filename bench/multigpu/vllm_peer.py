@@ -167,8 +167,7 @@ def of_vllm(options: argparse.Namespace) -> tuple[str, Found]:
     with tempfile.TemporaryDirectory() as folder:
         llm = start(options.gpus, options.layers, options.batches, chunk, Path(folder))
         llm.apply_model(choose_evenly)
-        lengths = [length for length in options.lengths if length >= chunk]
-        return str(vllm.__version__), measure(llm, vllm.SamplingParams, lengths, options.batches)
+        return str(vllm.__version__), measure(llm, vllm.SamplingParams, options.lengths, options.batches)
 
 
 def absent(options: argparse.Namespace) -> tuple[str, Found]:
@@ -176,11 +175,16 @@ def absent(options: argparse.Namespace) -> tuple[str, Found]:
 
 
 def apart(options: argparse.Namespace) -> Found:
-    """What a process of its own finds for each number of tokens at once; the first measures steps."""
+    """What a process of its own finds for each number of tokens at once: the first with all prompts, and steps; others
+    with prompts that are as long."""
     by_chunk: dict[int, Found] = {}
     for chunk in options.chunks:
+        lengths = [str(length) for length in options.lengths if not by_chunk or length >= chunk]
+        if not lengths:
+            continue
         with tempfile.TemporaryDirectory() as folder:
-            more = ["--chunks", str(chunk), "--out", folder, *(["--batches"] if by_chunk else [])]
+            more = ["--chunks", str(chunk), "--lengths", *lengths, "--out", folder]
+            more += ["--batches"] if by_chunk else []
             subprocess.run([sys.executable, *sys.argv, *more], check=True)
             by_chunk[chunk] = json.loads((Path(folder) / NAME.format(options.gpus)).read_text())
     return next(iter(by_chunk.values())) | best_of(by_chunk)

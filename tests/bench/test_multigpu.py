@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import subprocess
@@ -138,6 +139,26 @@ def test_vllms_times_stand_beside_ours(load: Any, tmp_path: Path) -> None:
     ]
     assert beside.beside_vllm(rows, tmp_path / "none.json") == rows
     assert list(beside.complete(rows[0])) == ["figure", "value", "unit", "floor", "peer", "peer_value", "bar", "met"]
+
+
+def test_vllm_computes_prompts_at_once_that_are_as_long(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process is begun that has nothing to measure: it would end without a result."""
+    peer, asked = load("vllm_peer"), []
+
+    def run(command: list[str], *, check: bool) -> None:
+        assert check
+        told = command[command.index("--chunks") :]
+        asked.append(told[: told.index("--out")] + told[told.index("--out") + 2 :])
+        Path(told[told.index("--out") + 1], "multigpu_2_vllm.json").write_text('{"ttft_ms": {}, "step_ms": {}}')
+
+    monkeypatch.setattr(peer.subprocess, "run", run)
+    for lengths in ([4096], [4096, 32768]):
+        peer.apart(argparse.Namespace(gpus=2, chunks=[8192, 32768], lengths=lengths))
+    assert asked == [
+        ["--chunks", "8192", "--lengths", "4096"],
+        ["--chunks", "8192", "--lengths", "4096", "32768"],
+        ["--chunks", "32768", "--lengths", "32768", "--batches"],
+    ]
 
 
 def test_a_step_with_moves_is_compared_with_those_around_it(load: Any) -> None:
