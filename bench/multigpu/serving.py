@@ -59,7 +59,8 @@ def serve(
         floor_ms = 1e3 * _prompt_floor_s(config, plan, length, chunk)
         own.note(f"serve {length}, {name}: TTFT, {own.layers} layers", 1e3 * took_s, "ms", floor=floor_ms)
         bar = LEAST_SHORTER if plan.sp and own.ranks == 8 and length == 32768 else None
-        _against_tp(own, f"serve {length}, {name}: TTFT lower than with tp{plan.tp}", plan, "", length, took_s, bar)
+        figure, kind = f"serve {length}, {name}: TTFT lower than with tp{plan.tp}", f"chunks of {chunk}"
+        _against_tp(own, figure, plan, kind, length, took_s, bar)
     took: dict[int, float] = {}
     for batch, rows in shares.items():
         if not own.dry and (plan.dp > 1 or not took):
@@ -147,7 +148,7 @@ def _rate(took: dict[int, float], most_s: float) -> float:
 def _against_tp(
     own: Rank, figure: str, plan: ParallelPlan, kind: str, size: int, took: float, bar: float | None = None
 ) -> None:
-    """The first plan is plain TP; the others are compared with it."""
+    """The first plan of a kind is plain TP; the others are compared with it."""
     if (kind, size) in own.of_tp:
         own.note(figure, 100 * (1 - took / own.of_tp[kind, size]), "%", bar, most=False)
     elif plan == ParallelPlan(tp=plan.tp):

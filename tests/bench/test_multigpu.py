@@ -9,10 +9,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from katydid_engine.parallel import ParallelPlan
 
 FOLDER = Path(__file__).parents[2] / "bench" / "multigpu"
 
@@ -119,6 +120,17 @@ def test_the_rate_lies_between_measured_batches(load: Any) -> None:
     assert rate(took, 0.010) == pytest.approx(24 / 0.010)
     assert rate(took, 0.1) == pytest.approx(32 / 0.012)
     assert rate(took, 0.001) == 0.0
+
+
+def test_a_plan_is_compared_with_tp_that_computes_as_many_tokens_at_once(load: Any) -> None:
+    serving, told = load("serving"), []
+    own = SimpleNamespace(of_tp={}, note=lambda figure, value, *_, **__: told.append((figure, value)))
+    tp, split = ParallelPlan(tp=2), ParallelPlan(tp=2, sp=True)
+    for plan, chunk, took in ((tp, 8, 0.5), (tp, 32, 0.4), (split, 8, 0.4), (split, 32, 0.36)):
+        serving._against_tp(own, f"{plan} {chunk}", plan, f"chunks of {chunk}", 64, took)
+    assert told == [("tp2,sp 8", pytest.approx(20)), ("tp2,sp 32", pytest.approx(10))]
+    longer = [job["plan"] for job in load("run").jobs(8, ["serve"], [32768], [64], dry=False) if "chunk" in job]
+    assert longer == ["tp8", "tp8,sp,fp8", "tp8,sp,ep8,fp8"]
 
 
 def test_vllms_times_stand_beside_ours(load: Any, tmp_path: Path) -> None:
