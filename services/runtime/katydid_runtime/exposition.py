@@ -99,5 +99,6 @@ def split_address(address: str) -> tuple[str, int]:
     """`host:port` or `[v6]:port` as its parts. Raises SettingsError."""
     host, separator, port = address.rpartition(":")
     if not separator or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
-        raise SettingsError(f"{address} is no address", value=address, allowed="host:port with a port of 0 to 65535")
+        allowed = "host:port with a port of 0 to 65535"
+        raise SettingsError(f"{address} is no address: expected {allowed}", value=address, allowed=allowed)
     return host.strip("[]") or "0.0.0.0", int(port)

@@ -90,7 +90,7 @@ def test_workload_by_step_times(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["slice", *BUILD, "--prefill", "", "--sparse-budget", "2"], "budget is 2.0"),
         (["slice", *BUILD, "--prefill", "", "--last-chunk", "9K"], "last_chunk 9216: the model has 16384 positions"),
         (["slice", "--plan", "tp2x"], "parallel plan 'tp2x'"),
-        (["workload", "--step-times", "/no/such/file"], "step_times: /no/such/file has none"),
+        (["workload", "--step-times", "/no/such/file"], "step_times: /no/such/file cannot be read"),
         (["workload", "--step-times", MODEL + "/config.json", "--rates", "0"], "step_times"),
     ],
 )

@@ -348,8 +348,12 @@ def _read_step_times(path: Path) -> MeasuredSteps:
         told = json.loads(path.read_text(encoding="utf-8"))["step_times"]
         kinds = ("decodes", "chunks", *({"sparse"} & set(told)))
         points = {kind: {(a, b): seconds for a, b, seconds in told[kind]} for kind in kinds}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SettingsError(f"step_times: {path} has none: {error!r}", field="step_times", value=str(path)) from error
+    except OSError as error:
+        message = f"step_times: {path} cannot be read: {error.strerror}"
+        raise SettingsError(message, field="step_times", value=str(path)) from error
+    except (ValueError, KeyError, TypeError) as error:
+        message = f"step_times: {path} has none: expected a file of `katydid bench workload --json`"
+        raise SettingsError(message, field="step_times", value=str(path)) from error
     return MeasuredSteps(**points)
 
 
